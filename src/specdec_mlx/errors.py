@@ -1,0 +1,32 @@
+"""Errors with a name: what happened, what was expected, what to do next.
+
+What a caller did wrong is a subclass of the builtin that they would catch.
+"""
+
+
+class PromptError(ValueError):
+    """The prompt is empty or holds token ids that the target does not have."""
+
+
+class DraftError(ValueError):
+    """A drafter broke its contract: impossible tokens, or a law that is none."""
+
+
+class LogitsError(ArithmeticError):
+    """The target's logits are not numbers that a token can be drawn from."""
+
+
+class CacheRollbackError(RuntimeError):
+    """A cache did not give back what was asked of it."""
+
+
+class TokenizerMismatchError(ValueError):
+    """Draft and target model do not share a tokenizer."""
+
+
+class UnknownNameError(ValueError):
+    """A drafter, rule or policy of that name is not known."""
+
+
+class ModelFolderError(ValueError):
+    """A folder does not hold what a model needs."""

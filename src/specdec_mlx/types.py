@@ -1,0 +1,147 @@
+"""The contracts between the parts: what a drafter hands over, what a rule returns.
+
+A drafter proposes, the target scores K+1 positions in one pass, a rule decides how many to keep.
+Throughout, K is the number of draft tokens in a round and V the target's vocabulary size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+
+import mlx.core as mx
+from jaxtyping import Float
+
+if TYPE_CHECKING:
+    from specdec_mlx.noise import Noise
+    from specdec_mlx.sampling import Sampling
+
+LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
+Origin = Literal["draft", "correction", "bonus", "plain"]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of the text, K tokens; an empty one makes the round plain decoding.
+
+    tokens: [K] token ids, a sequence of ints, or an `mx.array` where they are not computed yet.
+    logprobs: [K, V] float32 log-probabilities of the law that each token was *drawn from*,
+        captured while drafting and normalised; None for a point mass, that is when the drafter
+        would always propose these very tokens.
+    confidence: optional [K] chance of acceptance per token as the drafter sees it, for choosing
+        the draft length. No acceptance rule reads it.
+    """
+
+    tokens: Sequence[int] | mx.array = ()
+    logprobs: Float[mx.array, "k vocab"] | None = None
+    confidence: Sequence[float] | None = None
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule decided about one draft.
+
+    num_accepted: n, how many leading draft tokens are kept, 0 <= n <= K; scalar int array.
+    next_token: the token after them, drawn from the target (n = K: the bonus token, else the
+        correction); scalar int array.
+    """
+
+    num_accepted: mx.array
+    next_token: mx.array
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One round as it happened.
+
+    drafted, accepted, emitted: tokens; emitted = accepted + 1 unless the round was cut short by
+    max_tokens. fed: positions that the target's pass computed. draft_seconds, verify_seconds:
+    host time spent in proposing and in verifying (a draft model's lazy steps run inside verify).
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    fed: int
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may know about the generation that it drafts for.
+
+    sampling: the law that target tokens are drawn from, or None when the caller gave an opaque
+        sampler. A drafter that draws at random must draw from its logits under this same law.
+    noise: the generation's source of randomness, keyed by purpose and position.
+    logits_processors: the target's processors, in order; (tokens [n], logits [1, V]) -> logits.
+    vocab_size: V where it is known before the first pass, else None.
+    tokenizer: the target's tokenizer where the caller has one, else None.
+    draft_cache: caches for a draft model that the caller wants used and kept in step, or None.
+    options: what else the caller asked of the target's prefill: prefill_step_size, kv_bits,
+        kv_group_size, quantized_kv_start.
+    """
+
+    sampling: Sampling | None = None
+    noise: Noise | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    vocab_size: int | None = None
+    tokenizer: Any = None
+    draft_cache: list[Any] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """All that a drafter changes in the course of one generation."""
+
+    def propose(self, limit: int) -> Draft:
+        """Continue the text observed so far with 0 to `limit` tokens; `limit` >= 0."""
+        ...
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take the tokens really emitted since the last call; rewind or learn by itself."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Frozen configuration of a way to draft; reusable and shareable between generations.
+
+    A session may also have `close()`, called once when the generation ends.
+    """
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Start a generation after `prompt` [n] token ids."""
+        ...
+
+
+@runtime_checkable
+class AcceptanceRule(Protocol):
+    """Pure decision about a draft: knows no model, no cache, and holds no state.
+
+    The law of a round follows from three functions of the target's law and the draft, so that
+    tests can enumerate it. `accept_probs` gives the chance of each position's own coin,
+    `num_accepted` turns the K coins into n, `next_probs` is the law of the token after.
+    """
+
+    name: str
+
+    def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
+        """[K] chance that the coin of each draft position shows heads."""
+        ...
+
+    def num_accepted(self, coins: Any) -> Any:
+        """N, from K coins (booleans)."""
+        ...
+
+    def next_probs(
+        self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
+    ) -> Any:
+        """[V] law of the token that follows n accepted ones."""
+        ...
