@@ -1,0 +1,66 @@
+"""Randomness as a pure function of seed, purpose and position.
+
+Nothing here reads or moves MLX's global random state, so what is drawn at a position does not
+depend on how many drafts were tried before it: with one seed, the target's own draws are the same
+with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978).
+
+What the drafts and the coins of a round are drawn from is keyed by the round's first position and
+an index, never by the absolute position of the token alone: a rejected draft has already had its
+say in the verdict, so drawing its successor from the same numbers would bias the law.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+from jaxtyping import Float
+
+_MASK = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Source of random numbers for one generation.
+
+    seed: any int. purpose: what the draw is for ("target", "draft", "accept", ...); draws for two
+    purposes are independent. position: index of the token among those generated, from 0.
+    """
+
+    seed: int
+
+    @classmethod
+    def from_global_state(cls) -> Noise:
+        """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
+        low, high = mx.random.randint(0, 1 << 31, shape=(2,)).tolist()
+        return cls(low | high << 31)
+
+    def key(self, purpose: str, position: int) -> mx.array:
+        """Key for `mx.random`, uint32 [2]: 64 mixed bits of (seed, purpose, position)."""
+        mixed = _mix(_mix(self.seed & _MASK) ^ zlib.crc32(purpose.encode()))
+        mixed = _mix(mixed + position)
+        return mx.array([mixed >> 32, mixed & 0xFFFFFFFF], dtype=mx.uint32)
+
+    def uniform(self, purpose: str, position: int, n: int = 1) -> Float[mx.array, " n"]:
+        """Draw n numbers in [0, 1), all under the key of this one position."""
+        return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
+
+    def gumbel(self, purpose: str, position: int, vocab: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""
+        return mx.random.gumbel(shape=(vocab,), key=self.key(purpose, position))
+
+    def gumbels(
+        self, purpose: str, positions: Sequence[int], vocab: int
+    ) -> Float[mx.array, "n vocab"]:
+        """Gumbel noise of several positions, one row each."""
+        return mx.stack([self.gumbel(purpose, position, vocab) for position in positions])
+
+
+def _mix(x: int) -> int:
+    """Bijection on 64 bits in which every input bit moves every output bit (splitmix64)."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)

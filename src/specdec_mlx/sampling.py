@@ -1,0 +1,131 @@
+"""Logits to the law of the next token: the same law as `mlx_lm.sample_utils.make_sampler`.
+
+Acceptance, residual and bonus token must all use one law (Leviathan et al. 2023, section 2.2), so
+temperature and filters are turned into it once, here, with mlx-lm's own filter functions in
+mlx-lm's order: top-p, min-p, XTC, top-k on log-probabilities at temperature 1, the temperature
+last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import mlx.core as mx
+from jaxtyping import Float, Integer
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
+
+Sampler = Callable[[mx.array], mx.array]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How to draw a token, as a law and as a sampler.
+
+    The arguments and their meaning are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts
+    all mass on the argmax. An instance is itself a mlx-lm sampler: called with log-probabilities
+    [..., V] it returns token ids, drawn from MLX's global random state.
+
+    Raises ValueError for arguments outside their range.
+    """
+
+    temp: float = 0.0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    min_tokens_to_keep: int = 1
+    top_k: int = 0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse what mlx-lm would refuse, but before the first token."""
+        object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
+        _check(self.temp >= 0, "temp", self.temp, "a number >= 0 (0 is greedy)")
+        _check(0 <= self.top_p <= 1, "top_p", self.top_p, "a number in [0, 1] (0 or 1: off)")
+        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] (0: off)")
+        _check(self.min_tokens_to_keep >= 1, "min_tokens_to_keep", self.min_tokens_to_keep, ">= 1")
+        _check(self.top_k >= 0, "top_k", self.top_k, "an int >= 0 (0: off)")
+        _check(0 <= self.xtc_probability <= 1, "xtc_probability", self.xtc_probability, "in [0, 1]")
+        _check(0 <= self.xtc_threshold <= 0.5, "xtc_threshold", self.xtc_threshold, "in [0, 0.5]")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the law has all its mass on one token."""
+        return self.temp == 0
+
+    def law(self, logprobs: Float[mx.array, "*batch vocab"]) -> Float[mx.array, "*batch vocab"]:
+        """Log-probabilities of the next token, float32 and normalised; -inf where filtered out.
+
+        logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on
+        the first argmax, as in mlx-lm. XTC removes the top choices with probability
+        `xtc_probability`, one coin a position; the law is the mixture over that coin.
+        """
+        if self.greedy:
+            return _point_mass(logprobs)
+        x = logprobs.astype(mx.float32)
+        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        if 0 < self.top_p < 1:
+            x = apply_top_p(x, self.top_p)
+        if self.min_p > 0:
+            x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
+        plain = self._finish(x)
+        if self.xtc_probability == 0:
+            return plain
+        without_top = self._finish(self._exclude_top_choices(x))
+        share = self.xtc_probability
+        return mx.log((1 - share) * mx.exp(plain) + share * mx.exp(without_top))
+
+    def draw(
+        self,
+        logprobs: Float[mx.array, "*batch vocab"],
+        gumbel: Float[mx.array, "*batch vocab"] | None,
+    ) -> Integer[mx.array, "*batch"]:
+        """Token ids [...] drawn from the law with given Gumbel noise [..., V]; greedy needs none.
+
+        Greedy takes the argmax in the dtype given, as mlx-lm does, so that ties fall alike.
+        """
+        if self.greedy:
+            return greedy_sampler(logprobs)
+        return mx.argmax(self.law(logprobs) + gumbel, axis=-1)
+
+    def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
+        """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
+        if self.greedy:
+            return greedy_sampler(logprobs)
+        return mx.random.categorical(self.law(logprobs))
+
+    def _finish(self, x: mx.array) -> mx.array:
+        """Top-k and the temperature, which mlx-lm applies last."""
+        if self.top_k > 0:
+            _check(
+                self.top_k < x.shape[-1],
+                "top_k",
+                self.top_k,
+                f"an int below the vocabulary size, {x.shape[-1]} (0: off)",
+            )
+            x = apply_top_k(x, self.top_k)
+        x = x * (1.0 / self.temp)
+        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+
+    def _exclude_top_choices(self, x: mx.array) -> mx.array:
+        """Apply XTC as if its coin had come up; mlx-lm's function draws a coin from global state.
+
+        The coin is drawn there even at probability 1, where it decides nothing, so the state is
+        put back.
+        """
+        state = mx.array(mx.random.state[0])
+        excluded = apply_xtc(x, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
+        mx.random.state[0][:] = state
+        return excluded
+
+
+def _point_mass(logprobs: mx.array) -> mx.array:
+    """Log-law with all mass on the first argmax."""
+    best = mx.argmax(logprobs, axis=-1, keepdims=True)
+    return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
+
+
+def _check(ok: bool, name: str, got: object, expected: str) -> None:
+    if not ok:
+        raise ValueError(f"Sampling({name}={got!r}): expected {expected}.")
