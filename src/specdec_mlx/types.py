@@ -7,7 +7,7 @@ Throughout, K is the number of draft tokens in a round and V the target's vocabu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -40,6 +40,16 @@ class Draft:
     def __len__(self) -> int:
         """K."""
         return len(self.tokens)
+
+    def head(self, num_tokens: int) -> Draft:
+        """The first `num_tokens` of it."""
+        if num_tokens >= len(self):
+            return self
+        return Draft(
+            tokens=self.tokens[:num_tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
+            confidence=None if self.confidence is None else self.confidence[:num_tokens],
+        )
 
 
 @dataclass(frozen=True)
@@ -80,11 +90,10 @@ class DraftContext:
         sampler. A drafter that draws at random must draw from its logits under this same law.
     noise: the generation's source of randomness, keyed by purpose and position.
     logits_processors: the target's processors, in order; (tokens [n], logits [1, V]) -> logits.
-    vocab_size: V where it is known before the first pass, else None.
+    vocab_size: V.
     tokenizer: the target's tokenizer where the caller has one, else None.
     draft_cache: caches for a draft model that the caller wants used and kept in step, or None.
-    options: what else the caller asked of the target's prefill: prefill_step_size, kv_bits,
-        kv_group_size, quantized_kv_start.
+    prefill_step_size: most positions of the prompt to process at a time.
     """
 
     sampling: Sampling | None = None
@@ -93,12 +102,29 @@ class DraftContext:
     vocab_size: int | None = None
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    prefill_step_size: int = 2048
+
+    def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise [V] for drawing token `index` of a draft.
+
+        start: number of tokens emitted before the draft. Keyed by both, so that no later draft is
+        drawn from noise that had a say in an earlier verdict.
+        """
+        assert self.noise is not None
+        assert self.vocab_size is not None
+        return self.noise.gumbel(f"draft {index}", start, self.vocab_size)
 
 
 @runtime_checkable
 class DraftSession(Protocol):
-    """All that a drafter changes in the course of one generation."""
+    """All that a drafter changes in the course of one generation.
+
+    What is observed after a proposal begins with the part of it that was accepted.
+
+    Optional members: `cheap`, true if proposing is microseconds of host work that may be thrown
+    away, so that the loop may look for a draft while a pass runs; `close(length)`, called once at
+    the end, when the first `length` tokens of prompt + observed are all that the caller has.
+    """
 
     def propose(self, limit: int) -> Draft:
         """Continue the text observed so far with 0 to `limit` tokens; `limit` >= 0."""
@@ -111,10 +137,7 @@ class DraftSession(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Frozen configuration of a way to draft; reusable and shareable between generations.
-
-    A session may also have `close()`, called once when the generation ends.
-    """
+    """Frozen configuration of a way to draft; reusable and shareable between generations."""
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation after `prompt` [n] token ids."""

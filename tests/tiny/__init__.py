@@ -1,9 +1,9 @@
 """Every architecture of mlx-lm, small enough to build and run in milliseconds.
 
 A test that holds for one architecture says little about the next: caches wrap, recur, share and
-chunk in different ways. Here each architecture file has a configuration of a few thousand
-parameters and random weights chosen so that every logit depends on the whole context. A model
-that ignored its context would pass any test of a cache, however wrong the cache.
+chunk in different ways. Here each architecture file has a small configuration and random weights,
+chosen so that every logit depends on the whole context. A model that ignored its context would
+pass any test of a cache, however wrong the cache.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import importlib
 import importlib.util
 import math
 import re
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+from . import configs_a_to_h, configs_i_to_z
 
 GAIN = 1.5
 """Matrices have this gain over unit variance: attention is then peaked, not an average.
@@ -36,16 +36,12 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Parameters drawn uniformly between two ends, by the last part of their name."""
 
-
-def _halves() -> Iterator[ModuleType]:
-    for half in ("configs_a_to_h", "configs_i_to_z"):
-        if importlib.util.find_spec(f"{__name__}.{half}"):
-            yield importlib.import_module(f"{__name__}.{half}")
+HALVES = (configs_a_to_h, configs_i_to_z)
 
 
 def _merged(attribute: str) -> dict[str, Any]:
     """One table from both halves of the alphabet. A half may lack an optional table."""
-    return {k: v for half in _halves() for k, v in getattr(half, attribute, {}).items()}
+    return {k: v for half in HALVES for k, v in getattr(half, attribute, {}).items()}
 
 
 CONFIGS: dict[str, dict[str, Any]] = _merged("CONFIGS")

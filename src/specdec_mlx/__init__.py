@@ -1,0 +1,29 @@
+"""Speculative decoding for mlx-lm: the same text, sooner."""
+
+from specdec_mlx.draft_length import DraftLength as DraftLength
+from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
+from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
+from specdec_mlx.drafters.registry import drafter_names as drafter_names
+from specdec_mlx.drafters.registry import make_drafter as make_drafter
+from specdec_mlx.errors import CacheRollbackError as CacheRollbackError
+from specdec_mlx.errors import DraftError as DraftError
+from specdec_mlx.errors import LogitsError as LogitsError
+from specdec_mlx.errors import ModelFolderError as ModelFolderError
+from specdec_mlx.errors import PromptError as PromptError
+from specdec_mlx.errors import TokenizerMismatchError as TokenizerMismatchError
+from specdec_mlx.errors import UnknownNameError as UnknownNameError
+from specdec_mlx.generate import SpeculativeResponse as SpeculativeResponse
+from specdec_mlx.generate import generate as generate
+from specdec_mlx.generate import stream_generate as stream_generate
+from specdec_mlx.loop import Token as Token
+from specdec_mlx.loop import speculate as speculate
+from specdec_mlx.sampling import Sampling as Sampling
+from specdec_mlx.stats import SpeculationStats as SpeculationStats
+from specdec_mlx.types import AcceptanceRule as AcceptanceRule
+from specdec_mlx.types import Draft as Draft
+from specdec_mlx.types import DraftContext as DraftContext
+from specdec_mlx.types import Drafter as Drafter
+from specdec_mlx.types import DraftSession as DraftSession
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Ways to draft, one file each. They know the contracts in `types`, and nothing of the loop."""

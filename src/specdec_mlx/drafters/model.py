@@ -1,0 +1,134 @@
+"""A small model with the target's tokenizer drafts for the large one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.cache import Rollback
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.types import Draft, DraftContext
+
+
+@dataclass(frozen=True, eq=False)
+class ModelDrafter:
+    """Draft with any mlx-lm model that has the target's tokenizer.
+
+    model: the draft model; may equal the target. tokenizer: its tokenizer; where both are known
+    they are compared by content, and TokenizerMismatchError shows the first difference. greedy:
+    propose the model's argmax, a point mass, whatever the target's sampling.
+
+    Draws come from the draft model's logits under the same law as the target's (processors,
+    temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
+    as it was drawn from. With greedy targets and opaque samplers the argmax is proposed.
+    """
+
+    model: nn.Module
+    tokenizer: Any = None
+    greedy: bool = False
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+        """Start a generation; the draft model reads the prompt with its first proposal."""
+        if self.tokenizer is not None and context.tokenizer is not None:
+            check_same_tokenizer(context.tokenizer, self.tokenizer)
+        return ModelSession(self, prompt, context)
+
+
+class ModelSession:
+    """The draft model's side of one generation.
+
+    Like the target's, its state is a text and a tape: what of the text is not on the tape yet is
+    fed with the next proposal. That is the last token, or two when all K drafts were accepted,
+    since the last of them was proposed and never fed.
+    """
+
+    def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+        """Start with the prompt as the text and empty caches, or those of the caller."""
+        self.model = drafter.model
+        self.context = context
+        self.callers_cache = context.draft_cache
+        self.tape = Rollback(self.callers_cache or make_prompt_cache(self.model))
+        self.text = list(prompt)
+        self.num_prompt = len(prompt)
+        sampling = context.sampling
+        self.draws = not drafter.greedy and sampling is not None and not sampling.greedy
+        self.sampling = sampling if self.draws and sampling is not None else Sampling()
+
+    def propose(self, limit: int) -> Draft:
+        """`limit` tokens, as one lazy graph: no synchronisation between them."""
+        if limit == 0:
+            return Draft()
+        self.catch_up(1)
+        room = self.tape.widest_pass()
+        self.tape.mark()
+        ids = mx.array(self.text[self.tape.position :], dtype=mx.uint32)
+        seen = mx.array(self.text, dtype=mx.uint32) if self.context.logits_processors else None
+        tokens: list[mx.array] = []
+        laws: list[mx.array] = []
+        for i in range(limit if room is None else min(limit, 1 + room)):
+            logits = self.feed(ids)[-1:]
+            for processor in self.context.logits_processors:
+                logits = processor(seen, logits)
+            ids = self.draw(logits, i, laws)
+            tokens.append(ids)
+            seen = None if seen is None else mx.concatenate([seen, ids])
+        return Draft(mx.concatenate(tokens), mx.concatenate(laws) if laws else None)
+
+    def draw(self, logits: mx.array, index: int, laws: list[mx.array]) -> mx.array:
+        """Token [1] at `index` of the draft, from logits [1, V]; its law is added to `laws`."""
+        if not self.draws:
+            return mx.argmax(logits, axis=-1).astype(mx.uint32)
+        law = self.sampling.law(logits)
+        laws.append(law)
+        start = len(self.text) - self.num_prompt
+        return mx.argmax(law + self.context.draft_gumbel(start, index), axis=-1).astype(mx.uint32)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Keep the accepted part of the last proposal on the tape, and note what was emitted."""
+        self.tape.rewind_to(min(self.tape.position, len(self.text) + len(tokens) - 1))
+        self.text += tokens
+
+    def catch_up(self, num_pending: int) -> None:
+        """Feed the text, in chunks, until few enough tokens are pending for a single pass."""
+        step = self.context.prefill_step_size
+        while len(self.text) - self.tape.position > max(num_pending, step):
+            self.feed_text(step)
+            mx.eval([cache.state for cache in self.tape.caches])
+
+    def feed_text(self, size: int) -> None:
+        """Feed the next `size` tokens of the text, for the caches alone."""
+        start = self.tape.position
+        self.feed(mx.array(self.text[start : start + size], dtype=mx.uint32))
+
+    def feed(self, ids: mx.array) -> mx.array:
+        """One pass of the draft model; logits [S, V], as wide as the target's."""
+        logits = self.model(ids[None], cache=self.tape.caches)[0]
+        self.tape.fed(ids.shape[0])
+        return fit_width(logits, self.context.vocab_size)
+
+    def close(self, length: int) -> None:
+        """Bring the caller's caches to exactly the first `length` tokens."""
+        self.tape.rewind_to(min(self.tape.position, length))
+        if self.callers_cache is not None:
+            while (left := length - self.tape.position) > 0:
+                self.feed_text(min(left, self.context.prefill_step_size))
+            mx.async_eval([cache.state for cache in self.tape.caches])
+
+
+def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
+    """Logits [S, V] of a draft model whose vocabulary is padded otherwise than the target's.
+
+    Ids that the target does not have are cut off; ids that only the target has get -inf.
+    """
+    width = logits.shape[-1]
+    if vocab_size is None or width == vocab_size:
+        return logits
+    if width > vocab_size:
+        return logits[:, :vocab_size]
+    return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)

@@ -1,0 +1,407 @@
+"""Drafts from counts of what followed the last few tokens (n-gram tables with back-off).
+
+The predictor of akunu, a C++ engine for Apple silicon: count what follows each context of a few
+tokens, in the prompt and in the output alike, and propose the most frequent continuation of the
+longest context that has been seen.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import mlx.core as mx
+import numpy as np
+from jaxtyping import Float
+
+from specdec_mlx.errors import DraftError, PromptError
+from specdec_mlx.types import Draft, DraftContext
+
+if TYPE_CHECKING:
+    from specdec_mlx.noise import Noise
+
+Context = tuple[int, ...]
+
+MAX_ORDER = 8
+STEPS = 2**24  # of a float32 in [0, 1)
+
+
+@dataclass(frozen=True)
+class NGramDrafter:
+    """Proposes the most frequent continuation of the longest known context (akunu's predictor).
+
+    An n-gram of order n is a context of n - 1 tokens and the token after it. The longest context
+    is looked up first, then ever shorter ones; in a context the most frequent continuation wins,
+    and of equally frequent ones the most recent. Proposed tokens extend the context of the next
+    proposal. Where no context is known the draft ends. The defaults are akunu's.
+
+    max_order, min_order: orders in use, 1 <= min_order <= max_order <= 8. Order 1 is the unigram:
+        no context, the most frequent token of all. Both at 2 give a plain bigram.
+    num_draft: most tokens in a draft, beside the loop's own limit.
+    window: how many of the last tokens are kept for contexts to be read from. The counts are not
+        windowed: what followed a context 10,000 tokens ago still counts. A context is at most
+        max_order - 1 tokens, so every window that holds one gives the same drafts, and a
+        shorter one is refused.
+    stochastic: draw each token from smoothed counts and hand that law over, for the rejection
+        rule. Needs a temperature above 0 (else the draft is the deterministic one) and the
+        vocabulary size. Costs a [V] row per token, where the deterministic draft costs a few
+        look-ups.
+    discount: d, the share of a count that stochastic drafts hand on to shorter contexts, 0 to 1:
+        q_n(x|h) = (c(hx) - d) / c(h) + d N(h) / c(h) q_{n-1}(x|h'), with c the count, N(h) the
+        number of different continuations of h, and h' = h without its first token: interpolated
+        absolute discounting (Ney, Essen, Kneser 1994). It ends with the plain frequencies at
+        the lowest order, so that tokens not seen there have no mass.
+    max_entries: most pairs of context and continuation kept per order; beyond them the contexts
+        not seen for longest are forgotten. (A context that fills the table alone, as the unigram
+        can, takes no further continuation.)
+
+    Memory: a pair costs at most 640 bytes, so that tables stay below
+    640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults. In a text that
+    seldom repeats itself a pair costs 140 bytes: 14 MB at 32,768 tokens.
+
+    Raises ValueError for arguments outside their range.
+    """
+
+    max_order: int = 4
+    min_order: int = 2
+    num_draft: int = 4
+    window: int = 512
+    stochastic: bool = False
+    discount: float = 0.75
+    max_entries: int = 65_536
+
+    def __post_init__(self) -> None:
+        """Refuse arguments that mean nothing."""
+        _check(
+            1 <= self.max_order <= MAX_ORDER,
+            "max_order",
+            self.max_order,
+            f"an int from 1 (unigram) to {MAX_ORDER}",
+        )
+        _check(
+            1 <= self.min_order <= self.max_order,
+            "min_order",
+            self.min_order,
+            f"an int from 1 to max_order = {self.max_order}; lower it or raise max_order",
+        )
+        _check(
+            self.num_draft >= 1,
+            "num_draft",
+            self.num_draft,
+            "an int >= 1; to draft nothing, leave the drafter out",
+        )
+        _check(
+            self.window >= max(1, self.max_order - 1),
+            "window",
+            self.window,
+            f"at least a whole context, max_order - 1 = {self.max_order - 1} tokens (and 1); "
+            "raise it or lower max_order",
+        )
+        _check(0 <= self.discount <= 1, "discount", self.discount, "a number in [0, 1]")
+        _check(self.max_entries >= 1, "max_entries", self.max_entries, "an int >= 1")
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
+        """Count the n-grams of `prompt` [n].
+
+        Raises DraftError for stochastic drafts without a vocabulary size, and PromptError for
+        tokens outside it.
+        """
+        if not self.stochastic or context.sampling is None or context.sampling.temp == 0:
+            return NGramSession(self, prompt)
+        return StochasticNGramSession(
+            self, prompt, _vocab_size(prompt, context), _noise(context.noise)
+        )
+
+
+class NGramSession:
+    """One generation's counts, drafting deterministically.
+
+    match_length: tokens in the context that gave the first token of the last proposal; 0 where
+        the proposal was empty, or came from the unigram.
+    """
+
+    def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
+        """Count the n-grams of `prompt`."""
+        self.match_length = 0
+        self._config = config
+        self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
+        self._recent: deque[int] = deque(maxlen=config.window)
+        self._learn(prompt)
+
+    def propose(self, limit: int) -> Draft:
+        """Continue with up to `limit` tokens, each the most frequent after those before it."""
+        context = self._context()
+        draft: list[int] = []
+        self.match_length = 0
+        for _ in range(min(limit, self._config.num_draft)):
+            found = self._counts.most_frequent(context)
+            if found is None:
+                break
+            token, matched = found
+            if not draft:
+                self.match_length = matched
+            draft.append(token)
+            context = self._counts.shift(context, token)
+        return Draft(draft)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Count the tokens [n]: one table update a token and order."""
+        self._learn(tokens)
+
+    def _learn(self, tokens: Sequence[int]) -> None:
+        context = self._context()
+        for token in tokens:
+            self._counts.add(context, token)
+            context = self._counts.shift(context, token)
+        self._recent.extend(tokens)
+
+    def _context(self) -> Context:
+        """Read the last max_order - 1 tokens, fewer at the start of the text."""
+        width = min(self._config.max_order - 1, len(self._recent))
+        return tuple(self._recent[i] for i in range(-width, 0))
+
+
+class StochasticNGramSession(NGramSession):
+    """One generation's counts, drafting at random from a law that the draft declares."""
+
+    def __init__(
+        self, config: NGramDrafter, prompt: Sequence[int], vocab_size: int, noise: Noise
+    ) -> None:
+        """Count the n-grams of `prompt`."""
+        self._vocab_size = vocab_size
+        self._noise = noise
+        self._num_emitted = 0
+        super().__init__(config, prompt)
+
+    def propose(self, limit: int) -> Draft:
+        """Draw up to `limit` tokens; `logprobs` [K, V] are the laws that they were drawn from.
+
+        The draws depend on the noise, the position and the counts alone, so that proposing twice
+        gives the same draft. Whether a position is drafted is known before its token is drawn.
+        """
+        context = self._context()
+        tokens: list[int] = []
+        rows: list[Float[np.ndarray, " vocab"]] = []
+        self.match_length = 0
+        for u in self._uniforms(max(0, min(limit, self._config.num_draft))):
+            law = self._counts.law(context, self._vocab_size, self._config.discount)
+            if law is None:
+                break
+            if not tokens:
+                self.match_length = self._counts.matched(context)
+            rows.append(_log(law))
+            tokens.append(_draw(rows[-1], u))
+            context = self._counts.shift(context, tokens[-1])
+        return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Count the tokens [n], and move on by as many positions."""
+        super().observe(tokens)
+        self._num_emitted += len(tokens)
+
+    def _uniforms(self, n: int) -> list[float]:
+        """Draw one number in [0, 1) for each of the next n positions, in steps of 2^-48.
+
+        float32 has steps of 2^-24, which would round the mass of every rare token.
+        """
+        if n == 0:
+            return []
+        high, low = (
+            np.floor(STEPS * np.array(self._noise.uniform(purpose, self._num_emitted, n), float))
+            for purpose in ("draft", "draft low bits")
+        )
+        return [float(u) for u in (high + low / STEPS) / STEPS]
+
+
+class NGramCounts:
+    """How often each token followed each context, for the orders from `min_order` to `max_order`.
+
+    A context argument is the last max_order - 1 tokens, or fewer where the text is shorter; each
+    order reads what it needs from its end.
+    """
+
+    def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
+        """Start with empty tables of at most `max_entries` pairs each."""
+        self._width = max_order - 1
+        self._tables = [
+            (order - 1, ContinuationTable(max_entries)) for order in range(min_order, max_order + 1)
+        ]
+        self._longest_first = self._tables[::-1]
+
+    def shift(self, context: Context, token: int) -> Context:
+        """Append a token to a context and drop what has become too old."""
+        longer = (*context, token)
+        return longer[max(0, len(longer) - self._width) :]
+
+    def add(self, context: Context, token: int) -> None:
+        """Count `token` after `context`, once per order."""
+        for width, table in self._tables:
+            if width > len(context):
+                break
+            table.add(_last(context, width), token)
+
+    def most_frequent(self, context: Context) -> tuple[int, int] | None:
+        """Find the best continuation of the longest known context, and that context's length."""
+        for width, table in self._longest_first:
+            if width <= len(context):
+                token = table.most_frequent(_last(context, width))
+                if token is not None:
+                    return token, width
+        return None
+
+    def matched(self, context: Context) -> int:
+        """Length of the longest known context; 0 also where none is known."""
+        found = self.most_frequent(context)
+        return found[1] if found else 0
+
+    def law(
+        self, context: Context, vocab_size: int, discount: float
+    ) -> Float[np.ndarray, " vocab"] | None:
+        """Smoothed probabilities [V] of the next token, float64; None where no context is known."""
+        probs: Float[np.ndarray, " vocab"] | None = None
+        for width, table in self._tables:
+            if width > len(context):
+                break
+            counts = table.counts(_last(context, width))
+            if not counts:  # forgotten at this order, perhaps still known at a higher one
+                continue
+            tokens = np.fromiter(counts.keys(), np.int64, len(counts))
+            seen = np.fromiter(counts.values(), np.float64, len(counts))
+            if probs is None:
+                probs = np.zeros(vocab_size)
+                probs[tokens] = seen / seen.sum()
+            else:
+                probs *= discount * len(counts) / seen.sum()
+                probs[tokens] += (seen - discount) / seen.sum()
+        return probs
+
+
+class ContinuationTable:
+    """Continuation counts per context, for contexts of one length.
+
+    Holds at most `max_entries` pairs (context, continuation); to make room it forgets the contexts
+    that were not seen for longest, whole. Adding and looking up take constant time.
+    """
+
+    def __init__(self, max_entries: int) -> None:
+        """Start empty."""
+        self._max_entries = max_entries
+        self._num_entries = 0
+        # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
+        self._by_context: OrderedDict[Context, int | Continuations] = OrderedDict()
+
+    def __len__(self) -> int:
+        """Pairs held."""
+        return self._num_entries
+
+    def add(self, context: Context, token: int) -> None:
+        """Count `token` after `context`."""
+        entry = self._by_context.get(context)
+        if entry is None:
+            self._make_room(context)
+            self._by_context[context] = token
+            self._num_entries += 1
+            return
+        self._by_context.move_to_end(context)
+        if isinstance(entry, int):
+            entry = self._by_context[context] = Continuations(entry)
+        if token not in entry.counts:
+            if not self._make_room(context):
+                return
+            self._num_entries += 1
+        entry.add(token)
+
+    def most_frequent(self, context: Context) -> int | None:
+        """Most frequent continuation, of equally frequent ones the most recent; None: unknown."""
+        entry = self._by_context.get(context)
+        return entry.best if isinstance(entry, Continuations) else entry
+
+    def counts(self, context: Context) -> Mapping[int, int]:
+        """How often each continuation was seen."""
+        entry = self._by_context.get(context)
+        if entry is None:
+            return {}
+        return entry.counts if isinstance(entry, Continuations) else {entry: 1}
+
+    def _make_room(self, context: Context) -> bool:
+        """Forget contexts until one more pair fits; False where only `context` itself is left."""
+        while self._num_entries >= self._max_entries:
+            oldest = next(iter(self._by_context))
+            if oldest == context:
+                return False
+            entry = self._by_context.pop(oldest)
+            self._num_entries -= len(entry.counts) if isinstance(entry, Continuations) else 1
+        return True
+
+
+class Continuations:
+    """Counts of the tokens seen after one context, and the best of them."""
+
+    __slots__ = ("best", "counts")
+
+    def __init__(self, token: int) -> None:
+        """Start with one token, seen once."""
+        self.best = token
+        self.counts = {token: 1}
+
+    def add(self, token: int) -> None:
+        """Count `token` once more."""
+        count = self.counts.get(token, 0) + 1
+        self.counts[token] = count
+        # Counts only grow, one at a time, so the best changes only to the token just seen; on a
+        # tie it is the more recent one.
+        if count >= self.counts[self.best]:
+            self.best = token
+
+
+def _last(context: Context, width: int) -> Context:
+    """Last `width` tokens; a slice from -0 would be all of them."""
+    return context[len(context) - width :]
+
+
+def _log(probs: Float[np.ndarray, " vocab"]) -> Float[np.ndarray, " vocab"]:
+    """Normalised float32 log-probabilities; -inf where there is no mass."""
+    with np.errstate(divide="ignore"):
+        logprobs: Float[np.ndarray, " vocab"] = np.log(probs / probs.sum()).astype(np.float32)
+    return logprobs
+
+
+def _draw(logprobs: Float[np.ndarray, " vocab"], u: float) -> int:
+    """Invert the distribution function at u in [0, 1), of the very law that is handed over."""
+    cumulative = np.cumsum(np.exp(logprobs.astype(np.float64)))
+    return int(np.searchsorted(cumulative, u * cumulative[-1], side="right"))
+
+
+def _vocab_size(prompt: Sequence[int], context: DraftContext) -> int:
+    """Size of the vocabulary, checked against the prompt."""
+    size = context.vocab_size
+    if size is None:
+        raise DraftError(
+            "NGramDrafter(stochastic=True) got vocab_size None, expected the target's vocabulary "
+            "size: its law is a row of that length. Give DraftContext(vocab_size=...), or draft "
+            "with stochastic=False."
+        )
+    strangers = [token for token in prompt if not 0 <= token < size]
+    if strangers:
+        raise PromptError(
+            f"The prompt holds token {strangers[0]}, expected ids from 0 to {size - 1}. "
+            "Tokenize it with the target's own tokenizer, or draft with stochastic=False."
+        )
+    return size
+
+
+def _noise(noise: Noise | None) -> Noise:
+    """Noise of the generation, or a fixed one for drafting on its own."""
+    if noise is not None:
+        return noise
+    from specdec_mlx.noise import Noise
+
+    return Noise(0)
+
+
+def _check(holds: bool, name: str, got: object, expected: str) -> None:
+    """Raise ValueError unless `holds`."""
+    if not holds:
+        raise ValueError(f"NGramDrafter: {name} is {got!r}, expected {expected}.")

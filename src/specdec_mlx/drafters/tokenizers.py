@@ -1,0 +1,69 @@
+"""Do two models speak the same tokens? Compared by content, not by size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from specdec_mlx.errors import TokenizerMismatchError
+
+SAMPLES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
+    "naïve café – Zürich, 東京, Привет, 😀",
+    "  two  spaces\tand\ttabs\n\n\nand 3.14159e-10",
+)
+
+
+def check_same_tokenizer(target: Any, draft: Any) -> None:
+    """Raise TokenizerMismatchError, showing the first difference, unless both encode alike.
+
+    target, draft: tokenizers as `mlx_lm.load` gives them. Compared are the vocabularies, the
+    special ids and how a few samples are encoded. Unused ids that only one of them has, such as
+    padding at the end of the vocabulary, do no harm and are allowed.
+    """
+    difference = first_difference(target, draft)
+    if difference:
+        raise TokenizerMismatchError(
+            f"The draft model's tokenizer is not the target's: {difference}. Use a draft model of "
+            "the same family, or a drafter that needs no model, such as 'prompt-lookup'."
+        )
+
+
+def first_difference(target: Any, draft: Any) -> str | None:
+    """The first difference in words, None if there is none that matters."""
+    return (
+        _vocabulary_difference(target.get_vocab(), draft.get_vocab())
+        or _special_difference(target, draft)
+        or _encoding_difference(target, draft)
+    )
+
+
+def _vocabulary_difference(target: dict[str, int], draft: dict[str, int]) -> str | None:
+    shared = target.keys() & draft.keys()
+    moved = [token for token in shared if target[token] != draft[token]]
+    if moved:
+        token = min(moved, key=lambda t: target[t])
+        return f"token {token!r} has id {target[token]} there and {draft[token]} here"
+    owner = {index: token for token, index in target.items()}
+    clashes = [token for token in draft.keys() - shared if draft[token] in owner]
+    if clashes:
+        token = min(clashes, key=lambda t: draft[t])
+        return f"id {draft[token]} is {owner[draft[token]]!r} there and {token!r} here"
+    return None
+
+
+def _special_difference(target: Any, draft: Any) -> str | None:
+    for name in ("bos_token_id", "eos_token_id"):
+        theirs, ours = getattr(target, name, None), getattr(draft, name, None)
+        if None not in (theirs, ours) and theirs != ours:
+            return f"{name} is {theirs} there and {ours} here"
+    return None
+
+
+def _encoding_difference(target: Any, draft: Any) -> str | None:
+    for text in SAMPLES:
+        theirs = target.encode(text, add_special_tokens=False)
+        ours = draft.encode(text, add_special_tokens=False)
+        if list(theirs) != list(ours):
+            return f"{text!r} is encoded as {list(theirs)} there and {list(ours)} here"
+    return None

@@ -1,0 +1,189 @@
+"""Text in, text out: `mlx_lm.stream_generate` and `mlx_lm.generate` with one argument more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.draft_length import DraftLength
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.loop import speculate
+from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.stats import SpeculationStats
+from specdec_mlx.types import Drafter, Origin
+
+
+@dataclass
+class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
+    """mlx-lm's response, and where its token came from.
+
+    stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
+    """
+
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    origin: Origin = "plain"
+
+
+def stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    max_tokens: int = 256,
+    drafter: Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | None = None,
+    rule: str = "auto",
+    draft_length: int | DraftLength = 4,
+    seed: int | None = None,
+    sampler: Sampler | Sampling | None = None,
+    stream: Any = generation_stream,
+    **kwargs: Any,
+) -> Generator[SpeculativeResponse, None, None]:
+    """Stream the same text as `mlx_lm.stream_generate`, sooner.
+
+    drafter: a drafter, or the name of one with options ("ngram:max_order=3"). draft_model: instead
+    of a drafter, a mlx-lm model with the same tokenizer. rule, draft_length, seed: see
+    `speculate`. kwargs: all that `mlx_lm.stream_generate` takes; `num_draft_tokens`, mlx-lm's name
+    for the draft length, overrides draft_length.
+
+    Raises what `speculate` raises, UnknownNameError, and TokenizerMismatchError for a draft model
+    that was given with its tokenizer.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    chosen = choose_drafter(drafter, draft_model)
+    num_draft_tokens = kwargs.pop("num_draft_tokens", None)
+    tokens = speculate(
+        model,
+        encode(tokenizer, prompt),
+        chosen,
+        max_tokens=max_tokens,
+        sampling=sampler,
+        seed=seed,
+        rule=rule,
+        draft_length=draft_length if num_draft_tokens is None else num_draft_tokens,
+        tokenizer=tokenizer,
+        stream=stream,
+        **kwargs,
+    )
+    models = [model, getattr(chosen, "model", None)]
+    num_prompt = len(encode(tokenizer, prompt)) or len(kwargs.get("input_embeddings", ()))
+    return _respond(
+        tokens, tokenizer, [m for m in models if m is not None], num_prompt, max_tokens, stream
+    )
+
+
+def generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: str | mx.array | Sequence[int],
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """Generate the same text as `mlx_lm.generate`, sooner; takes what `stream_generate` takes.
+
+    verbose: print the text as it comes, then speeds, peak memory and the speculation's stats.
+    """
+    if verbose:
+        print("=" * 10)
+    text = ""
+    response = None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        if verbose:
+            print(response.text, end="", flush=True)
+        text += response.text
+    if verbose and response is not None:
+        print("\n" + "=" * 10)
+        print(summary(response))
+    return text
+
+
+def summary(response: SpeculativeResponse) -> str:
+    """Closing lines for a finished generation: mlx-lm's three, then ours."""
+    return (
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB\n"
+        f"Speculation: {response.stats}"
+    )
+
+
+def choose_drafter(
+    drafter: Drafter | str | None, draft_model: nn.Module | Drafter | str | None
+) -> Drafter | None:
+    """The drafter that the two arguments name; None for plain decoding."""
+    if drafter is not None and draft_model is not None:
+        raise ValueError("Give drafter= or draft_model=, not both.")
+    choice = drafter if draft_model is None else draft_model
+    if isinstance(choice, nn.Module):
+        return ModelDrafter(choice)
+    if isinstance(choice, str):
+        return make_drafter(choice)
+    if choice is None or isinstance(choice, Drafter):
+        return choice
+    raise ValueError(
+        f"drafter={choice!r} has no begin(prompt, context). Give a drafter, the name of one, or a "
+        "mlx-lm model as draft_model=."
+    )
+
+
+def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
+    """Token ids of a prompt; special tokens are added unless the text begins with one, as in mlx-lm."""
+    if isinstance(prompt, mx.array):
+        return prompt.tolist()  # type: ignore[return-value]
+    if not isinstance(prompt, str):
+        return list(prompt)
+    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+    return list(tokenizer.encode(prompt, add_special_tokens=special))
+
+
+def _respond(
+    tokens: Generator[Any, None, None],
+    tokenizer: TokenizerWrapper,
+    models: list[nn.Module],
+    num_prompt: int,
+    max_tokens: int,
+    stream: Any,
+) -> Generator[SpeculativeResponse, None, None]:
+    """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+    prompt_seconds = 0.0
+    with wired_limit(models, [stream]), closing(tokens):
+        for n, token in enumerate(tokens, start=1):
+            if n == 1:
+                prompt_seconds = time.perf_counter() - started
+                started = time.perf_counter()
+            is_end = token.token in tokenizer.eos_token_ids
+            finished = is_end or n == max_tokens
+            if not is_end:
+                detokenizer.add_token(token.token)
+            if finished:
+                detokenizer.finalize()
+            yield SpeculativeResponse(
+                text=detokenizer.last_segment,
+                token=token.token,
+                logprobs=token.logprobs,
+                from_draft=token.from_draft,
+                prompt_tokens=num_prompt,
+                prompt_tps=num_prompt / prompt_seconds,
+                generation_tokens=n,
+                generation_tps=n / (time.perf_counter() - started),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if is_end else "length") if finished else None,
+                stats=token.stats,
+                origin=token.origin,
+            )
+            if finished:
+                return

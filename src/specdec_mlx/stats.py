@@ -1,0 +1,107 @@
+"""What happened: counts, histogram, seconds. Built from round records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec_mlx.types import RoundRecord
+
+
+@dataclass
+class SpeculationStats:
+    """Running account of one generation; the same object on every item, always up to date.
+
+    It counts whole rounds: while the tokens of a round are handed out one by one, all of them are
+    in it already. Identities: `emitted + cut = accepted + target_passes`, and the histogram sums
+    to `target_passes`.
+
+    target_passes: passes of the target over the text, prefill left out; each is one round.
+    fed: positions that those passes computed, replays included.
+    drafted, accepted: draft tokens proposed, and kept by the rule.
+    emitted: tokens produced. cut: tokens verified but beyond max_tokens.
+    accept_histogram: [n] rounds that accepted exactly n draft tokens.
+    drafted_at, accepted_at: [i] rounds that drafted, and accepted, position i of the draft.
+    prefill_seconds, draft_seconds, verify_seconds, loop_seconds: host time; the last is all of it
+        but the prefill and what the caller does with the tokens. A draft model's lazy steps are
+        computed inside the verifying pass and count there.
+    """
+
+    target_passes: int = 0
+    fed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    cut: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    loop_seconds: float = 0.0
+
+    def record(self, round_: RoundRecord) -> None:
+        """Add one round."""
+        self.target_passes += 1
+        self.fed += round_.fed
+        self.drafted += round_.drafted
+        self.accepted += round_.accepted
+        self.emitted += round_.emitted
+        self.cut += round_.accepted + 1 - round_.emitted
+        self.draft_seconds += round_.draft_seconds
+        self.verify_seconds += round_.verify_seconds
+        _count(self.accept_histogram, [round_.accepted])
+        _count(self.drafted_at, range(round_.drafted))
+        _count(self.accepted_at, range(round_.accepted))
+
+    @property
+    def other_seconds(self) -> float:
+        """Host time of the loop outside drafting and verifying."""
+        return max(0.0, self.loop_seconds - self.draft_seconds - self.verify_seconds)
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens emitted per pass of the target; plain decoding has 1."""
+        return self.emitted / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """[i] share of the rounds that drafted position i in which it was accepted."""
+        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        return [a / d if d else 0.0 for a, d in zip(accepted, self.drafted_at, strict=True)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """All counts and rates, ready for JSON."""
+        return {
+            **{name: value for name, value in vars(self).items() if not isinstance(value, list)},
+            "accept_histogram": list(self.accept_histogram),
+            "acceptance_by_position": self.acceptance_by_position,
+            "tokens_per_pass": self.tokens_per_pass,
+            "acceptance_rate": self.acceptance_rate,
+            "other_seconds": self.other_seconds,
+        }
+
+    def __str__(self) -> str:
+        """Two readable lines."""
+        rate = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
+        return (
+            f"{self.emitted} tokens in {self.target_passes} target passes: "
+            f"{self.tokens_per_pass:.2f} tokens per pass, "
+            f"accepted {self.accepted} of {self.drafted} drafted{rate}\n"
+            f"drafting {self.draft_seconds:.2f} s, verifying {self.verify_seconds:.2f} s, "
+            f"prefill {self.prefill_seconds:.2f} s, elsewhere {self.other_seconds:.2f} s"
+        )
+
+
+def _count(histogram: list[int], values: Iterable[int]) -> None:
+    """Add one at each index, growing the list to fit."""
+    for value in values:
+        histogram.extend([0] * (value + 1 - len(histogram)))
+        histogram[value] += 1

@@ -1,0 +1,365 @@
+"""The target's side of a round: one pass over the pending tokens and the draft, and its verdict.
+
+With callables that are known to be pure (ours and mlx-lm's own) the pass, the law, the verdict and
+the next token are one lazy graph, read by one host synchronisation. A sampler or logits processor
+of the caller's may remember what it saw, so it is called row by row, as plain decoding would, and
+no further than the first rejected token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import greedy_sampler
+
+from specdec_mlx.acceptance import RULES, check_rule_name, decide, match
+from specdec_mlx.cache import Rollback
+from specdec_mlx.errors import DraftError, LogitsError
+from specdec_mlx.noise import Noise
+from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.types import Draft, LogitsProcessor, Verdict
+
+
+class Block(Protocol):
+    """A pass under way. `read` waits for it and tells what was accepted.
+
+    draft: what was verified. logprobs: [K+1, V] the target's log-probabilities, processed, before
+    temperature and filters, as mlx-lm reports them.
+    """
+
+    draft: Draft
+    num_fed: int
+    logprobs: mx.array
+
+    @property
+    def next_token(self) -> mx.array:
+        """Token after the accepted ones, uint32 [1], not computed yet."""
+        ...
+
+    def read(self) -> tuple[list[int], int]:
+        """Tokens [n + 1] of this round, and n. The only host synchronisation of a round."""
+        ...
+
+
+@dataclass
+class LazyBlock:
+    """A round as one graph: what `read` needs is packed into one small array."""
+
+    draft: Draft
+    num_fed: int
+    logprobs: mx.array
+    next_token: mx.array
+    packed: mx.array
+
+    def read(self) -> tuple[list[int], int]:
+        """Tokens [n + 1] of this round, and n."""
+        bad_logits, bad_law, num_accepted, next_token, *draft_tokens = self.packed.tolist()
+        if bad_logits:
+            raise _logits_error(bad_logits - 1)
+        if bad_law:
+            raise DraftError(
+                f"The law of draft token {bad_law - 1} is none: it must sum to 1 and give mass to "
+                "the token drawn. Hand over the log-probabilities that it was drawn from."
+            )
+        tokens = draft_tokens if isinstance(self.draft.tokens, mx.array) else self.draft.tokens
+        return [*tokens[:num_accepted], next_token], num_accepted
+
+
+@dataclass
+class SteppedBlock:
+    """A round whose rows go through callables of the caller's one at a time.
+
+    choose: row index and the draft tokens before it -> the target's token [1], whether its logits
+    are not finite [1], its log-probabilities [1, V]; called once a row, in order.
+    """
+
+    draft: Draft
+    num_fed: int
+    logprobs: mx.array
+    choose: Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]
+
+    @cached_property
+    def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
+        return self.choose(0, [])
+
+    @property
+    def next_token(self) -> mx.array:
+        """Token after an empty draft, not computed yet."""
+        return self._first_row[0].astype(mx.uint32)
+
+    def read(self) -> tuple[list[int], int]:
+        """Tokens [n + 1] of this round, and n."""
+        drafted = _to_list(self.draft.tokens)
+        tokens: list[int] = []
+        rows: list[mx.array] = []
+        while not tokens or tokens == drafted[: len(tokens)]:
+            row = len(tokens)
+            chosen = self._first_row if row == 0 else self.choose(row, drafted[:row])
+            token, bad, logprobs = chosen
+            token_id, is_bad = mx.concatenate([token, bad]).tolist()
+            if is_bad:
+                raise _logits_error(row)
+            tokens.append(token_id)
+            rows.append(logprobs)
+            if row == len(drafted):
+                break
+        self.logprobs = mx.concatenate(rows)
+        return tokens, len(tokens) - 1
+
+
+class Verifier:
+    """The target model, its caches, and the way its tokens are drawn.
+
+    model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler.
+    processors: mlx-lm logits processors. rule: a name out of `rule_names()`.
+    kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tape: Rollback,
+        *,
+        sampler: Sampler | Sampling,
+        processors: Sequence[LogitsProcessor],
+        rule: str,
+        noise: Noise,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        quantized_kv_start: int = 0,
+    ) -> None:
+        """Check that rule and sampler go together."""
+        check_rule_name(rule)
+        self.model = model
+        self.tape = tape
+        self.sampler = Sampling() if sampler is greedy_sampler else sampler
+        self.processors = list(processors)
+        self.rule = rule
+        self.noise = noise
+        self.kv_bits = kv_bits
+        self.kv_group_size = kv_group_size
+        self.quantized_kv_start = quantized_kv_start
+        self.history: mx.array | None = None
+        self.vocab_size: int | None = None
+        self.stepped = not all(is_pure(f) for f in (self.sampler, *self.processors))
+        if rule in RULES and (self.stepped or not isinstance(self.sampler, Sampling)):
+            raise ValueError(
+                f"rule={rule!r} needs the target's law, and a sampler or processor of your own "
+                "gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."
+            )
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """The law of the next token, None if only a sampler is known."""
+        return self.sampler if isinstance(self.sampler, Sampling) else None
+
+    def widest_pass(self) -> int | None:
+        """Most positions that the next pass may have; None for any number.
+
+        Plain decoding quantizes the caches right after position `quantized_kv_start`, so no pass
+        may reach across it.
+        """
+        widest = self.tape.widest_pass()
+        if self.kv_bits is None:
+            return widest
+        for cache in self.tape.caches:
+            if hasattr(cache, "to_quantized") and cache.offset < self.quantized_kv_start:
+                room = self.quantized_kv_start - cache.offset
+                widest = room if widest is None else min(widest, room)
+        return widest
+
+    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
+        self.quantize()
+        inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        logits = self.model(tokens[None], cache=self.tape.caches, **inputs)[0]
+        self.tape.fed(logits.shape[0])
+        self.vocab_size = logits.shape[-1]
+        return logits
+
+    def find_vocab_size(self) -> int:
+        """V, from the shape of the logits of a pass; of one that is never computed if need be."""
+        if self.vocab_size is None:
+            logits = self.model(mx.array([[0]]), cache=make_prompt_cache(self.model))
+            self.vocab_size = logits.shape[-1]
+        return self.vocab_size
+
+    def quantize(self) -> None:
+        """Replace caches, in the caller's own list, by quantized ones once they are long enough."""
+        maybe_quantize_kv_cache(
+            self.tape.caches, self.quantized_kv_start, self.kv_group_size, self.kv_bits
+        )
+
+    def observe(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add emitted tokens to what the processors see."""
+        if self.processors and len(tokens):
+            new = mx.array(tokens).astype(mx.uint32)
+            self.history = new if self.history is None else mx.concatenate([self.history, new])
+
+    def launch(
+        self,
+        pending: Sequence[int] | mx.array,
+        draft: Draft,
+        position: int,
+        embeddings: mx.array | None = None,
+    ) -> Block:
+        """Start a round: feed the pending tokens and the draft, and let the device run.
+
+        pending: tokens emitted but not yet in the caches, at least one. position: index of the
+        round's first token among those generated. embeddings: of the pending tokens, if the
+        caller gave any. Raises DraftError for tokens that the target does not have.
+        """
+        pending = _to_ids(pending)
+        room = self.widest_pass()
+        while room is not None and pending.shape[0] > room:
+            self.feed(pending[:room])
+            pending = pending[room:]
+            room = self.widest_pass()
+        if len(draft):
+            self.tape.mark()
+        fed = mx.concatenate([pending, _to_ids(draft.tokens)])
+        logits = self.feed(fed, embeddings)[-len(draft) - 1 :]
+        if not isinstance(draft.tokens, mx.array):
+            self._check_ids(draft.tokens)
+        if self.stepped:
+            mx.async_eval(logits)
+            return SteppedBlock(draft, fed.shape[0], logits, self._chooser(logits, position))
+        block = self._decide(logits, draft, position, fed.shape[0])
+        mx.async_eval(block.packed, block.next_token, block.logprobs)
+        return block
+
+    def _check_ids(self, tokens: Sequence[int]) -> None:
+        """Refuse draft tokens that the target does not have, before anything is computed."""
+        vocab_size = self.find_vocab_size()
+        for token in tokens:
+            if not 0 <= token < vocab_size:
+                raise DraftError(
+                    f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. "
+                    "Use a drafter for the same tokenizer."
+                )
+
+    def _decide(self, logits: mx.array, draft: Draft, position: int, num_fed: int) -> LazyBlock:
+        """Law, verdict and checks of a round, as one graph."""
+        drafted = _to_ids(draft.tokens)
+        logits = self._process(logits, drafted)
+        scale = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - scale
+        verdict = self._verdict(logprobs, drafted, draft, position)
+        rows = mx.arange(len(draft) + 1)
+        bad_rows = ~mx.isfinite(scale[:, 0]) & (rows <= verdict.num_accepted)
+        packed = [_first(bad_rows), self._bad_law(draft, drafted), verdict.num_accepted]
+        packed = [x.astype(mx.int32).reshape(1) for x in [*packed, verdict.next_token]]
+        if isinstance(draft.tokens, mx.array):
+            packed.append(drafted.astype(mx.int32))
+        next_token = verdict.next_token.astype(mx.uint32).reshape(1)
+        return LazyBlock(draft, num_fed, logprobs, next_token, mx.concatenate(packed))
+
+    def _process(self, logits: mx.array, drafted: mx.array) -> mx.array:
+        """Run pure processors over every row, each with the history that it would have."""
+        if not self.processors:
+            return logits
+        assert self.history is not None
+        seen = mx.concatenate([self.history, drafted])
+        start = self.history.shape[0]
+        rows = []
+        for i in range(logits.shape[0]):
+            row = logits[i : i + 1]
+            for processor in self.processors:
+                row = processor(seen[: start + i], row)
+            rows.append(row)
+        return mx.concatenate(rows)
+
+    def _verdict(
+        self, logprobs: mx.array, drafted: mx.array, draft: Draft, position: int
+    ) -> Verdict:
+        sampling = self.sampling
+        by_law = self.rule in RULES or (self.rule == "auto" and draft.logprobs is not None)
+        if not by_law or sampling is None or sampling.greedy or not len(draft):
+            return match(self._draw(logprobs, position), drafted)
+        rule = RULES["rejection" if self.rule == "auto" else self.rule]
+        return decide(
+            rule,
+            mx.exp(sampling.law(logprobs)),
+            drafted,
+            None if draft.logprobs is None else mx.exp(draft.logprobs),
+            self.noise.uniform("accept", position, len(draft)),
+            self.noise.gumbel("next", position, logprobs.shape[-1]),
+        )
+
+    def _draw(self, logprobs: mx.array, position: int) -> mx.array:
+        """The target's own token at each row [K+1]."""
+        if self.sampling is None:
+            return mx.concatenate([self.sampler(row[None]) for row in logprobs])
+        if self.sampling.greedy:
+            return self.sampling.draw(logprobs, None)
+        positions = range(position, position + logprobs.shape[0])
+        return self.sampling.draw(
+            logprobs, self.noise.gumbels("target", positions, logprobs.shape[-1])
+        )
+
+    @staticmethod
+    def _bad_law(draft: Draft, drafted: mx.array) -> mx.array:
+        """1 + index of the first draft token whose law is none, 0 if all are laws."""
+        if draft.logprobs is None:
+            return mx.array(0)
+        mass = mx.sum(mx.exp(draft.logprobs), axis=-1)
+        own = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)[:, 0]
+        return _first(~((mx.abs(mass - 1) < 1e-3) & (own > -mx.inf)))
+
+    def _chooser(
+        self, logits: mx.array, position: int
+    ) -> Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]:
+        """What `SteppedBlock` calls for each row of logits [K+1, V]."""
+        history = self.history
+
+        def choose(row: int, drafted: list[int]) -> tuple[mx.array, mx.array, mx.array]:
+            row_logits = logits[row : row + 1]
+            if history is not None:
+                seen = mx.concatenate([history, _to_ids(drafted)]) if drafted else history
+                for processor in self.processors:
+                    row_logits = processor(seen, row_logits)
+            scale = mx.logsumexp(row_logits, axis=-1, keepdims=True)
+            logprobs = row_logits - scale
+            token = self._draw(logprobs, position + row).astype(mx.int32)
+            return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
+
+        return choose
+
+
+def is_pure(f: Any) -> bool:
+    """Whether calling `f` on a row that is thrown away afterwards does no harm.
+
+    True for `Sampling`, for what mlx-lm's `make_sampler` and `make_logits_processors` return, and
+    for callables that say so themselves with a true attribute `pure`.
+    """
+    known = getattr(f, "__module__", None) == "mlx_lm.sample_utils"
+    return isinstance(f, Sampling) or known or bool(getattr(f, "pure", False))
+
+
+def _logits_error(row: int) -> LogitsError:
+    return LogitsError(
+        f"The target's logits are not finite at token {row} of this round. Check the weights, the "
+        "dtype and the logits processors."
+    )
+
+
+def _first(flags: mx.array) -> mx.array:
+    """1 + index of the first true entry, 0 if there is none."""
+    return mx.where(mx.any(flags), mx.argmax(flags) + 1, 0)
+
+
+def _to_ids(tokens: Sequence[int] | mx.array) -> mx.array:
+    if isinstance(tokens, mx.array):
+        return tokens.astype(mx.uint32)
+    return mx.array(list(tokens), dtype=mx.uint32)
+
+
+def _to_list(tokens: Sequence[int] | mx.array) -> list[int]:
+    return tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)  # type: ignore[return-value]
