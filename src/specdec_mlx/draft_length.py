@@ -50,6 +50,6 @@ class Fixed:
 
 def make_draft_length(choice: int | DraftLength) -> DraftLength:
     """Policy for what a caller passed as `draft_length`."""
-    if isinstance(choice, bool) or isinstance(choice, str | float):
+    if isinstance(choice, bool | str | float):
         raise ValueError(f"draft_length={choice!r}: expected an int >= 0 or a DraftLength.")
     return Fixed(choice) if isinstance(choice, int) else choice

@@ -19,6 +19,7 @@ from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats import SpeculationStats
+from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Drafter, Origin
 
 
@@ -63,9 +64,10 @@ def stream_generate(
         tokenizer = TokenizerWrapper(tokenizer)
     chosen = choose_drafter(drafter, draft_model)
     num_draft_tokens = kwargs.pop("num_draft_tokens", None)
+    prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,
-        encode(tokenizer, prompt),
+        prompt_tokens,
         chosen,
         max_tokens=max_tokens,
         sampling=sampler,
@@ -139,11 +141,9 @@ def choose_drafter(
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
-    """Token ids of a prompt; special tokens are added unless the text begins with one, as in mlx-lm."""
-    if isinstance(prompt, mx.array):
-        return prompt.tolist()  # type: ignore[return-value]
+    """Token ids of a prompt; as in mlx-lm, special tokens are added unless it begins with one."""
     if not isinstance(prompt, str):
-        return list(prompt)
+        return to_list(prompt)
     special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
     return list(tokenizer.encode(prompt, add_special_tokens=special))
 

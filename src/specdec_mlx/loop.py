@@ -30,6 +30,7 @@ from specdec_mlx.errors import CacheRollbackError, PromptError
 from specdec_mlx.noise import Noise
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats import SpeculationStats
+from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import (
     Draft,
     DraftContext,
@@ -351,7 +352,7 @@ class Generation:
     def feed_chunk(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
         start = self.tape.position
-        tokens = mx.array(self.text[start : start + size], dtype=mx.uint32)
+        tokens = to_ids(self.text[start : start + size])
         self.verifier.feed(tokens, self.embeddings_from(start, size))
 
     def embeddings_from(self, start: int, size: int) -> mx.array | None:
@@ -387,7 +388,7 @@ def _check_prompt(
     tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
 ) -> list[int]:
     """The prompt as a list; raises PromptError for what cannot be one."""
-    prompt = tokens.tolist() if isinstance(tokens, mx.array) else [int(token) for token in tokens]
+    prompt = to_list(tokens)
     if not prompt and embeddings is None:
         raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
     if prompt and min(prompt) < 0:

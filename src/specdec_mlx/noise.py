@@ -18,6 +18,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 from jaxtyping import Float
 
+from specdec_mlx.token_ids import to_list
+
 _MASK = (1 << 64) - 1
 
 
@@ -34,7 +36,7 @@ class Noise:
     @classmethod
     def from_global_state(cls) -> Noise:
         """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
-        low, high = mx.random.randint(0, 1 << 31, shape=(2,)).tolist()
+        low, high = to_list(mx.random.randint(0, 1 << 31, shape=(2,)))
         return cls(low | high << 31)
 
     def key(self, purpose: str, position: int) -> mx.array:

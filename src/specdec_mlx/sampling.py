@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 from jaxtyping import Float, Integer
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc, greedy_sampler
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -86,13 +87,14 @@ class Sampling:
         Greedy takes the argmax in the dtype given, as mlx-lm does, so that ties fall alike.
         """
         if self.greedy:
-            return greedy_sampler(logprobs)
+            return mx.argmax(logprobs, axis=-1)
+        assert gumbel is not None
         return mx.argmax(self.law(logprobs) + gumbel, axis=-1)
 
     def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
         """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
         if self.greedy:
-            return greedy_sampler(logprobs)
+            return mx.argmax(logprobs, axis=-1)
         return mx.random.categorical(self.law(logprobs))
 
     def _finish(self, x: mx.array) -> mx.array:
@@ -114,9 +116,10 @@ class Sampling:
         The coin is drawn there even at probability 1, where it decides nothing, so the state is
         put back.
         """
-        state = mx.array(mx.random.state[0])
-        excluded = apply_xtc(x, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
-        mx.random.state[0][:] = state
+        state: Any = mx.random.state
+        before = mx.array(state[0])
+        excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
+        state[0][:] = before
         return excluded
 
 

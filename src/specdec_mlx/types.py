@@ -153,7 +153,10 @@ class AcceptanceRule(Protocol):
     `num_accepted` turns the K coins into n, `next_probs` is the law of the token after.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What `rule=` calls it."""
+        ...
 
     def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
         """[K] chance that the coin of each draft position shows heads."""

@@ -24,6 +24,7 @@ from specdec_mlx.cache import Rollback
 from specdec_mlx.errors import DraftError, LogitsError
 from specdec_mlx.noise import Noise
 from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import Draft, LogitsProcessor, Verdict
 
 
@@ -60,7 +61,7 @@ class LazyBlock:
 
     def read(self) -> tuple[list[int], int]:
         """Tokens [n + 1] of this round, and n."""
-        bad_logits, bad_law, num_accepted, next_token, *draft_tokens = self.packed.tolist()
+        bad_logits, bad_law, num_accepted, next_token, *draft_tokens = to_list(self.packed)
         if bad_logits:
             raise _logits_error(bad_logits - 1)
         if bad_law:
@@ -96,14 +97,14 @@ class SteppedBlock:
 
     def read(self) -> tuple[list[int], int]:
         """Tokens [n + 1] of this round, and n."""
-        drafted = _to_list(self.draft.tokens)
+        drafted = to_list(self.draft.tokens)
         tokens: list[int] = []
         rows: list[mx.array] = []
         while not tokens or tokens == drafted[: len(tokens)]:
             row = len(tokens)
             chosen = self._first_row if row == 0 else self.choose(row, drafted[:row])
             token, bad, logprobs = chosen
-            token_id, is_bad = mx.concatenate([token, bad]).tolist()
+            token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad:
                 raise _logits_error(row)
             tokens.append(token_id)
@@ -179,7 +180,7 @@ class Verifier:
         """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
         self.quantize()
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        logits = self.model(tokens[None], cache=self.tape.caches, **inputs)[0]
+        logits: mx.array = self.model(tokens[None], cache=self.tape.caches, **inputs)[0]
         self.tape.fed(logits.shape[0])
         self.vocab_size = logits.shape[-1]
         return logits
@@ -200,7 +201,7 @@ class Verifier:
     def observe(self, tokens: Sequence[int] | mx.array) -> None:
         """Add emitted tokens to what the processors see."""
         if self.processors and len(tokens):
-            new = mx.array(tokens).astype(mx.uint32)
+            new = to_ids(tokens)
             self.history = new if self.history is None else mx.concatenate([self.history, new])
 
     def launch(
@@ -216,7 +217,7 @@ class Verifier:
         round's first token among those generated. embeddings: of the pending tokens, if the
         caller gave any. Raises DraftError for tokens that the target does not have.
         """
-        pending = _to_ids(pending)
+        pending = to_ids(pending)
         room = self.widest_pass()
         while room is not None and pending.shape[0] > room:
             self.feed(pending[:room])
@@ -224,7 +225,7 @@ class Verifier:
             room = self.widest_pass()
         if len(draft):
             self.tape.mark()
-        fed = mx.concatenate([pending, _to_ids(draft.tokens)])
+        fed = mx.concatenate([pending, to_ids(draft.tokens)])
         logits = self.feed(fed, embeddings)[-len(draft) - 1 :]
         if not isinstance(draft.tokens, mx.array):
             self._check_ids(draft.tokens)
@@ -247,7 +248,7 @@ class Verifier:
 
     def _decide(self, logits: mx.array, draft: Draft, position: int, num_fed: int) -> LazyBlock:
         """Law, verdict and checks of a round, as one graph."""
-        drafted = _to_ids(draft.tokens)
+        drafted = to_ids(draft.tokens)
         logits = self._process(logits, drafted)
         scale = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs = logits - scale
@@ -322,7 +323,7 @@ class Verifier:
         def choose(row: int, drafted: list[int]) -> tuple[mx.array, mx.array, mx.array]:
             row_logits = logits[row : row + 1]
             if history is not None:
-                seen = mx.concatenate([history, _to_ids(drafted)]) if drafted else history
+                seen = mx.concatenate([history, to_ids(drafted)]) if drafted else history
                 for processor in self.processors:
                     row_logits = processor(seen, row_logits)
             scale = mx.logsumexp(row_logits, axis=-1, keepdims=True)
@@ -353,13 +354,3 @@ def _logits_error(row: int) -> LogitsError:
 def _first(flags: mx.array) -> mx.array:
     """1 + index of the first true entry, 0 if there is none."""
     return mx.where(mx.any(flags), mx.argmax(flags) + 1, 0)
-
-
-def _to_ids(tokens: Sequence[int] | mx.array) -> mx.array:
-    if isinstance(tokens, mx.array):
-        return tokens.astype(mx.uint32)
-    return mx.array(list(tokens), dtype=mx.uint32)
-
-
-def _to_list(tokens: Sequence[int] | mx.array) -> list[int]:
-    return tokens.tolist() if isinstance(tokens, mx.array) else list(tokens)  # type: ignore[return-value]

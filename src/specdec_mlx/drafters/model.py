@@ -13,6 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.cache import Rollback
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.sampling import Sampling
+from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext
 
 
@@ -67,8 +68,8 @@ class ModelSession:
         self.catch_up(1)
         room = self.tape.widest_pass()
         self.tape.mark()
-        ids = mx.array(self.text[self.tape.position :], dtype=mx.uint32)
-        seen = mx.array(self.text, dtype=mx.uint32) if self.context.logits_processors else None
+        ids = to_ids(self.text[self.tape.position :])
+        seen = to_ids(self.text) if self.context.logits_processors else None
         tokens: list[mx.array] = []
         laws: list[mx.array] = []
         for i in range(limit if room is None else min(limit, 1 + room)):
@@ -104,7 +105,7 @@ class ModelSession:
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
         start = self.tape.position
-        self.feed(mx.array(self.text[start : start + size], dtype=mx.uint32))
+        self.feed(to_ids(self.text[start : start + size]))
 
     def feed(self, ids: mx.array) -> mx.array:
         """One pass of the draft model; logits [S, V], as wide as the target's."""

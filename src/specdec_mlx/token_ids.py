@@ -1,0 +1,21 @@
+"""Token ids on the host and on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+def to_ids(tokens: Sequence[int] | mx.array) -> mx.array:
+    """Token ids as a uint32 array [n]; one that is not computed yet stays lazy."""
+    if isinstance(tokens, mx.array):
+        return tokens.astype(mx.uint32)
+    return mx.array(list(tokens), dtype=mx.uint32)
+
+
+def to_list(tokens: Sequence[int] | mx.array) -> list[int]:
+    """Token ids as a list; waits for an array that is not computed yet."""
+    if isinstance(tokens, mx.array):
+        return tokens.tolist()  # type: ignore[return-value]
+    return [int(token) for token in tokens]

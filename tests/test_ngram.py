@@ -1,0 +1,517 @@
+"""Laws of drafting from n-gram counts, against a reference that counts by scanning the text."""
+
+from __future__ import annotations
+
+import dataclasses
+import tracemalloc
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy.stats import chi2
+
+from specdec_mlx.drafters.ngram import (
+    ContinuationTable,
+    NGramDrafter,
+    NGramSession,
+    StochasticNGramSession,
+)
+from specdec_mlx.errors import DraftError, PromptError
+from specdec_mlx.noise import Noise
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.types import Draft, Drafter, DraftContext, DraftSession
+
+CONTEXT = DraftContext()
+VOCAB = 7
+
+texts = st.integers(2, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=60))
+orders = st.tuples(st.integers(1, 8), st.integers(1, 8)).map(sorted)
+
+
+def continuations(text: list[int], context: list[int]) -> list[int]:
+    """What followed each occurrence of the context, from the earliest to the most recent."""
+    n = len(context)
+    return [text[i] for i in range(n, len(text)) if text[i - n : i] == context]
+
+
+def scan(text: list[int], min_order: int, max_order: int, limit: int) -> list[int]:
+    """Draft by definition: longest known context, most frequent, then most recent token."""
+    draft: list[int] = []
+    for _ in range(limit):
+        grown = text + draft
+        for n in range(min(max_order - 1, len(grown)), min_order - 2, -1):
+            seen = continuations(text, grown[len(grown) - n :])
+            if seen:
+                recent = {token: i for i, token in enumerate(seen)}
+                draft.append(max(seen, key=lambda t: (seen.count(t), recent[t])))
+                break
+        else:
+            break
+    return draft
+
+
+def smoothed(
+    text: list[int], context: list[int], min_order: int, discount: float
+) -> list[float] | None:
+    """Law of the token after `context`, by the formula of the docstring, recursively."""
+    if len(context) < min_order - 1:
+        return None
+    shorter = smoothed(text, context[1:], min_order, discount) if context else None
+    seen = Counter(continuations(text, context))
+    if not seen:
+        return shorter
+    if shorter is None:
+        return [seen[x] / seen.total() for x in range(VOCAB)]
+    return [
+        max(seen[x] - discount, 0) / seen.total() + discount * len(seen) / seen.total() * shorter[x]
+        for x in range(VOCAB)
+    ]
+
+
+def begin(text: list[int], **options: Any) -> NGramSession:
+    return NGramDrafter(**options).begin(text, CONTEXT)
+
+
+def sampled(seed: int = 0, temp: float = 1.0, vocab_size: int | None = VOCAB) -> DraftContext:
+    return DraftContext(sampling=Sampling(temp=temp), noise=Noise(seed), vocab_size=vocab_size)
+
+
+def tokens(draft: Draft) -> list[int]:
+    return list(draft.tokens)
+
+
+# --- deterministic drafts -----------------------------------------------------------------------
+
+
+@given(texts, orders, st.integers(0, 8))
+def test_tables_equal_a_count_over_the_text(text: list[int], orders: list[int], limit: int) -> None:
+    """For every text and orders 1 to 8, the draft is that of the scan, a point mass."""
+    draft = begin(text, min_order=orders[0], max_order=orders[1], num_draft=8).propose(limit)
+    assert tokens(draft) == scan(text, *orders, limit)
+    assert draft.logprobs is None
+
+
+@given(texts, orders, st.data())
+def test_incremental_equals_all_at_once(
+    text: list[int], orders: list[int], data: st.DataObject
+) -> None:
+    """A text observed in any chunks gives the draft of the same text as a prompt, at each cut."""
+    drafter = NGramDrafter(min_order=orders[0], max_order=orders[1])
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    session = drafter.begin(text[: cuts[0]] if cuts else [], CONTEXT)
+    for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
+        session.propose(3)
+        session.observe(text[start:end])
+        assert tokens(session.propose(4)) == tokens(drafter.begin(text[:end], CONTEXT).propose(4))
+
+
+def test_akunu_worked_example_backs_off_at_the_fourth_token() -> None:
+    """The chapter's trace: three continuations of three-token contexts, then one of two tokens.
+
+    Its tables belong to no single text (what follows "the mat" would be known after "on the mat"
+    too), so they are filled as if from four fragments.
+    """
+    the, cat, sat, on, mat, stop, down, also = range(8)
+    session = begin([])
+    for context, token, count in [
+        ((the, cat, sat), on, 47),
+        ((the, cat, sat), down, 3),
+        ((the, cat, sat), also, 1),
+        ((cat, sat, on), the, 31),
+        ((sat, on, the), mat, 23),
+        ((the, mat), stop, 5),
+    ]:
+        for _ in range(count):
+            session._counts.add(context, token)
+    session.observe([the, cat, sat])
+    assert tokens(session.propose(4)) == [on, the, mat, stop]
+    assert session.match_length == 3
+
+
+def test_akunu_first_example_chains_its_own_predictions() -> None:
+    """After "the", from one earlier sentence: "quick", "brown", "fox", "jumps", and no further."""
+    the, quick, brown, fox, jumps, so, does = range(7)
+    session = begin([the, quick, brown, fox, jumps, so, does, the])
+    assert tokens(session.propose(10)) == [quick, brown, fox, jumps]
+    assert session.match_length == 1
+
+
+def test_defaults_are_akunu_s() -> None:
+    """Orders 2 to 4, four tokens, a window of 512, deterministic."""
+    drafter = NGramDrafter()
+    assert (drafter.min_order, drafter.max_order, drafter.num_draft) == (2, 4, 4)
+    assert (drafter.window, drafter.stochastic) == (512, False)
+
+
+def test_the_most_frequent_continuation_wins_over_the_most_recent() -> None:
+    """1 was followed by 2 twice, then once by 3."""
+    assert tokens(begin([1, 2, 1, 2, 1, 3, 1], max_order=2).propose(1)) == [2]
+
+
+def test_of_equally_frequent_continuations_the_most_recent_wins() -> None:
+    """1 was followed by 2 and 3 twice each, last by 2."""
+    text = [1, 2, 1, 3, 1, 3, 1, 2, 1]
+    assert tokens(begin(text, max_order=2).propose(1)) == [2]
+
+
+def test_unigram_alone_proposes_the_most_frequent_token() -> None:
+    """Order 1 has no context, so that every position of the draft is the same token."""
+    session = begin([5, 3, 5, 4], min_order=1, max_order=1)
+    assert tokens(session.propose(3)) == [5, 5, 5]
+    assert session.match_length == 0
+
+
+def test_counts_from_before_the_window_still_count() -> None:
+    """The window bounds the text that contexts are read from, not the counts."""
+    session = begin([1, 2, 3, 4, *range(1000, 11_000), 1, 2, 3], window=512)
+    assert tokens(session.propose(1)) == [4]
+
+
+@given(texts, st.integers(3, 100))
+def test_every_allowed_window_gives_the_same_draft(text: list[int], window: int) -> None:
+    """A context fits in the window, and no more of the text is kept than that."""
+    session = begin(text, window=window)
+    assert tokens(session.propose(4)) == scan(text, 2, 4, 4)
+    assert len(session._recent) == min(window, len(text))
+
+
+def test_periodic_text_is_drafted_past_its_end() -> None:
+    """Own predictions extend the context, so that a period is repeated without end."""
+    session = begin([1, 2, 3, 1, 2, 3, 1], num_draft=20)
+    assert tokens(session.propose(20)) == ([2, 3, 1] * 7)[:20]
+
+
+@given(texts, orders, st.booleans())
+def test_proposing_changes_nothing(text: list[int], orders: list[int], stochastic: bool) -> None:
+    """Two proposals in a row are the same, and one with a smaller limit is a prefix."""
+    drafter = NGramDrafter(min_order=orders[0], max_order=orders[1], stochastic=stochastic)
+    session = drafter.begin(text, sampled())
+    first = session.propose(4)
+    assert tokens(session.propose(2)) == tokens(first)[:2]
+    again = session.propose(4)
+    assert tokens(again) == tokens(first)
+    assert (again.logprobs is None) == (first.logprobs is None)
+    if first.logprobs is not None:
+        assert mx.array_equal(again.logprobs, first.logprobs)
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_the_smaller_of_limit_and_num_draft_holds(stochastic: bool) -> None:
+    """`num_draft` caps what the loop allows, and the loop's limit caps `num_draft`."""
+    session = NGramDrafter(num_draft=3, stochastic=stochastic).begin([6] * 10, sampled())
+    assert [len(session.propose(limit)) for limit in (8, 3, 2, 0)] == [3, 3, 2, 0]
+
+
+@pytest.mark.parametrize("stochastic", [False, True])
+@pytest.mark.parametrize("text", [[], [3], [1, 2, 3]])
+def test_no_known_context_gives_an_empty_draft(text: list[int], stochastic: bool) -> None:
+    """Nothing is proposed before something has been repeated."""
+    draft = NGramDrafter(stochastic=stochastic).begin(text, sampled()).propose(4)
+    assert len(draft) == 0
+    assert draft.logprobs is None
+
+
+def test_match_length_is_that_of_the_last_proposal() -> None:
+    """It is the length of the context that gave the first token, 0 when nothing is proposed."""
+    session = begin([1, 2, 3, 9, 2, 3])
+    session.propose(4)
+    assert session.match_length == 2
+    session.propose(0)
+    assert session.match_length == 0
+
+
+class CountingTable(ContinuationTable):
+    """A table that counts its look-ups."""
+
+    lookups = 0
+
+    def most_frequent(self, context: tuple[int, ...]) -> int | None:
+        CountingTable.lookups += 1
+        return super().most_frequent(context)
+
+
+@pytest.mark.parametrize("length", [100, 10_000])
+def test_work_of_a_proposal_does_not_grow_with_the_text(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most one look-up per order and token: here 3 for the first token, 1 for each further."""
+    text = [*range(length), 0, 1, 2, 3, 4, 5, 500_000, 2]
+    monkeypatch.setattr("specdec_mlx.drafters.ngram.ContinuationTable", CountingTable)
+    session = begin(text)
+    monkeypatch.setattr(CountingTable, "lookups", 0)
+    assert tokens(session.propose(4)) == [3, 4, 5, 500_000]
+    assert CountingTable.lookups == 3 + 2 + 1 + 1
+
+
+# --- bounded memory -----------------------------------------------------------------------------
+
+
+@given(texts, st.integers(1, 6), st.integers(1, 4))
+def test_tables_hold_no_more_pairs_than_allowed(
+    text: list[int], max_entries: int, order: int
+) -> None:
+    """The cap holds at every moment, and the number held is the number counted."""
+    session = begin([], min_order=1, max_order=order, max_entries=max_entries)
+    for token in text:
+        session.observe([token])
+        for _, table in session._counts._tables:
+            held = sum(len(table.counts(context)) for context in table._by_context)
+            assert len(table) == held <= max_entries
+
+
+def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
+    """With room for three contexts, the one seen again stays and the oldest other one goes."""
+    table = ContinuationTable(3)
+    for context in [(1,), (2,), (3,), (1,), (4,)]:
+        table.add(context, 7)
+    assert [table.most_frequent((i,)) for i in range(1, 5)] == [7, None, 7, 7]
+    assert table.counts((1,)) == {7: 2}
+
+
+def test_a_context_that_fills_its_table_keeps_counting_what_it_holds() -> None:
+    """The unigram cannot be forgotten in favour of itself; new tokens find no room."""
+    table = ContinuationTable(2)
+    for token in [5, 6, 7, 6, 7]:
+        table.add((), token)
+    assert table.counts(()) == {5: 1, 6: 2}
+    assert table.most_frequent(()) == 6
+
+
+@pytest.mark.parametrize("max_order", [1, 2, 4, 8])
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_memory_stays_below_the_stated_bound(max_order: int, repeats: int) -> None:
+    """At most 640 bytes a pair, in texts that make pairs dear: all different, and all twice."""
+    entries = 2731  # just past a doubling of the dict's table
+    drafter = NGramDrafter(min_order=1, max_order=max_order, max_entries=entries)
+    tracemalloc.start()
+    try:
+        session = drafter.begin([10**6 + i for i in range(entries)], CONTEXT)
+        for start in range(10**6, 10**6 + 3 * entries, entries):
+            for _ in range(repeats):
+                session.observe([start + i for i in range(entries)])
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used <= 640 * entries * max_order
+
+
+# --- stochastic drafts --------------------------------------------------------------------------
+
+
+@given(texts, orders, st.sampled_from([0.0, 0.3, 0.75, 1.0]), st.integers(0, 99))
+def test_declared_law_is_the_smoothed_count(
+    text: list[int], orders: list[int], discount: float, seed: int
+) -> None:
+    """Each row is the formula's law after the tokens drawn so far; it sums to 1.
+
+    The token drawn from a row has mass in it, and the draft ends where no context is known.
+    """
+    min_order, max_order = orders
+    drafter = NGramDrafter(max_order, min_order, stochastic=True, discount=discount)
+    draft = drafter.begin(text, sampled(seed)).propose(4)
+    drawn = tokens(draft)
+    for i in range(4):
+        grown = text + drawn[:i]
+        law = smoothed(text, grown[max(0, len(grown) - max_order + 1) :], min_order, discount)
+        if i == len(drawn):
+            assert law is None
+            break
+        assert draft.logprobs is not None
+        row = np.exp(np.array(draft.logprobs[i], np.float64))
+        assert np.allclose(row, law, rtol=1e-6, atol=1e-9)
+        assert row.sum() == pytest.approx(1, abs=1e-6)
+        assert row[drawn[i]] > 0
+    if drawn:
+        assert draft.logprobs is not None
+        assert draft.logprobs.shape == (len(drawn), VOCAB)
+        assert draft.logprobs.dtype == mx.float32
+
+
+TEXT = [0, 1, 2, 0, 1, 3, 0, 1, 2, 4, 1, 5, 0, 2, 1, 0, 1]
+
+
+def two_draws(seeds: int) -> tuple[Counter[tuple[int, ...]], dict[tuple[int, ...], float]]:
+    """How often each pair of draft tokens came up over many seeds, and the declared joint law."""
+    drafter = NGramDrafter(max_order=3, min_order=1, stochastic=True)
+    drawn: Counter[tuple[int, ...]] = Counter()
+    declared: dict[tuple[int, ...], float] = {}
+    for seed in range(seeds):
+        draft = drafter.begin(TEXT, sampled(seed)).propose(2)
+        first, second = tokens(draft)
+        drawn[first, second] += 1
+        assert draft.logprobs is not None
+        rows = np.exp(np.array(draft.logprobs, np.float64))
+        for token in range(VOCAB):
+            declared[first, token] = float(rows[0, first] * rows[1, token])
+    return drawn, declared
+
+
+def chi_square_rejects(drawn: Counter[Any], law: dict[Any, float], false_alarm: float) -> bool:
+    """Whether the counts are further from the law than chance allows; rare cells are pooled."""
+    total = drawn.total()
+    cells = [(drawn[x], total * p) for x, p in law.items() if total * p >= 5]
+    rest = (total - sum(c for c, _ in cells), total - sum(e for _, e in cells))
+    cells += [rest] if rest[1] >= 5 else []
+    statistic = sum((count - expected) ** 2 / expected for count, expected in cells)
+    return bool(statistic > chi2.isf(false_alarm, len(cells) - 1))
+
+
+def test_draws_follow_the_declared_law() -> None:
+    """Frequencies of pairs over 3,000 seeds agree with the declared joint law.
+
+    False-alarm rate 1e-3, seeds fixed. The same test rejects what could be declared by mistake:
+    the law without discounting, the one with everything discounted, and the bigram's.
+    """
+    drawn, declared = two_draws(3000)
+    assert drawn.total() == 3000
+    assert set(drawn) <= {pair for pair, p in declared.items() if p > 0}
+    assert not chi_square_rejects(drawn, declared, 1e-3)
+    for width, discount in [(2, 0.0), (2, 1.0), (1, 0.75)]:
+        wrong = {
+            (a, b): p * q
+            for a, p in enumerate(smoothed(TEXT, TEXT[-width:], 1, discount) or [])
+            for b, q in enumerate(smoothed(TEXT, [*TEXT, a][-width:], 1, discount) or [])
+        }
+        assert sum(wrong.values()) == pytest.approx(1)
+        assert chi_square_rejects(drawn, wrong, 1e-3)
+
+
+class FixedNoise:
+    """Noise that gives one number for all, and writes down what it was asked for."""
+
+    def __init__(self, number: float) -> None:
+        self.number = number
+        self.asked: list[tuple[str, int]] = []
+
+    def uniform(self, purpose: str, position: int, n: int = 1) -> mx.array:
+        self.asked += [(purpose, position + i) for i in range(n)]
+        return mx.full((n,), self.number)
+
+
+@pytest.mark.parametrize("number", [0.0, 1 - 2**-24])
+def test_extreme_draws_have_mass(number: float) -> None:
+    """The smallest and the largest random number give the ends of the law's support."""
+    noise: Any = FixedNoise(number)
+    context = DraftContext(Sampling(temp=1.0), noise, vocab_size=1000)
+    text = [400, 500, 400, 300, 400, 500, 400]
+    drafter = NGramDrafter(max_order=2, stochastic=True, num_draft=1)
+    assert tokens(drafter.begin(text, context).propose(1)) == [300 if number == 0 else 500]
+
+
+def test_draws_are_keyed_by_absolute_position() -> None:
+    """The purpose is "draft", never the target's; positions count from the end of the prompt."""
+    noise: Any = FixedNoise(0.5)
+    context = DraftContext(Sampling(temp=1.0), noise, vocab_size=VOCAB)
+    session = NGramDrafter(stochastic=True).begin([1, 2, 1, 2, 1], context)
+    session.propose(2)
+    assert {p for purpose, p in noise.asked if purpose == "draft"} == {0, 1}
+    session.observe([2, 1, 2])
+    noise.asked.clear()
+    session.propose(3)
+    assert {p for purpose, p in noise.asked if purpose == "draft"} == {3, 4, 5}
+    assert {purpose for purpose, _ in noise.asked} == {"draft", "draft low bits"}
+
+
+def test_without_noise_the_draws_are_those_of_seed_0() -> None:
+    """A drafter on its own needs no noise, and draws the same every time."""
+    drafter = NGramDrafter(min_order=1, stochastic=True)
+    alone = DraftContext(Sampling(temp=1.0), vocab_size=VOCAB)
+    assert tokens(drafter.begin(TEXT, alone).propose(4)) == tokens(
+        drafter.begin(TEXT, sampled(seed=0)).propose(4)
+    )
+    drafts = {tuple(drafter.begin(TEXT, sampled(seed)).propose(4).tokens) for seed in range(20)}
+    assert len(drafts) > 1
+
+
+@pytest.mark.parametrize("context", [CONTEXT, sampled(temp=0.0, vocab_size=None)])
+def test_without_temperature_stochastic_drafts_are_deterministic(context: DraftContext) -> None:
+    """A greedy or unknown law is met best by the most frequent token, a point mass."""
+    session = NGramDrafter(stochastic=True).begin(TEXT, context)
+    draft = session.propose(4)
+    assert tokens(draft) == scan(TEXT, 2, 4, 4)
+    assert draft.logprobs is None
+    assert not isinstance(session, StochasticNGramSession)
+
+
+def test_a_law_that_was_forgotten_at_one_order_is_built_from_the_others() -> None:
+    """Tables forget on their own; what is left still gives a law."""
+    drafter = NGramDrafter(3, 1, stochastic=True, max_entries=2)
+    draft = drafter.begin([1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 1], sampled()).propose(4)
+    assert draft.logprobs is not None
+    assert np.exp(np.array(draft.logprobs)).sum(axis=1) == pytest.approx(1)
+
+
+def test_stochastic_draft_without_a_vocabulary_size_is_refused() -> None:
+    """The error names the missing size and the way out."""
+    with pytest.raises(DraftError, match=r"vocab_size None.*stochastic=False"):
+        NGramDrafter(stochastic=True).begin([1, 2], sampled(vocab_size=None))
+
+
+@pytest.mark.parametrize("stranger", [-1, VOCAB])
+def test_prompt_outside_the_vocabulary_is_refused(stranger: int) -> None:
+    """Its tokens have no place in a row of V probabilities; without rows they do no harm."""
+    with pytest.raises(PromptError, match=f"token {stranger}, expected ids from 0 to 6"):
+        NGramDrafter(stochastic=True).begin([1, stranger], sampled())
+    assert tokens(NGramDrafter().begin([stranger] * 2, sampled()).propose(1)) == [stranger]
+
+
+# --- contracts ----------------------------------------------------------------------------------
+
+
+def test_sessions_are_independent() -> None:
+    """One drafter serves two generations, whose counts do not mix, and leaves prompts alone."""
+    drafter, prompt = NGramDrafter(), [1, 2, 3, 1]
+    one, other = drafter.begin(prompt, CONTEXT), drafter.begin(prompt, CONTEXT)
+    one.observe([8, 1])
+    assert tokens(one.propose(1)) == [8]
+    assert tokens(other.propose(1)) == [2]
+    assert prompt == [1, 2, 3, 1]
+
+
+def test_drafter_is_a_value_and_shareable_between_threads() -> None:
+    """Equal arguments make equal, hashable drafters; sessions of one run side by side."""
+    drafter = NGramDrafter()
+    assert {drafter, NGramDrafter()} == {drafter}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        drafter.max_order = 3  # type: ignore[misc]
+
+    def drafted(seed: int) -> list[int]:
+        session = drafter.begin([seed, 1, 2, seed], CONTEXT)
+        for _ in range(50):
+            session.observe(tokens(session.propose(3)))
+        return tokens(session.propose(3))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(drafted, range(10, 30))) == [drafted(i) for i in range(10, 30)]
+
+
+def test_contracts_hold() -> None:
+    """The classes are what the loop asks for."""
+    assert isinstance(NGramDrafter(), Drafter)
+    assert isinstance(begin([1]), DraftSession)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_order": 0}, "max_order is 0, expected an int from 1 (unigram) to 8"),
+        ({"max_order": 9}, "max_order is 9, expected an int from 1 (unigram) to 8"),
+        ({"min_order": 0}, "min_order is 0, expected an int from 1 to max_order = 4"),
+        ({"max_order": 2, "min_order": 3}, "lower it or raise max_order"),
+        ({"num_draft": 0}, "num_draft is 0, expected an int >= 1"),
+        ({"window": 2}, "window is 2, expected at least a whole context, max_order - 1 = 3"),
+        ({"max_order": 1, "min_order": 1, "window": 0}, "window is 0"),
+        ({"discount": 1.5}, "discount is 1.5, expected a number in [0, 1]"),
+        ({"max_entries": 0}, "max_entries is 0, expected an int >= 1"),
+    ],
+)
+def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
+    """The error says what was given, what is expected, and what to do."""
+    with pytest.raises(ValueError, match="NGramDrafter") as error:
+        NGramDrafter(**options)
+    assert said in str(error.value)
