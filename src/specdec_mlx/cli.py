@@ -1,0 +1,75 @@
+"""The command line: `specdec-mlx demo | generate | drafters | ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import specdec_mlx
+from specdec_mlx.drafters.registry import drafter_names
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["generate"]:
+        from specdec_mlx.mlx_lm_plugin import run_generate
+
+        run_generate(arguments[1:])
+        return 0
+    args = make_parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"specdec-mlx: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser for all commands but those that are mlx-lm's own."""
+    parser = argparse.ArgumentParser(
+        prog="specdec-mlx", description="Speculative decoding for mlx-lm: the same text, sooner."
+    )
+    parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    commands.add_parser(
+        "generate", help="mlx-lm's generate command, with --drafter", add_help=False
+    )
+    _add_demo(commands)
+    _add_drafters(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="plain against speculative, on real text")
+    demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    demo.add_argument("--max-tokens", type=int, default=96, help="tokens a prompt (%(default)s)")
+    demo.add_argument("--repeats", type=int, default=1, help="timed runs of each (%(default)s)")
+    demo.add_argument(
+        "--print-model-path",
+        action="store_true",
+        help="prepare the demo model, print its folder, and do nothing else",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from specdec_mlx.demo import run_demo
+    from specdec_mlx.demo_model import demo_model_path
+
+    path = args.model or demo_model_path()
+    if args.print_model_path:
+        print(path)
+        return 0
+    return 0 if run_demo(path, args.max_tokens, args.repeats) else 1
+
+
+def _add_drafters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    drafters = commands.add_parser("drafters", help="names of the drafters that are installed")
+    drafters.set_defaults(run=_drafters)
+
+
+def _drafters(args: argparse.Namespace) -> int:
+    print("\n".join(drafter_names()))
+    return 0
