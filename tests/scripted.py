@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from specdec_mlx.types import Draft, DraftContext
+import mlx.core as mx
+
+from specdec_mlx.types import Draft, DraftContext, Drafter
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,12 +29,16 @@ class OracleDrafter:
     seed: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+        script = self.script()
+        return ScriptedSession(lambda start, limit: script[start : start + limit])
+
+    def script(self) -> list[int]:
+        """[n] what is proposed at each position."""
         coins = random.Random(self.seed)
-        script = [
+        return [
             (token + 1) % self.vocab_size if coins.random() < self.wrong else token
             for token in self.text
         ]
-        return ScriptedSession(lambda start, limit: script[start : start + limit])
 
 
 def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
@@ -72,3 +78,76 @@ class ScriptedSession:
 
     def close(self, length: int) -> None:
         self.closed_at = length
+
+
+class _Position:
+    """A cache that knows how much was fed, and nothing else."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.state = mx.array(0)
+
+    def is_trimmable(self) -> bool:
+        return True
+
+    def trim(self, n: int) -> int:
+        self.offset -= n
+        return n
+
+
+class _ScriptedModel:
+    def __init__(self, text: list[int], vocab_size: int) -> None:
+        self.text = text
+        self.vocab_size = vocab_size
+        self.layers = [None]
+
+    def make_cache(self) -> list[_Position]:
+        return [_Position()]
+
+    def __call__(self, ids: mx.array, cache: list[_Position]) -> mx.array:
+        start = cache[0].offset
+        cache[0].offset += ids.shape[1]
+        coming = [self.next_token(i) for i in range(start + 1, cache[0].offset + 1)]
+        return (mx.array([coming])[..., None] == mx.arange(self.vocab_size)).astype(mx.float32)
+
+    def next_token(self, index: int) -> int:
+        return self.text[index] if index < len(self.text) else 0
+
+
+def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedModel:
+    """A draft model for mlx-lm that proposes what the oracle would."""
+    return _ScriptedModel([*prompt, *drafter.script()], drafter.vocab_size)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorder:
+    """Passes everything on to another drafter, and keeps what it proposed.
+
+    proposals: the text so far and the tokens proposed after it, for each proposal of some length.
+    """
+
+    drafter: Drafter
+    proposals: list[tuple[list[int], list[int]]] = field(default_factory=list)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> RecordingSession:
+        return RecordingSession(self, prompt, context)
+
+
+class RecordingSession:
+    def __init__(self, recorder: Recorder, prompt: Sequence[int], context: DraftContext) -> None:
+        self.session = recorder.drafter.begin(prompt, context)
+        self.proposals = recorder.proposals
+        self.text = list(prompt)
+
+    def propose(self, limit: int) -> Draft:
+        draft = self.session.propose(limit)
+        if len(draft):
+            self.proposals.append((list(self.text), mx.array(draft.tokens).tolist()))
+        return draft
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.session.observe(tokens)
+        self.text += tokens
+
+    def close(self, length: int) -> None:
+        self.session.close(length)

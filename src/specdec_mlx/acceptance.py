@@ -27,20 +27,18 @@ def acceptance_probability(target_probs: Array, draft_probs: Array, tokens: Arra
     Algorithm 1). A token with q(x) = 0 cannot have been drawn; its chance is 0 where p(x) = 0 and
     1 elsewhere.
     """
-    xp = _library(target_probs)
-    p = _at(target_probs, tokens)
-    q = _at(draft_probs, tokens)
-    return xp.where(p >= q, (p > 0) * xp.ones_like(p), p / xp.where(q > 0, q, 1))
+    return _capped_ratio(_at(target_probs, tokens), _at(draft_probs, tokens))
 
 
-def residual(target_probs: Array, draft_probs: Array) -> Array:
-    r"""Law of the token that replaces a rejected one, $\mathrm{norm}(\max(0, p - q))$; [..., V].
+def residual(target_probs: Array, draft_probs: Array, weight: Array = 1.0) -> Array:
+    r"""Law of the token that replaces a rejected one, $\mathrm{norm}(\max(0, w p - q))$; [..., V].
 
-    p is the target, q the draft (Leviathan et al. 2023, Algorithm 1). Where p = q the excess has
-    no mass, rejection cannot happen, and p itself is returned.
+    p is the target, q the draft, and w = 1 but for block verification (Leviathan et al. 2023,
+    Algorithm 1). Where p = q the excess has no mass, rejection cannot happen, and p itself is
+    returned.
     """
     xp = _library(target_probs)
-    excess = xp.maximum(target_probs - draft_probs, 0)
+    excess = xp.maximum(weight * target_probs - draft_probs, 0)
     mass = xp.sum(excess, axis=-1, keepdims=True)
     return xp.where(mass > 0, excess / xp.where(mass > 0, mass, 1), target_probs)
 
@@ -102,7 +100,48 @@ class Rejection:
         )
 
 
-RULES: dict[str, AcceptanceRule] = {"rejection": Rejection()}
+@dataclass(frozen=True)
+class Block:
+    r"""The draft as a whole (Sun et al. 2024, arXiv 2403.10444).
+
+    What is kept ends at the last heads, not at the first tails: a token that fell short is saved
+    by those after it. In expectation it keeps at least as many as `Rejection`, and as many at
+    K = 1 and for point masses. The coins weigh $p_i = \min(1, p_{i-1} p(x_i) / q(x_i))$, $p_0 = 1$,
+    the chance that at least the first i tokens are kept, given those.
+    """
+
+    name: str = "block"
+
+    def accept_probs(self, target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
+        r"""$h_i = s_i / (s_i + 1 - p_i)$, $s_i$ the mass of $\max(0, p_i p - q)$ after x_i; [K].
+
+        Nothing is excluded after the last token: $s_K = h_K = p_K$. 0/0 means that x_i is sure to
+        be kept and that p = q after it, and so is the next token; 1 is taken.
+        """
+        xp = _library(target_probs)
+        weights = _running_weights(target_probs, draft_tokens, draft_probs)
+        excess = weights[:, None] * target_probs - _with_zero_row(draft_probs)
+        mass = xp.sum(xp.maximum(excess, 0), axis=-1)[1:]
+        total = mass + (1 - weights[1:])
+        return xp.where(total > 0, mass / xp.where(total > 0, total, 1), xp.ones_like(mass))
+
+    def num_accepted(self, coins: Array) -> Array:
+        """Tokens up to the last heads."""
+        return coins.shape[0] - leading_run(_library(coins).logical_not(coins[::-1]))
+
+    def next_probs(
+        self, target_probs: Array, draft_tokens: Array, draft_probs: Array, num_accepted: Array
+    ) -> Array:
+        r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
+        weights = _running_weights(target_probs, draft_tokens, draft_probs)
+        return residual(
+            _row(target_probs, num_accepted),
+            _row(_with_zero_row(draft_probs), num_accepted),
+            _row(weights, num_accepted),
+        )
+
+
+RULES: dict[str, AcceptanceRule] = {rule.name: rule for rule in (Rejection(), Block())}
 MATCH = "match"
 
 
@@ -125,6 +164,23 @@ def leading_run(coins: Array) -> Array:
 
 def _library(array: Array) -> Any:
     return mx if isinstance(array, mx.array) else np
+
+
+def _capped_ratio(p: Array, q: Array) -> Array:
+    """min(1, p/q), with 0 for 0/0 and 1 for p/0."""
+    xp = _library(p)
+    return xp.where(p < q, p / xp.where(p < q, q, 1), (p > 0) * xp.ones_like(p))
+
+
+def _running_weights(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
+    """p_0 ... p_K of block verification; [K+1]."""
+    xp = _library(target_probs)
+    p = _at(target_probs[:-1], draft_tokens)
+    q = _at(draft_probs, draft_tokens)
+    weights = [xp.ones_like(target_probs[0, 0])]
+    for i in range(draft_tokens.shape[0]):
+        weights.append(_capped_ratio(weights[-1] * p[i], q[i]))
+    return xp.stack(weights)
 
 
 def _at(probs: Array, tokens: Array) -> Array:

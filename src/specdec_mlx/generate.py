@@ -60,9 +60,9 @@ def stream_generate(
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
+    chosen = choose_drafter(drafter, draft_model)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    chosen = choose_drafter(drafter, draft_model)
     num_draft_tokens = kwargs.pop("num_draft_tokens", None)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(

@@ -193,10 +193,14 @@ class Verifier:
         return self.vocab_size
 
     def quantize(self) -> None:
-        """Replace caches, in the caller's own list, by quantized ones once they are long enough."""
-        maybe_quantize_kv_cache(
-            self.tape.caches, self.quantized_kv_start, self.kv_group_size, self.kv_bits
-        )
+        """Replace caches, in the tape's list, by quantized ones once they are long enough.
+
+        mlx-lm does so after each pass; here it waits until rejected tokens have been taken back.
+        """
+        if self.tape.position > 0:
+            maybe_quantize_kv_cache(
+                self.tape.caches, self.quantized_kv_start, self.kv_group_size, self.kv_bits
+            )
 
     def observe(self, tokens: Sequence[int] | mx.array) -> None:
         """Add emitted tokens to what the processors see."""
@@ -215,8 +219,10 @@ class Verifier:
 
         pending: tokens emitted but not yet in the caches, at least one. position: index of the
         round's first token among those generated. embeddings: of the pending tokens, if the
-        caller gave any. Raises DraftError for tokens that the target does not have.
+        caller gave any. Raises DraftError, before anything is fed, for tokens that the target
+        does not have and for a law of another shape than [K, V].
         """
+        self._check_draft(draft)
         pending = to_ids(pending)
         room = self.widest_pass()
         while room is not None and pending.shape[0] > room:
@@ -227,8 +233,6 @@ class Verifier:
             self.tape.mark()
         fed = mx.concatenate([pending, to_ids(draft.tokens)])
         logits = self.feed(fed, embeddings)[-len(draft) - 1 :]
-        if not isinstance(draft.tokens, mx.array):
-            self._check_ids(draft.tokens)
         if self.stepped:
             mx.async_eval(logits)
             return SteppedBlock(draft, fed.shape[0], logits, self._chooser(logits, position))
@@ -236,15 +240,22 @@ class Verifier:
         mx.async_eval(block.packed, block.next_token, block.logprobs)
         return block
 
-    def _check_ids(self, tokens: Sequence[int]) -> None:
-        """Refuse draft tokens that the target does not have, before anything is computed."""
+    def _check_draft(self, draft: Draft) -> None:
+        """Refuse what can be seen to be wrong before anything is computed."""
+        if not len(draft):
+            return
         vocab_size = self.find_vocab_size()
-        for token in tokens:
+        for token in () if isinstance(draft.tokens, mx.array) else draft.tokens:
             if not 0 <= token < vocab_size:
                 raise DraftError(
                     f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. "
                     "Use a drafter for the same tokenizer."
                 )
+        if draft.logprobs is not None and draft.logprobs.shape != (len(draft), vocab_size):
+            raise DraftError(
+                f"The drafter's law has shape {draft.logprobs.shape}; expected [K, V] = "
+                f"{(len(draft), vocab_size)}. Hand over one row a draft token."
+            )
 
     def _decide(self, logits: mx.array, draft: Draft, position: int, num_fed: int) -> LazyBlock:
         """Law, verdict and checks of a round, as one graph."""

@@ -71,11 +71,14 @@ def _defines_model(source: str) -> bool:
     return bool(re.search(defined, source, re.M)) and "class ModelArgs" in source
 
 
-def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0) -> nn.Module:
-    """Build the architecture's tiny model, with the same weights for the same seed."""
+def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any) -> nn.Module:
+    """Build the architecture's tiny model, with the same weights for the same seed.
+
+    changes: entries of the configuration to set otherwise.
+    """
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy(CONFIGS[name])))
+    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy({**CONFIGS[name], **changes})))
     weights = randomised(model, OVERRIDES.get(name, {}))
     model.update(tree_unflatten(_cast(model, weights, dtype)))
     model.eval()

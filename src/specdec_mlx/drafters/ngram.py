@@ -185,14 +185,14 @@ class StochasticNGramSession(NGramSession):
         tokens: list[int] = []
         rows: list[Float[np.ndarray, " vocab"]] = []
         self.match_length = 0
-        for u in self._uniforms(max(0, min(limit, self._config.num_draft))):
+        for i in range(min(limit, self._config.num_draft)):
             law = self._counts.law(context, self._vocab_size, self._config.discount)
             if law is None:
                 break
             if not tokens:
                 self.match_length = self._counts.matched(context)
             rows.append(_log(law))
-            tokens.append(_draw(rows[-1], u))
+            tokens.append(_draw(rows[-1], self._uniform(self._num_emitted + i)))
             context = self._counts.shift(context, tokens[-1])
         return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()
 
@@ -201,18 +201,13 @@ class StochasticNGramSession(NGramSession):
         super().observe(tokens)
         self._num_emitted += len(tokens)
 
-    def _uniforms(self, n: int) -> list[float]:
-        """Draw one number in [0, 1) for each of the next n positions, in steps of 2^-48.
+    def _uniform(self, position: int) -> float:
+        """Draw from [0, 1) in steps of 2^-48, keyed by the position among the emitted tokens.
 
         float32 has steps of 2^-24, which would round the mass of every rare token.
         """
-        if n == 0:
-            return []
-        high, low = (
-            np.floor(STEPS * np.array(self._noise.uniform(purpose, self._num_emitted, n), float))
-            for purpose in ("draft", "draft low bits")
-        )
-        return [float(u) for u in (high + low / STEPS) / STEPS]
+        high, low = np.floor(STEPS * np.array(self._noise.uniform("draft", position, 2), float))
+        return float((high + low / STEPS) / STEPS)
 
 
 class NGramCounts:

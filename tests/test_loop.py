@@ -1,0 +1,516 @@
+"""The loop on tiny models: exact lengths, exact caches, honest counts, clear errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.types import RoundRecord
+
+VOCAB = 128
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+NUM_TOKENS = 24
+
+
+@cache
+def target(name: str = "qwen2", bits: int | None = None, bf16: bool = False) -> nn.Module:
+    """A tiny model; qwen2 has plain key-value caches only."""
+    model = tiny.build(name, mx.bfloat16 if bf16 else mx.float32)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+        mx.eval(model.parameters())
+    return model
+
+
+def plain(prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **kwargs: Any) -> list[int]:
+    """What mlx-lm's own generation emits."""
+    model = kwargs.pop("model", None) or target()
+    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens, **kwargs)
+    return [int(token) for token, _ in steps]
+
+
+def emitted(drafter: Any, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
+    kwargs.setdefault("max_tokens", NUM_TOKENS)
+    return [t.token for t in sd.speculate(kwargs.pop("model", target()), prompt, drafter, **kwargs)]
+
+
+def oracle(wrong: float = 0.0, num_tokens: int = NUM_TOKENS + 10) -> scripted.OracleDrafter:
+    return scripted.OracleDrafter(plain(num_tokens=num_tokens), VOCAB, wrong=wrong)
+
+
+def drafters() -> dict[str, Callable[[nn.Module], Any]]:
+    """Every built-in drafter, and the two extremes; made for a target."""
+    return {
+        "none": lambda model: None,
+        "prompt lookup": lambda model: sd.PromptLookupDrafter(min_ngram=1),
+        "n-gram": lambda model: sd.NGramDrafter(),
+        "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
+        "itself": sd.ModelDrafter,
+        "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
+    }
+
+
+DTYPES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"bf16": True},
+    "4 bit": {"bits": 4},
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", drafters())
+def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
+    """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
+    model = target(**DTYPES[dtype])
+    for prompt in (PROMPT, [7], [1, 2, 3] * 12):
+        expected = plain(prompt, model=model)
+        for length in (0, 1, 2, 4, 8):
+            drafter = drafters()[name](model)
+            assert emitted(drafter, prompt, model=model, draft_length=length) == expected
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
+    """All K drafts are accepted every round, and the passes are counted."""
+    num_tokens = 4 * (length + 1)
+    tokens = list(
+        sd.speculate(target(), PROMPT, oracle(), max_tokens=num_tokens, draft_length=length)
+    )
+    stats = tokens[-1].stats
+    assert [t.token for t in tokens] == plain(num_tokens=num_tokens)
+    assert (stats.target_passes, stats.accepted) == (4, 4 * length)
+    assert [t.origin for t in tokens] == [*["draft"] * length, "bonus"] * 4
+
+
+def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
+    """Nothing is accepted, and the text is the same."""
+    wrong = scripted.always_wrong(plain(num_tokens=40), VOCAB)
+    tokens = list(sd.speculate(target(), PROMPT, wrong, max_tokens=NUM_TOKENS))
+    assert [t.token for t in tokens] == plain()
+    assert {t.origin for t in tokens} == {"correction"}
+    assert tokens[-1].stats.target_passes == NUM_TOKENS
+    assert tokens[-1].stats.tokens_per_pass == 1
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9])
+def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
+    """emitted + cut = accepted + passes; the histogram has one entry a round."""
+    tokens = list(sd.speculate(target(), PROMPT, oracle(0.3), max_tokens=num_tokens))
+    stats = tokens[-1].stats
+    assert len(tokens) == stats.emitted == num_tokens
+    assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
+    assert sum(stats.accept_histogram) == stats.target_passes
+    assert sum(i * n for i, n in enumerate(stats.accept_histogram)) == stats.accepted
+    assert sum(stats.accepted_at) == stats.accepted <= stats.drafted == sum(stats.drafted_at)
+
+
+def test_the_cache_is_one_token_behind_the_text_after_every_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Target cache: prompt + emitted - 1 after each verdict, 1 to K+1 tokens a round."""
+    from specdec_mlx.loop import Generation
+
+    gaps: list[int] = []
+    sizes: list[int] = []
+    read = Generation.read
+
+    def spy(self: Generation, *args: Any, is_ahead: bool) -> Any:
+        before = self.num_read
+        result = read(self, *args, is_ahead=is_ahead)
+        gaps.append(len(self.text) - self.tape.caches[0].offset + is_ahead)
+        sizes.append(self.num_read - before)
+        return result
+
+    monkeypatch.setattr(Generation, "read", spy)
+    emitted(oracle(0.3), draft_length=3)
+    assert set(gaps) == {1}
+    assert min(sizes) >= 1
+    assert max(sizes) == 4
+
+
+def test_the_draft_cache_is_one_or_two_tokens_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two when all K were accepted, since the last was proposed and never fed; else one."""
+    from specdec_mlx.drafters.model import ModelSession
+
+    seen: set[tuple[bool, int]] = set()
+    observe = ModelSession.observe
+
+    def spy(self: ModelSession, tokens: Sequence[int]) -> None:
+        observe(self, tokens)
+        seen.add((len(tokens) == 4, len(self.text) - self.tape.caches[0].offset))
+
+    monkeypatch.setattr(ModelSession, "observe", spy)
+    emitted(sd.ModelDrafter(target()), draft_length=3, max_tokens=12)
+    emitted(sd.ModelDrafter(tiny.build("qwen2", seed=7)), draft_length=3)
+    assert seen == {(True, 2), (False, 1)}
+
+
+def ends(how: str) -> Callable[[Any], list[int]]:
+    """Ways in which a generation ends; each returns the tokens handed out."""
+
+    def take(generation: Any, num_tokens: int) -> list[int]:
+        tokens = [next(generation).token for _ in range(num_tokens)]
+        generation.close()
+        return tokens
+
+    return {
+        "length": lambda generation: [t.token for t in generation],
+        "closed before the first token": lambda generation: take(generation, 1),
+        "closed in mid-block": lambda generation: take(generation, 6),
+        "closed after a block": lambda generation: take(generation, 8),
+    }[how]
+
+
+@pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.1, None])
+@pytest.mark.parametrize(
+    "how",
+    ["length", "closed before the first token", "closed in mid-block", "closed after a block"],
+)
+def test_however_it_ends_the_caches_hold_prompt_and_emitted(
+    how: str, wrong: float | None, name: str
+) -> None:
+    """A second turn on the same caches equals a fresh run of the whole conversation."""
+    model = target(name)
+    text = plain(num_tokens=40, model=model)
+    drafter = None if wrong is None else scripted.OracleDrafter(text, VOCAB, wrong=wrong)
+    caches = make_prompt_cache(model)
+    generation = sd.speculate(
+        model, PROMPT, drafter, max_tokens=18, prompt_cache=caches, draft_length=3
+    )
+    tokens = ends(how)(generation)
+    assert tokens == text[: len(tokens)]
+    if name == "qwen2":
+        assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
+    second = [11, 12, 13]
+    conversation = [*PROMPT, *tokens, *second]
+    again = emitted(sd.PromptLookupDrafter(), second, model=model, prompt_cache=caches)
+    assert again == plain(conversation, model=model)
+
+
+def test_the_draft_models_caches_are_kept_in_step_for_a_second_turn() -> None:
+    """Target and draft caches, laid out as in mlx-lm, both end at prompt + emitted."""
+    model, draft = target(), tiny.build("qwen2", seed=7)
+    caches = make_prompt_cache(model) + make_prompt_cache(draft)
+    generation = sd.speculate(
+        model, PROMPT, sd.ModelDrafter(draft), max_tokens=20, prompt_cache=caches
+    )
+    tokens = [next(generation).token for _ in range(7)]
+    generation.close()
+    assert {c.offset for c in caches} == {len(PROMPT) + 7}
+    again = emitted(sd.ModelDrafter(draft), [1, 2], prompt_cache=caches)
+    assert again == plain([*PROMPT, *tokens, 1, 2])
+
+
+class _Failing:
+    """Drafts rightly, and fails in the given call."""
+
+    def __init__(self, method: str, after: int) -> None:
+        self.method, self.after = method, after
+
+    def begin(self, prompt: Sequence[int], context: Any) -> Any:
+        session = oracle().begin(prompt, context)
+        original = getattr(session, self.method)
+        left = iter(range(self.after))
+
+        def fail(*args: Any) -> Any:
+            if next(left, None) is None:
+                raise RuntimeError("drafter broke")
+            return original(*args)
+
+        setattr(session, self.method, fail)
+        return session
+
+
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_an_exception_in_a_drafter_leaves_the_caches_usable(method: str) -> None:
+    """The error comes through, and the tokens handed out so far can be continued."""
+    caches = make_prompt_cache(target())
+    tokens = []
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        for item in sd.speculate(
+            target(), PROMPT, _Failing(method, 3), max_tokens=30, prompt_cache=caches
+        ):
+            tokens.append(item.token)
+    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
+    assert tokens == plain(num_tokens=30)[: len(tokens)]
+    again = emitted(None, [9], prompt_cache=caches)
+    assert again == plain([*PROMPT, *tokens, 9])
+
+
+def test_an_interrupted_prefill_leaves_the_caches_as_before() -> None:
+    """The same call can be made again."""
+    caches = make_prompt_cache(target())
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 4:
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"prompt_cache": caches, "prefill_step_size": 2}
+    with pytest.raises(KeyboardInterrupt):
+        emitted(oracle(), prompt_progress_callback=interrupt, **options)
+    assert {c.offset for c in caches} == {0}
+    assert emitted(oracle(), **options) == plain()
+
+
+def test_progress_is_reported_as_mlx_lm_does() -> None:
+    """The callback sees the same pairs as with `generate_step`."""
+    calls: dict[str, list[tuple[int, int]]] = {"ours": [], "theirs": []}
+
+    def note(who: str) -> Callable[[int, int], None]:
+        return lambda done, total: calls[who].append((done, total))
+
+    emitted(oracle(), prompt_progress_callback=note("ours"), prefill_step_size=3)
+    plain(prompt_progress_callback=note("theirs"), prefill_step_size=3)
+    assert calls["ours"] == calls["theirs"]
+
+
+def test_no_limit_goes_on_until_closed() -> None:
+    """max_tokens=-1 generates until the caller stops."""
+    generation = sd.speculate(target(), PROMPT, oracle(), max_tokens=-1)
+    assert [next(generation).token for _ in range(30)] == plain(num_tokens=30)
+    generation.close()
+
+
+PROCESSORS: dict[str, dict[str, Any]] = {
+    "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
+    "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
+    "frequency": {"frequency_penalty": 0.9},
+}
+
+
+@pytest.mark.parametrize("pure", [True, False])
+@pytest.mark.parametrize("length", [0, 1, 4])
+@pytest.mark.parametrize("which", PROCESSORS)
+def test_processors_see_what_they_would_see_in_plain_decoding(
+    which: str, length: int, pure: bool
+) -> None:
+    """With penalties the text is that of plain decoding; never a rejected token in the history."""
+    made = make_logits_processors(**PROCESSORS[which])
+    expected = plain(logits_processors=made, num_tokens=40)
+    assert expected != plain(num_tokens=40)
+    histories: list[list[int]] = []
+
+    def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
+        histories.append(tokens.tolist())
+        for processor in made:
+            logits = processor(tokens, logits)
+        return logits
+
+    drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
+    processors = made if pure else [opaque]
+    got = emitted(drafter, logits_processors=processors, draft_length=length, max_tokens=40)
+    assert got == expected
+    if not pure:
+        text = [*PROMPT, *expected]
+        assert histories == [text[:n] for n in range(len(PROMPT), len(PROMPT) + len(histories))]
+        assert len(histories) in (40, 41)  # the last block may reach one past max_tokens
+
+
+def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
+    """An opaque sampler sees one row [1, V] at a time, in order, and none twice."""
+
+    def make_stateful() -> Callable[[mx.array], mx.array]:
+        calls = iter(range(10_000))
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            assert logprobs.shape == (1, VOCAB)
+            return mx.argsort(-logprobs, axis=-1)[:, next(calls) % 3]
+
+        return sampler
+
+    expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
+    drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
+    assert emitted(drafter, sampling=make_stateful()) == expected
+
+
+def test_mlx_lms_own_sampler_is_taken_as_it_is() -> None:
+    """make_sampler's greedy and random samplers both work; the greedy one gives the same text."""
+    assert emitted(oracle(0.3), sampling=make_sampler(temp=0.0)) == plain()
+    assert len(emitted(oracle(0.3), sampling=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
+
+
+@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=0.7, top_p=0.9)])
+def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling) -> None:
+    """The target's draws are keyed by seed and position, whatever was drafted before."""
+    expected = emitted(None, sampling=sampling, seed=11)
+    for drafter in (
+        scripted.OracleDrafter(expected, VOCAB),
+        scripted.OracleDrafter(expected, VOCAB, wrong=0.4),
+        sd.PromptLookupDrafter(),
+        sd.ModelDrafter(target(), greedy=True),
+    ):
+        for length in (1, 4):
+            assert emitted(drafter, sampling=sampling, seed=11, draft_length=length) == expected
+    assert emitted(None, sampling=sampling, seed=12) != expected
+
+
+def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
+    """mx.random.seed makes a run repeatable, as in mlx-lm."""
+
+    def run() -> list[int]:
+        mx.random.seed(3)
+        return emitted(sd.ModelDrafter(target()), sampling=sd.Sampling(temp=1.0))
+
+    assert run() == run()
+
+
+@pytest.mark.parametrize("start", [0, 10, 14, 1000])
+def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
+    """Crossing quantized_kv_start in mid-generation gives plain decoding's text and caches."""
+    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    model = tiny.build("llama", head_dim=32, layer_types=["full_attention"] * 3)
+    expected = plain(model=model, num_tokens=40, **options)
+    caches = make_prompt_cache(model)
+    drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
+    got = emitted(drafter, model=model, max_tokens=40, prompt_cache=caches, **options)
+    assert got == expected
+    kind = "KVCache" if start == 1000 else "QuantizedKVCache"
+    assert {type(c).__name__ for c in caches} == {kind}
+
+
+def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with a draft model reads one array: no `eval`, no `item`, and one `tolist`."""
+    from specdec_mlx import loop, verifier
+
+    reads = []
+    to_list = verifier.to_list
+    monkeypatch.setattr(verifier, "to_list", lambda a: reads.append(type(a)) or to_list(a))
+    tokens = []
+    evals: list[str] = []
+    for item in sd.speculate(target(), PROMPT, sd.ModelDrafter(target()), max_tokens=20):
+        if not tokens:
+            monkeypatch.setattr(loop.mx, "eval", lambda *a: evals.append("eval"))
+        tokens.append(item)
+    assert reads == [mx.array] * tokens[-1].stats.target_passes
+    assert not evals
+
+
+def test_records_reach_the_draft_length() -> None:
+    """A policy of the caller's own decides each round, and learns from each."""
+
+    class Growing:
+        def __init__(self) -> None:
+            self.records: list[RoundRecord] = []
+
+        def limit(self) -> int:
+            return len(self.records)
+
+        def cut(self, draft: sd.Draft) -> int:
+            return len(draft)
+
+        def record(self, round_: RoundRecord) -> None:
+            self.records.append(round_)
+
+    policy = Growing()
+    assert emitted(oracle(), draft_length=policy) == plain()
+    assert [r.drafted for r in policy.records][:5] == [0, 0, 2, 3, 4]
+
+
+def bad_law(tokens: list[int], logprobs: mx.array) -> Any:
+    class Session:
+        def propose(self, limit: int) -> sd.Draft:
+            return sd.Draft(mx.array(tokens), logprobs)
+
+        def observe(self, observed: Sequence[int]) -> None: ...
+
+    class Drafter:
+        def begin(self, prompt: Sequence[int], context: Any) -> Session:
+            return Session()
+
+    return Drafter()
+
+
+def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
+    """Raised before or in the round where it happens."""
+    model = target()
+    with pytest.raises(sd.PromptError, match="at least one token"):
+        emitted(None, [])
+    with pytest.raises(sd.PromptError, match="tokenizer"):
+        emitted(None, [1, 2, VOCAB])
+    with pytest.raises(sd.PromptError, match="tokenizer"):
+        emitted(None, [VOCAB + 7])
+    with pytest.raises(sd.PromptError, match=">= 0"):
+        emitted(None, [1, -2])
+    with pytest.raises(ValueError, match="draft_length=-1"):
+        emitted(None, draft_length=-1)
+    with pytest.raises(ValueError, match="max_tokens=-5"):
+        emitted(None, max_tokens=-5)
+    with pytest.raises(sd.UnknownNameError, match="match"):
+        emitted(None, rule="matsch")
+    with pytest.raises(sd.UnknownNameError, match="prompt-lookup"):
+        sd.make_drafter("prompt-look")
+    with pytest.raises(ValueError, match="max_n"):
+        sd.make_drafter("ngram:max_n=3")
+    with pytest.raises(ValueError, match="needs the target's law"):
+        emitted(None, rule="rejection", sampling=lambda x: mx.argmax(x, axis=-1))
+    with pytest.raises(ValueError, match="make_prompt_cache"):
+        emitted(None, prompt_cache=make_prompt_cache(model)[:1])
+    with pytest.raises(ValueError, match="begin"):
+        next(sd.stream_generate(model, None, PROMPT, drafter=object()))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "error"),
+    [
+        (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
+        (scripted.ScriptedDrafter(lambda n, k: [-1]), "0 to 127"),
+        (bad_law([4], mx.log(mx.full((1, VOCAB), 2 / VOCAB))), "sum to 1"),
+        (bad_law([4], mx.where(mx.arange(VOCAB) == 5, 0.0, -mx.inf)[None]), "mass to"),
+        (bad_law([4], mx.zeros((1, 3))), "shape"),
+    ],
+)
+def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
+    drafter: Any, error: str
+) -> None:
+    """DraftError, and the caches can be continued from."""
+    caches = make_prompt_cache(target())
+    with pytest.raises(sd.DraftError, match=error):
+        emitted(drafter, sampling=sd.Sampling(temp=1.0), prompt_cache=caches)
+    assert {c.offset for c in caches} == {len(PROMPT)}
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
+    """LogitsError at the token where it happens; the tokens before it stand."""
+    at = len(PROMPT) + 5
+
+    def poison(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if len(tokens) == at else logits
+
+    if not stepped:
+        poison.pure = True  # type: ignore[attr-defined]
+    caches = make_prompt_cache(target())
+    tokens = []
+    with pytest.raises(sd.LogitsError, match="not finite"):
+        for item in sd.speculate(
+            target(), PROMPT, oracle(), logits_processors=[poison], prompt_cache=caches
+        ):
+            tokens.append(item.token)
+    assert tokens == plain()[: len(tokens)]
+    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
+
+
+def test_input_embeddings_give_plain_decodings_text() -> None:
+    """With prompt tokens beside them drafting works; without, only plain decoding."""
+    model = target()
+    embeddings = model.model.embed_tokens(mx.array(PROMPT[::-1]))
+    expected = plain(input_embeddings=embeddings)
+    assert expected != plain()
+    assert emitted(oracle(0.3), input_embeddings=embeddings) == expected
+    assert emitted(None, [], input_embeddings=embeddings) == expected
+    with pytest.raises(sd.PromptError, match="drafter=None"):
+        emitted(oracle(), [], input_embeddings=embeddings)
+    with pytest.raises(sd.PromptError, match="one row a token"):
+        emitted(None, [1], input_embeddings=embeddings)
