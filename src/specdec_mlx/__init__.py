@@ -18,8 +18,11 @@ from specdec_mlx.generate import generate as generate
 from specdec_mlx.generate import stream_generate as stream_generate
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate as speculate
+from specdec_mlx.probe import ProbeReport as ProbeReport
+from specdec_mlx.probe import probe as probe
 from specdec_mlx.sampling import Sampling as Sampling
 from specdec_mlx.stats import SpeculationStats as SpeculationStats
+from specdec_mlx.tuning import Tuning as Tuning
 from specdec_mlx.types import AcceptanceRule as AcceptanceRule
 from specdec_mlx.types import Draft as Draft
 from specdec_mlx.types import DraftContext as DraftContext

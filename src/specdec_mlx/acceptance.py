@@ -195,4 +195,4 @@ def _row(array: Array, index: Array) -> Array:
 def _with_zero_row(probs: Array) -> Array:
     """Probabilities with a further row of zeros: after the last draft token nothing is excluded."""
     xp = _library(probs)
-    return xp.concatenate([probs, xp.zeros_like(probs[:1])])
+    return xp.concatenate([probs, xp.zeros((1, probs.shape[-1]), probs.dtype)])

@@ -9,6 +9,8 @@ rejected ones must go. Each class has one strategy, looked up in `STRATEGIES`:
   so its last rows are sliced off; further back only by the handles kept from before the pass.
 - `Snapshot`: recurrent state cannot be shortened; what it was before the pass is put back, and the
   positions that were kept are fed again, with the next pass.
+- `Asked`: a class that is not in the table and says that it can be trimmed is asked each time, and
+  treated as a snapshot when it says no.
 - `SingleTokens`: nothing is known to work, so nothing is drafted.
 """
 
@@ -156,6 +158,18 @@ class Snapshot:
         return None
 
 
+class Asked(Snapshot):
+    """Trim while the cache itself says that it can, else put back the state from before."""
+
+    name = "trim if it says so, else snapshot and replay"
+
+    def can_trim(self, cache: Any, back: int) -> bool:
+        return bool(cache.is_trimmable())
+
+    def trim(self, cache: Any, back: int) -> int:
+        return int(cache.trim(back))
+
+
 class SingleTokens(Snapshot):
     """Never draft: there is no known way back."""
 
@@ -190,10 +204,8 @@ def strategy_for(cache: Any) -> Strategy:
 
 
 def _strategy_for_unknown(cache: Any) -> Strategy:
-    if cache.is_trimmable():
-        return Trim()
     if hasattr(cache, "__dict__"):
-        return Snapshot()
+        return Asked() if cache.is_trimmable() else Snapshot()
     warnings.warn(
         f"specdec_mlx: {type(cache).__name__} has no known way back after a rejected draft, so "
         "nothing is drafted. Register a strategy in specdec_mlx.cache.STRATEGIES to lift that.",
@@ -205,6 +217,14 @@ def _strategy_for_unknown(cache: Any) -> Strategy:
 def _handle(array: mx.array | None) -> mx.array | None:
     """The same data under another name: writing through one does not show in the other."""
     return None if array is None else array[...]
+
+
+def window_of(cache: Any) -> int | None:
+    """Number of tokens after which a cache forgets; None if it keeps everything."""
+    for name in ("max_size", "chunk_size", "window_size"):
+        if isinstance(size := getattr(cache, name, None), int):
+            return size
+    return None
 
 
 def leaves(caches: Any) -> Iterator[Any]:
@@ -255,6 +275,15 @@ class Rollback:
         """Most positions that one pass may have here; None for any number."""
         limits = (strategy_for(cache).widest_pass(cache) for cache in leaves(self.caches))
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def room_in_window(self) -> int | None:
+        """Positions that still fit before the smallest window forgets; None without windows."""
+        rooms = (
+            window - cache.offset
+            for cache in leaves(self.caches)
+            if (window := window_of(cache)) is not None
+        )
+        return min(rooms, default=None)
 
     def rewind_to(self, position: int) -> int:
         """Go back to `position`, or to the last mark before it where a cache cannot stop there.

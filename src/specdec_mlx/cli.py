@@ -37,6 +37,9 @@ def make_parser() -> argparse.ArgumentParser:
         "generate", help="mlx-lm's generate command, with --drafter", add_help=False
     )
     _add_demo(commands)
+    _add_bench(commands)
+    _add_replay(commands)
+    _add_probe(commands)
     _add_drafters(commands)
     return parser
 
@@ -63,6 +66,39 @@ def _demo(args: argparse.Namespace) -> int:
         print(path)
         return 0
     return 0 if run_demo(path, args.max_tokens, args.repeats) else 1
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.bench import run
+
+    bench = commands.add_parser("bench", help="speed and identity on many prompts, interleaved")
+    run.add_arguments(bench)
+    bench.set_defaults(run=run.main)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.bench import replay
+
+    command = commands.add_parser("replay", help="score drafters on recorded texts, offline")
+    replay.add_arguments(command)
+    command.set_defaults(run=replay.main)
+
+
+def _add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    probe = commands.add_parser("probe", help="is a pass over several positions exact here?")
+    probe.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    probe.set_defaults(run=_probe)
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from mlx_lm import load
+
+    from specdec_mlx.demo_model import demo_model_path
+    from specdec_mlx.probe import probe
+
+    report = probe(load(str(args.model or demo_model_path()))[0])
+    print(report)
+    return 0 if report.exact else 1
 
 
 def _add_drafters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

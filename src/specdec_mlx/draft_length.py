@@ -1,17 +1,28 @@
-"""How many tokens to draft."""
+"""How many tokens to draft: a fixed number, a heuristic, or what pays."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.tuning import AcceptanceHistory, Tuning
 from specdec_mlx.types import Draft, RoundRecord
+
+DEFAULT_LENGTH = 4
+"""MLX's Metal kernels read the weights once for up to 5 rows: 4 drafts and the pending token."""
 
 
 class DraftLength(Protocol):
     """Chooses the draft length of each round of one generation; learns from the rounds."""
 
-    def limit(self) -> int:
-        """Most tokens to draft now, >= 0; decided before anything is drawn."""
+    def limit(self, cheap: bool) -> int:
+        """Most tokens to draft now, >= 0; decided before anything is drawn.
+
+        cheap: whether proposing is free, so that more may be asked for than `cut` will keep.
+        """
         ...
 
     def cut(self, draft: Draft) -> int:
@@ -36,7 +47,7 @@ class Fixed:
             raise ValueError(f"draft_length={length}: expected an int >= 0 (0 is plain decoding).")
         self.length = length
 
-    def limit(self) -> int:
+    def limit(self, cheap: bool) -> int:
         """The fixed length."""
         return self.length
 
@@ -48,8 +59,153 @@ class Fixed:
         """Learn nothing."""
 
 
-def make_draft_length(choice: int | DraftLength) -> DraftLength:
-    """Policy for what a caller passed as `draft_length`."""
-    if isinstance(choice, bool | str | float):
-        raise ValueError(f"draft_length={choice!r}: expected an int >= 0 or a DraftLength.")
+class Heuristic(Fixed):
+    """Two more after a draft accepted whole, one less otherwise, never below 1.
+
+    The schedule of Hugging Face's assisted generation; it knows nothing of costs.
+    """
+
+    def __init__(self, length: int = 5) -> None:
+        """Start with `length`."""
+        super().__init__(length)
+
+    def record(self, round_: RoundRecord) -> None:
+        """Follow the last verdict."""
+        if round_.drafted:
+            whole = round_.accepted == round_.drafted
+            self.length = self.length + 2 if whole else max(1, self.length - 1)
+
+
+LENGTHS = (1, 2, 3, 4, 6, 9, 14)
+"""Draft lengths that are tried: few, so that kernels are compiled for few shapes; 4, 9 and 14 fill
+MLX's tiles of 5 rows."""
+
+PROBE_SHARE = 0.01
+"""Share of the time that may go into finding out whether a parked draft model pays again."""
+
+RATE_MEMORY = 0.95
+"""Share of the past that is left in the running rate after another round: about 20 rounds."""
+
+
+@dataclass
+class Auto:
+    """As many tokens as pay, 0 included; from measured cost and acceptance.
+
+    Keeping K tokens is worth the tokens that it is expected to bring less what its round costs at
+    the going rate: 1 + a_1 + a_1 a_2 + ... + a_1..a_K - rate * cost(K), with a_i the chance that
+    token i is accepted if those before it were, cost in plain rounds, and rate the tokens that a
+    plain round's time has lately brought, at least 1. The largest value wins; that is the marginal
+    rule of an economic optimum, and at K = 0 it is plain decoding.
+
+    What the drafter proposed and was not taken is scored all the same against what came, so that
+    a parked drafter is noticed when the text becomes predictable. A draft model, which costs time
+    to ask, is asked again now and then instead, for at most 1% of the time.
+
+    tuning: what was learned before; goes on learning. drafter: whose history to use.
+    """
+
+    tuning: Tuning = field(default_factory=Tuning)
+    drafter: str = "drafter"
+    _open: _OpenDraft | None = None
+    _rounds_parked: int = 0
+    _tokens: float = 0.0
+    _cost: float = 0.0
+
+    def limit(self, cheap: bool) -> int:
+        """The longest length that can pay, or for a draft that costs time, the one that does."""
+        if cheap:
+            return LENGTHS[-1]
+        best = self._best([0] * LENGTHS[-1])
+        if best == 0 and self._rounds_parked * PROBE_SHARE >= self.tuning.costs.ratio(1) - 1:
+            return 1
+        return best
+
+    def cut(self, draft: Draft) -> int:
+        """The length that pays best for this draft."""
+        if not len(draft):
+            return 0
+        evidence = list(draft.evidence or [0] * len(draft))
+        kept = self._best(evidence) if draft.evidence is not None else len(draft)
+        if kept or self._open is None:
+            tokens = [] if draft.evidence is None else to_list(draft.tokens)
+            self._open = _OpenDraft(tokens, evidence)
+        return kept
+
+    def record(self, round_: RoundRecord) -> None:
+        """Learn cost and acceptance from a round, and the going rate."""
+        costs = self.tuning.costs
+        costs.observe(round_.drafted, round_.seconds, overlapped=round_.overlapped)
+        self._tokens = RATE_MEMORY * self._tokens + round_.emitted
+        self._cost = RATE_MEMORY * self._cost + costs.ratio(round_.drafted)
+        self._rounds_parked = 0 if round_.drafted else self._rounds_parked + 1
+        history = self.tuning.history(self.drafter)
+        if self._open is not None and self._open.tokens:
+            if self._open.score(round_.tokens, history):
+                self._open = None
+        elif round_.drafted:
+            for i in range(min(round_.accepted + 1, round_.drafted)):
+                history.observe(0, i, i < round_.accepted)
+            self._open = None
+
+    @property
+    def rate(self) -> float:
+        """Tokens that the time of a plain round has lately brought, at least 1."""
+        return max(1.0, self._tokens / self._cost) if self._cost else 1.0
+
+    def _best(self, evidence: Sequence[int]) -> int:
+        """Length of the largest value; 0 if none is worth more than plain decoding."""
+        history, costs = self.tuning.history(self.drafter), self.tuning.costs
+        rate = self.rate
+        best, best_value = 0, 1.0 - rate
+        reach, expected = 1.0, 1.0
+        for i, kind in enumerate(evidence):
+            reach *= history.chance(kind, i)
+            expected += reach
+            length = i + 1
+            if length in LENGTHS or length == len(evidence):
+                value = expected - rate * costs.ratio(length)
+                if value > best_value:
+                    best, best_value = length, value
+        return best
+
+
+@dataclass
+class _OpenDraft:
+    """A draft, taken or not, that is being scored against what came."""
+
+    tokens: list[int]
+    evidence: list[int]
+    position: int = 0
+
+    def score(self, emitted: Sequence[int], history: AcceptanceHistory) -> bool:
+        """Compare with the tokens emitted; whether the draft is through."""
+        for token in emitted:
+            if self.position == len(self.tokens):
+                return True
+            right = self.tokens[self.position] == token
+            history.observe(self.evidence[self.position], self.position, right)
+            self.position += 1
+            if not right:
+                return True
+        return self.position == len(self.tokens)
+
+
+NAMES = ("auto", "heuristic")
+
+
+def make_draft_length(
+    choice: int | str | DraftLength, drafter: str = "drafter", tuning: Tuning | None = None
+) -> DraftLength:
+    """Policy for what a caller passed as `draft_length`.
+
+    drafter, tuning: whose history "auto" uses, and what it has learned so far.
+    """
+    if isinstance(choice, str):
+        if choice not in NAMES:
+            raise UnknownNameError(
+                f"Unknown draft_length {choice!r}. Known: an int >= 0, {', '.join(NAMES)}."
+            )
+        return Auto(tuning or Tuning(), drafter) if choice == "auto" else Heuristic()
+    if isinstance(choice, bool | float):
+        raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")
     return Fixed(choice) if isinstance(choice, int) else choice

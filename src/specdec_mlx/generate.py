@@ -42,7 +42,7 @@ def stream_generate(
     drafter: Drafter | str | None = None,
     draft_model: nn.Module | Drafter | str | None = None,
     rule: str = "auto",
-    draft_length: int | DraftLength = 4,
+    draft_length: int | str | DraftLength = "auto",
     seed: int | None = None,
     sampler: Sampler | Sampling | None = None,
     stream: Any = generation_stream,

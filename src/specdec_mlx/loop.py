@@ -31,6 +31,7 @@ from specdec_mlx.noise import Noise
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats import SpeculationStats
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.tuning import Tuning, tuning_for
 from specdec_mlx.types import (
     Draft,
     DraftContext,
@@ -74,7 +75,8 @@ def speculate(
     sampling: Sampling | Sampler | None = None,
     seed: int | None = None,
     rule: str = "auto",
-    draft_length: int | DraftLength = 4,
+    draft_length: int | str | DraftLength = "auto",
+    tuning: Tuning | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
     max_kv_size: int | None = None,
@@ -85,6 +87,7 @@ def speculate(
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     input_embeddings: mx.array | None = None,
     tokenizer: Any = None,
+    probe: bool = True,
     stream: Any = generation_stream,
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
@@ -94,8 +97,12 @@ def speculate(
     greedy if None; any mlx-lm sampler will do. seed: makes the draws reproducible; None takes one
     from MLX's global random state. rule: acceptance rule; "auto" takes match for greedy decoding,
     opaque samplers and point-mass drafts, and rejection for drafts drawn at random. draft_length:
-    most tokens to draft a round, K. tokenizer: the target's, for drafters that want to compare it.
-    The rest is as in mlx-lm's `generate_step`.
+    most tokens to draft a round, K; "auto" takes what pays, 0 included, from measured cost and
+    acceptance; "heuristic" follows the last verdict. tuning: what "auto" has learned and goes on
+    learning; None takes the one that is kept with the loaded model. tokenizer: the target's, for
+    drafters that want to compare it. probe: measure once, for each loaded model, whether passes
+    over several positions are exact, and do not draft where they are not. The rest is as in
+    mlx-lm's `generate_step`.
 
     prompt_cache may hold the target's caches alone or, as mlx-lm lays them out, the target's and
     then a draft model's. However the generation ends (length, close, an exception), the caches
@@ -118,6 +125,7 @@ def speculate(
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
+        probe=probe and drafter is not None,
     )
     context = DraftContext(
         sampling=verifier.sampling,
@@ -129,7 +137,7 @@ def speculate(
     )
     generation = Generation(
         verifier=verifier,
-        length=make_draft_length(draft_length),
+        length=make_draft_length(draft_length, type(drafter).__name__, tuning or tuning_for(model)),
         prompt=prompt,
         max_tokens=max_tokens,
         prefill_step_size=prefill_step_size,
@@ -148,6 +156,7 @@ class _UnderWay:
     block: Block
     draft_seconds: float
     launch_seconds: float
+    overlapped: bool = False
 
 
 @dataclass
@@ -173,6 +182,7 @@ class Generation:
     num_handed_out: int = 0
     plain_gear: bool = True
     is_prefilled: bool = False
+    last_read_at: float = 0.0
 
     def __post_init__(self, prompt: list[int]) -> None:
         """Start with the prompt as the text."""
@@ -187,7 +197,7 @@ class Generation:
             if drafter is not None:
                 vocab_size = self.verifier.find_vocab_size()
                 self.session = drafter.begin(self.text, replace(context, vocab_size=vocab_size))
-            resumed = time.perf_counter()
+            resumed = self.last_read_at = time.perf_counter()
             current = self.launch_with_draft()
             while current is not None:
                 following = self.run_ahead(current.block)
@@ -243,7 +253,7 @@ class Generation:
         with mx.stream(self.stream):
             self.verifier.observe(block.next_token)
             ahead = self.verifier.launch(block.next_token, Draft(), self.num_read + 1)
-        return _UnderWay(ahead, 0.0, time.perf_counter() - started)
+        return _UnderWay(ahead, 0.0, time.perf_counter() - started, overlapped=True)
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
@@ -256,7 +266,7 @@ class Generation:
 
     def draft_limit(self) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
-        limit = self.length.limit()
+        limit = self.length.limit(self.is_cheap)
         if self.embeddings_from(self.tape.position, 1) is not None:
             return 0
         if self.max_tokens >= 0:
@@ -275,7 +285,7 @@ class Generation:
         started = time.perf_counter()
         with mx.stream(self.stream):
             tokens, num_accepted = block.read()
-        waited = time.perf_counter() - started
+        now = time.perf_counter()
         if self.num_read == 0:
             self.on_progress(self.prompt_length, self.prompt_length)
         origins = _origins(len(block.draft), num_accepted)
@@ -294,9 +304,13 @@ class Generation:
             accepted=num_accepted,
             emitted=len(tokens),
             fed=block.num_fed,
+            tokens=tokens,
+            seconds=now - self.last_read_at,
             draft_seconds=launched.draft_seconds,
-            verify_seconds=launched.launch_seconds + waited,
+            verify_seconds=launched.launch_seconds + now - started,
+            overlapped=launched.overlapped,
         )
+        self.last_read_at = now
         self.length.record(record)
         self.stats.record(record)
         if is_ahead:
@@ -308,10 +322,13 @@ class Generation:
 
         A pass is already under way then; the draft itself is made when its token is known.
         """
-        if self.session is None or self.draft_limit() == 0:
-            return
-        cheap = getattr(self.session, "cheap", False)
-        self.plain_gear = cheap and len(self.propose()) == 0
+        if self.session is not None and self.draft_limit() > 0:
+            self.plain_gear = self.is_cheap and len(self.propose()) == 0
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a proposal may be asked for and thrown away."""
+        return getattr(self.session, "cheap", False)
 
     def hand_out(self, origins: list[Origin], logprobs: mx.array) -> Iterator[Token]:
         """Yield the tokens of the round that was read last, one per origin."""

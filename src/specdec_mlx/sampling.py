@@ -8,7 +8,7 @@ last.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,7 @@ class Sampling:
     top_k: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_special_tokens: tuple[int, ...] = ()
+    xtc_special_tokens: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         """Refuse what mlx-lm would refuse, but before the first token."""

@@ -29,13 +29,14 @@ class Draft:
     logprobs: [K, V] float32 log-probabilities of the law that each token was *drawn from*,
         captured while drafting and normalised; None for a point mass, that is when the drafter
         would always propose these very tokens.
-    confidence: optional [K] chance of acceptance per token as the drafter sees it, for choosing
-        the draft length. No acceptance rule reads it.
+    evidence: optional [K] what speaks for each token, in the drafter's own small numbers >= 0,
+        such as the length of a match. The automatic draft length learns how often tokens with the
+        same evidence are accepted; no acceptance rule reads it.
     """
 
     tokens: Sequence[int] | mx.array = ()
     logprobs: Float[mx.array, "k vocab"] | None = None
-    confidence: Sequence[float] | None = None
+    evidence: Sequence[int] | None = None
 
     def __len__(self) -> int:
         """K."""
@@ -48,7 +49,7 @@ class Draft:
         return Draft(
             tokens=self.tokens[:num_tokens],
             logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
-            confidence=None if self.confidence is None else self.confidence[:num_tokens],
+            evidence=None if self.evidence is None else self.evidence[:num_tokens],
         )
 
 
@@ -69,17 +70,23 @@ class Verdict:
 class RoundRecord:
     """One round as it happened.
 
-    drafted, accepted, emitted: tokens; emitted = accepted + 1 unless the round was cut short by
-    max_tokens. fed: positions that the target's pass computed. draft_seconds, verify_seconds:
-    host time spent in proposing and in verifying (a draft model's lazy steps run inside verify).
+    drafted, accepted, emitted: numbers of tokens; emitted = accepted + 1 unless the round was cut
+        short by max_tokens. tokens: the emitted ones. fed: positions that the pass computed.
+    seconds: from the reading of the round before to this one's, all that the round cost.
+    draft_seconds, verify_seconds: host time spent in proposing, and in launching the pass and
+        waiting for it (a draft model's lazy steps run inside verify).
+    overlapped: whether the pass was launched before the round before it was read (plain gear).
     """
 
     drafted: int
     accepted: int
     emitted: int
     fed: int
+    tokens: Sequence[int] = ()
+    seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
+    overlapped: bool = False
 
 
 @dataclass(frozen=True)

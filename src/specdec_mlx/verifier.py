@@ -23,9 +23,14 @@ from specdec_mlx.acceptance import RULES, check_rule_name, decide, match
 from specdec_mlx.cache import Rollback
 from specdec_mlx.errors import DraftError, LogitsError
 from specdec_mlx.noise import Noise
+from specdec_mlx.probe import is_exact
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import Draft, LogitsProcessor, Verdict
+
+
+WINDOW_MARGIN = 32
+"""Positions before a window is full at which to ask whether passes across its end are exact."""
 
 
 class Block(Protocol):
@@ -120,7 +125,8 @@ class Verifier:
 
     model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler.
     processors: mlx-lm logits processors. rule: a name out of `rule_names()`.
-    kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`.
+    kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`. probe: whether to
+    measure, once, if the model is exact for several positions at once.
     """
 
     def __init__(
@@ -135,6 +141,7 @@ class Verifier:
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
+        probe: bool = True,
     ) -> None:
         """Check that rule and sampler go together."""
         check_rule_name(rule)
@@ -147,6 +154,7 @@ class Verifier:
         self.kv_bits = kv_bits
         self.kv_group_size = kv_group_size
         self.quantized_kv_start = quantized_kv_start
+        self.probe = probe
         self.history: mx.array | None = None
         self.vocab_size: int | None = None
         self.stepped = not all(is_pure(f) for f in (self.sampler, *self.processors))
@@ -164,17 +172,28 @@ class Verifier:
     def widest_pass(self) -> int | None:
         """Most positions that the next pass may have; None for any number.
 
-        Plain decoding quantizes the caches right after position `quantized_kv_start`, so no pass
-        may reach across it.
+        Single tokens where the model was measured not to be exact otherwise. Plain decoding
+        quantizes the caches right after position `quantized_kv_start`, so no pass may reach across
+        it.
         """
-        widest = self.tape.widest_pass()
-        if self.kv_bits is None:
-            return widest
-        for cache in self.tape.caches:
-            if hasattr(cache, "to_quantized") and cache.offset < self.quantized_kv_start:
-                room = self.quantized_kv_start - cache.offset
-                widest = room if widest is None else min(widest, room)
-        return widest
+        limits = [self.tape.widest_pass(), self._widest_exact_pass()]
+        if self.kv_bits is not None:
+            limits += [
+                self.quantized_kv_start - cache.offset
+                for cache in self.tape.caches
+                if hasattr(cache, "to_quantized") and cache.offset < self.quantized_kv_start
+            ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _widest_exact_pass(self) -> int | None:
+        if not self.probe:
+            return None
+        if not is_exact(self.model, past_window=False):
+            return 1
+        room = self.tape.room_in_window()
+        if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
+            return None
+        return max(1, room)
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""

@@ -115,12 +115,18 @@ class NGramDrafter:
         )
 
 
+MAX_LEAD = 4
+"""A continuation seen this many times more than all others is as sure as it gets."""
+
+
 class NGramSession:
     """One generation's counts, drafting deterministically.
 
     match_length: tokens in the context that gave the first token of the last proposal; 0 where
         the proposal was empty, or came from the unigram.
     """
+
+    cheap = True
 
     def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
         """Count the n-grams of `prompt`."""
@@ -134,17 +140,19 @@ class NGramSession:
         """Continue with up to `limit` tokens, each the most frequent after those before it."""
         context = self._context()
         draft: list[int] = []
+        evidence: list[int] = []
         self.match_length = 0
         for _ in range(min(limit, self._config.num_draft)):
             found = self._counts.most_frequent(context)
             if found is None:
                 break
-            token, matched = found
+            token, matched, lead = found
             if not draft:
                 self.match_length = matched
             draft.append(token)
+            evidence.append(max(1, matched) * min(max(1, lead), MAX_LEAD))
             context = self._counts.shift(context, token)
-        return Draft(draft)
+        return Draft(draft, evidence=evidence)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
@@ -178,8 +186,9 @@ class StochasticNGramSession(NGramSession):
     def propose(self, limit: int) -> Draft:
         """Draw up to `limit` tokens; `logprobs` [K, V] are the laws that they were drawn from.
 
-        The draws depend on the noise, the position and the counts alone, so that proposing twice
-        gives the same draft. Whether a position is drafted is known before its token is drawn.
+        The draws depend on the noise, the draft's place and the counts alone, so that proposing
+        twice gives the same draft. Whether a position is drafted is known before its token is
+        drawn.
         """
         context = self._context()
         tokens: list[int] = []
@@ -192,7 +201,7 @@ class StochasticNGramSession(NGramSession):
             if not tokens:
                 self.match_length = self._counts.matched(context)
             rows.append(_log(law))
-            tokens.append(_draw(rows[-1], self._uniform(self._num_emitted + i)))
+            tokens.append(_draw(rows[-1], self._uniform(i)))
             context = self._counts.shift(context, tokens[-1])
         return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()
 
@@ -201,12 +210,15 @@ class StochasticNGramSession(NGramSession):
         super().observe(tokens)
         self._num_emitted += len(tokens)
 
-    def _uniform(self, position: int) -> float:
-        """Draw from [0, 1) in steps of 2^-48, keyed by the position among the emitted tokens.
+    def _uniform(self, index: int) -> float:
+        """Draw from [0, 1) in steps of 2^-48, for one token of the draft made here.
 
-        float32 has steps of 2^-24, which would round the mass of every rare token.
+        Keyed by where the draft starts and the index in it, so that no later draft is drawn from
+        noise that had a say in an earlier verdict. float32 has steps of 2^-24, which would round
+        the mass of every rare token.
         """
-        high, low = np.floor(STEPS * np.array(self._noise.uniform("draft", position, 2), float))
+        noise = self._noise.uniform(f"draft {index}", self._num_emitted, 2)
+        high, low = np.floor(STEPS * np.array(noise, float))
         return float((high + low / STEPS) / STEPS)
 
 
@@ -237,13 +249,17 @@ class NGramCounts:
                 break
             table.add(_last(context, width), token)
 
-    def most_frequent(self, context: Context) -> tuple[int, int] | None:
-        """Find the best continuation of the longest known context, and that context's length."""
+    def most_frequent(self, context: Context) -> tuple[int, int, int] | None:
+        """Find the best continuation of the longest known context.
+
+        Returns the token, the context's length, and how much more often it was seen there than all
+        other continuations together (below 0: less often).
+        """
         for width, table in self._longest_first:
             if width <= len(context):
-                token = table.most_frequent(_last(context, width))
-                if token is not None:
-                    return token, width
+                found = table.most_frequent(_last(context, width))
+                if found is not None:
+                    return found[0], width, found[1]
         return None
 
     def matched(self, context: Context) -> int:
@@ -308,10 +324,17 @@ class ContinuationTable:
             self._num_entries += 1
         entry.add(token)
 
-    def most_frequent(self, context: Context) -> int | None:
-        """Most frequent continuation, of equally frequent ones the most recent; None: unknown."""
+    def most_frequent(self, context: Context) -> tuple[int, int] | None:
+        """Most frequent continuation and its lead; None: unknown.
+
+        Of equally frequent ones it is the most recent. The lead is its count less all others'.
+        """
         entry = self._by_context.get(context)
-        return entry.best if isinstance(entry, Continuations) else entry
+        if entry is None:
+            return None
+        if isinstance(entry, Continuations):
+            return entry.best, 2 * entry.counts[entry.best] - entry.total
+        return entry, 1
 
     def counts(self, context: Context) -> Mapping[int, int]:
         """How often each continuation was seen."""
@@ -334,15 +357,17 @@ class ContinuationTable:
 class Continuations:
     """Counts of the tokens seen after one context, and the best of them."""
 
-    __slots__ = ("best", "counts")
+    __slots__ = ("best", "counts", "total")
 
     def __init__(self, token: int) -> None:
         """Start with one token, seen once."""
         self.best = token
         self.counts = {token: 1}
+        self.total = 1
 
     def add(self, token: int) -> None:
         """Count `token` once more."""
+        self.total += 1
         count = self.counts.get(token, 0) + 1
         self.counts[token] = count
         # Counts only grow, one at a time, so the best changes only to the token just seen; on a

@@ -85,6 +85,8 @@ class PromptLookupSession:
     match_length: how many tokens matched, at most 64, for the last proposal; 0 where it was empty.
     """
 
+    cheap = True
+
     def __init__(self, config: PromptLookupDrafter, prompt: Sequence[int]) -> None:
         """Index the n-grams of `prompt`."""
         self.match_length = 0
@@ -101,7 +103,9 @@ class PromptLookupSession:
         length = limit if cap is None else min(limit, cap)
         match = self._longest_match() if length > 0 else None
         self.match_length = match.length if match else 0
-        return Draft(self._copy(match.end, length)) if match else Draft()
+        if match is None:
+            return Draft()
+        return Draft(self._copy(match.end, length), evidence=(match.length,) * length)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text: one dict entry a token and n-gram size."""

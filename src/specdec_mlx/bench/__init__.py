@@ -1,0 +1,1 @@
+"""The instruments: `run` measures live, `replay` models recorded texts offline."""

@@ -1,0 +1,150 @@
+"""c(m): what a pass of the target over m positions costs; measured, or given."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.cache import Rollback
+from specdec_mlx.noise import Noise
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.types import Draft
+from specdec_mlx.verifier import Verifier
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)  # both sides of MLX's kernels of 5 rows, and of 8
+MEASURED = "measured"
+NUM_CACHED = 256
+RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a pass over m positions, between measured points by straight lines.
+
+    name: how a table calls it. positions: [n] increasing, the first is 1. seconds: [n]. Beyond the
+    last point the last slope goes on. Raises ValueError for points that make no curve.
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        """Refuse points out of order and costs that are not positive."""
+        ordered = list(self.positions) == sorted(set(self.positions))
+        if not ordered or len(self.positions) != len(self.seconds) or self.positions[:1] != (1,):
+            raise ValueError(
+                f"Cost curve {self.name!r}: got positions {self.positions} with "
+                f"{len(self.seconds)} costs, expected increasing positions from 1, one cost each."
+            )
+        if min(self.seconds) <= 0:
+            raise ValueError(f"Cost curve {self.name!r}: costs must be > 0, got {self.seconds}.")
+
+    def __call__(self, num_positions: int) -> float:
+        """Seconds of a pass over `num_positions` >= 1."""
+        if len(self.positions) == 1:
+            return self.seconds[0]
+        right = min(max(1, bisect_right(self.positions, num_positions)), len(self.positions) - 1)
+        (m0, m1), (s0, s1) = self.positions[right - 1 : right + 1], self.seconds[right - 1 :][:2]
+        return s0 + (s1 - s0) * (num_positions - m0) / (m1 - m0)
+
+    def relative(self) -> tuple[float, ...]:
+        """[n] costs over that of one position."""
+        return tuple(s / self.seconds[0] for s in self.seconds)
+
+
+def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
+    """c(m) = 1 + slope * (m - 1), times `unit` seconds. Raises ValueError for a slope below 0."""
+    if slope < 0:
+        raise ValueError(f"Cost slope {slope}: expected a number >= 0.")
+    return CostCurve(f"linear:{slope:g}", (1, 2), (unit, unit * (1 + slope)))
+
+
+def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
+    """Curve out of a command line: "measured", "linear:0.24", or costs for 1, 2, 3 ... positions.
+
+    measured: the curve that came with the recorded texts; it also gives relative curves their
+    unit. Raises ValueError.
+    """
+    unit = measured.seconds[0] if measured else RELATIVE_UNIT
+    if text == MEASURED:
+        if measured is None:
+            raise ValueError("No measured cost curve in this file. Give linear:SLOPE or a list.")
+        return measured
+    kind, _, rest = text.partition(":")
+    try:
+        if kind == "linear":
+            return linear_cost(float(rest), unit)
+        costs = [float(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ValueError(
+            f"Cost {text!r}: expected measured, linear:SLOPE, or costs as 1,1.1,1.3."
+        ) from error
+    scaled = tuple(unit * cost / costs[0] for cost in costs)
+    return CostCurve(text, tuple(range(1, len(costs) + 1)), scaled)
+
+
+class CostMeter:
+    """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
+
+    Sweeps are meant to be spread over a benchmark, so that the curve and the rounds see the same
+    machine. A pass is measured as the loop runs it: feed, law, verdict, and the read that waits.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
+    ) -> None:
+        """Fill the cache with `tokens`, repeated as often as needed, and run one sweep unmeasured.
+
+        tokens: some real text, since experts are chosen by it.
+        """
+        self._widths = tuple(widths)
+        self._samples: dict[int, list[float]] = {width: [] for width in widths}
+        self._verifier = Verifier(
+            model,
+            Rollback(make_prompt_cache(model)),
+            sampler=Sampling(),
+            processors=(),
+            rule="auto",
+            noise=Noise(0),
+        )
+        cached = max(NUM_CACHED, max(widths))
+        self._tokens = (list(tokens) * (cached // len(tokens) + 1))[:cached]
+        with mx.stream(generation_stream):
+            self._verifier.feed(mx.array(self._tokens))
+            mx.eval([cache.state for cache in self._verifier.tape.caches])
+        self.sweep()
+        self._samples = {width: [] for width in widths}
+
+    def sweep(self) -> None:
+        """Time one pass of every width."""
+        for width in self._widths:
+            self._samples[width].append(self._time(width))
+
+    def curve(self) -> CostCurve:
+        """Medians so far."""
+        medians = [statistics.median(self._samples[width]) for width in self._widths]
+        return CostCurve(MEASURED, self._widths, tuple(medians))
+
+    def _time(self, width: int) -> float:
+        """Seconds of one pass; afterwards the cache is as before, or a single token longer."""
+        tape = self._verifier.tape
+        start = tape.position
+        mx.synchronize(generation_stream)
+        began = time.perf_counter()
+        with mx.stream(generation_stream):
+            block = self._verifier.launch(self._tokens[:1], Draft(self._tokens[1:width]), 0)
+            block.read()
+        seconds = time.perf_counter() - began
+        if width > 1:
+            tape.rewind_to(start)
+        tape.forget()
+        return seconds

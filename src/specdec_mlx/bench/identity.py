@@ -1,0 +1,88 @@
+"""Are the texts the same, and where not: was it a near tie of the target's own?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
+
+from specdec_mlx.bench.contenders import PLAIN
+from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.timing import Sample
+
+EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row on some backends
+
+
+@dataclass(frozen=True)
+class Difference:
+    """First place where a text parts from that of plain decoding.
+
+    position: index among the generated tokens. top_two_gap: how far the target's two greatest
+    logits are apart there, in a single-token pass. excused: whether that is a tie but for rounding.
+    """
+
+    id: str
+    category: str
+    drafter: str
+    draft_length: str
+    repeat: int
+    position: int
+    top_two_gap: float
+    excused: bool
+
+
+def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
+    """Tokens by plain decoding per task id, those of the first repeat."""
+    return {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
+
+
+def find_differences(
+    model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
+) -> list[Difference]:
+    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    prompts = {task.id: task.prompt for task in tasks}
+    references = reference_texts(samples)
+    gaps: dict[tuple[str, int], float] = {}
+    differences = []
+    for sample in samples:
+        position = first_difference(sample.tokens, references[sample.id])
+        if position is None:
+            continue
+        place = sample.id, position
+        if place not in gaps:
+            gaps[place] = top_two_gap(model, prompts[sample.id], position)
+        gap = gaps[place]
+        excused = gap < EXCUSED_GAP
+        differences.append(
+            Difference(
+                *(sample.id, sample.category, sample.drafter, sample.draft_length, sample.repeat),
+                *(position, gap, excused),
+            )
+        )
+    return differences
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Index of the first difference; where one is the other's beginning, its length; else None."""
+    for i, (a, b) in enumerate(zip(tokens, reference, strict=False)):
+        if a != b:
+            return i
+    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
+
+
+def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
+    """Distance of the two greatest logits at generated token `position`, by plain greedy decoding.
+
+    Plain decoding feeds one token at a time; its log-probabilities are logits but for a shift.
+    """
+    steps = generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
+    with closing(steps):
+        for _, logprobs in steps:
+            last = logprobs
+    top = mx.sort(last.astype(mx.float32))[-2:]
+    gap: float = (top[1] - top[0]).item()  # type: ignore[assignment]
+    return gap

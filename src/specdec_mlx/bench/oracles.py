@@ -1,0 +1,62 @@
+"""Bounds on what drafting can bring on a recorded text."""
+
+from __future__ import annotations
+
+from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.record import Text
+from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Drafter
+
+LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
+
+
+def length_oracle(
+    text: Text,
+    drafter: Drafter,
+    cost: CostCurve,
+    *,
+    vocab_size: int,
+    draft_seconds: float = 0.0,
+    longest: int = LONGEST_DRAFT,
+) -> Modelled:
+    """Draft exactly as many of the drafter's tokens as will be accepted, at most `longest`."""
+    session = drafter.begin(text.prompt, greedy_context(vocab_size))
+    done, seconds, accepted = 0, 0.0, []
+    while done < len(text.generated):
+        coming = text.generated[done:]
+        draft = to_list(session.propose(min(longest, len(coming))).tokens)
+        accepted.append(num_matching(draft, coming))
+        seconds += cost(accepted[-1] + 1) + draft_seconds * accepted[-1]
+        observed = coming[: accepted[-1] + 1]
+        session.observe(observed)
+        done += len(observed)
+    return Modelled(
+        category=text.category,
+        tokens=len(text.generated),
+        passes=len(accepted),
+        drafted=sum(accepted),
+        accepted=sum(accepted),
+        seconds=seconds,
+        plain_seconds=cost(1) * len(text.generated),
+    )
+
+
+def text_oracle(text: Text, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
+    """The cheapest way to cut the text into passes of at most `longest` drafts and one token."""
+    seconds, passes = [0.0], [0]
+    for n in range(1, len(text.generated) + 1):
+        widths = range(1, min(longest + 1, n) + 1)
+        best = min(widths, key=lambda m: seconds[n - m] + cost(m))
+        seconds.append(seconds[n - best] + cost(best))
+        passes.append(passes[n - best] + 1)
+    drafted = len(text.generated) - passes[-1]
+    return Modelled(
+        category=text.category,
+        tokens=len(text.generated),
+        passes=passes[-1],
+        drafted=drafted,
+        accepted=drafted,
+        seconds=seconds[-1],
+        plain_seconds=cost(1) * len(text.generated),
+    )

@@ -1,0 +1,94 @@
+"""What a benchmark is run on: prompts with a category each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specdec_mlx.bench.builtin_prompts import BUILTIN
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One user message. id: unique name. category: results are reported per category."""
+
+    id: str
+    category: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as the model reads it. prompt: [n] token ids, chat template included."""
+
+    id: str
+    category: str
+    prompt: list[int]
+
+
+def builtin_prompts() -> list[Prompt]:
+    """Our own prompts, a handful per kind of work."""
+    return [
+        Prompt(f"{category}/{i}", category, text)
+        for category, texts in BUILTIN.items()
+        for i, text in enumerate(texts)
+    ]
+
+
+def read_prompts(path: Path | str) -> list[Prompt]:
+    """Prompts of a JSON-lines file: `id`, `category`, and `turns` (the first is taken) or `prompt`.
+
+    Raises ValueError with the number of the line that is none.
+    """
+    lines = Path(path).read_text(encoding="utf-8").splitlines()
+    return [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+
+
+def choose(
+    prompts: Iterable[Prompt],
+    categories: Sequence[str] | None = None,
+    per_category: int | None = None,
+) -> list[Prompt]:
+    """At most `per_category` prompts of each category, evenly spread over it, in file order.
+
+    Raises ValueError for a category that no prompt has.
+    """
+    by_category: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    for name in categories or ():
+        if name not in by_category:
+            known = ", ".join(sorted(by_category))
+            raise ValueError(f"Unknown category {name!r}. The prompts have: {known}.")
+    wanted = list(by_category) if categories is None else list(categories)
+    return [prompt for name in wanted for prompt in _spread(by_category[name], per_category)]
+
+
+def encode_chat(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of one user message in the model's chat template, if it has one."""
+    if not tokenizer.has_chat_template:
+        return list(tokenizer.encode(text))
+    message = {"role": "user", "content": text}
+    return list(tokenizer.apply_chat_template([message], add_generation_prompt=True))
+
+
+def _spread(prompts: list[Prompt], count: int | None) -> list[Prompt]:
+    """`count` of the prompts at equal distances, from the first on."""
+    if count is None or count >= len(prompts):
+        return prompts
+    return [prompts[i * len(prompts) // count] for i in range(count)]
+
+
+def _parse(path: Path | str, number: int, line: str) -> Prompt:
+    try:
+        row = json.loads(line)
+        text = row["turns"][0] if "turns" in row else row["prompt"]
+        return Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(
+            f"{path}, line {number}: expected a JSON object with `turns` (a list of messages) or "
+            f"`prompt`, and `id` and `category`; got {line[:60]!r}."
+        ) from error

@@ -1,0 +1,174 @@
+"""The loop on a recorded text: the target knows it, takes no time, and is billed by a curve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any, cast
+
+from mlx_lm.generate import generation_stream
+
+from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.record import Text
+from specdec_mlx.cache import Rollback
+from specdec_mlx.draft_length import DraftLength
+from specdec_mlx.loop import Generation
+from specdec_mlx.noise import Noise
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Draft, DraftContext, Drafter, RoundRecord
+from specdec_mlx.verifier import Verifier
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """One text as a way of drafting would have generated it.
+
+    tokens: how many. passes, drafted, accepted: counts as in a live run; accepted: draft tokens
+    handed out. seconds: of all passes and drafts, on the cost curve. plain_seconds: of one pass a
+    token.
+    """
+
+    category: str
+    tokens: int
+    passes: int
+    drafted: int
+    accepted: int
+    seconds: float
+    plain_seconds: float
+
+
+@dataclass
+class RecordedBlock:
+    """A pass of the recorded target; see `specdec_mlx.verifier.Block`."""
+
+    draft: Draft
+    num_fed: int
+    coming: list[int]
+    logprobs: Any
+
+    @property
+    def next_token(self) -> list[int]:
+        """The token after an empty draft."""
+        return self.coming[:1]
+
+    def read(self) -> tuple[list[int], int]:
+        """Tokens [n + 1] of this round, and n; the text is followed by tokens that nobody reads."""
+        n = num_matching(to_list(self.draft.tokens), self.coming)
+        return self.coming[: n + 1] or [0], n
+
+
+class RecordedTarget:
+    """Stands in for the loop's `Verifier`: a target whose greedy text is known."""
+
+    def __init__(self, text: Text, vocab_size: int) -> None:
+        """Begin behind the prompt's prefill."""
+        self.tape = Rollback([], position=len(text.prompt) - 1)
+        self._generated = text.generated
+        self._vocab_size = vocab_size
+
+    def find_vocab_size(self) -> int:
+        """V, as recorded."""
+        return self._vocab_size
+
+    def widest_pass(self) -> int | None:
+        """Any number of positions."""
+        return None
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """There are no processors that want to know."""
+
+    def launch(
+        self, pending: Sequence[int], draft: Draft, position: int, embeddings: None = None
+    ) -> RecordedBlock:
+        """A pass over the pending tokens and the draft. Raises ValueError for random drafts."""
+        if draft.logprobs is not None:
+            raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
+        num_fed = len(pending) + len(draft)
+        self.tape.fed(num_fed)
+        coming = [*self._generated[position : position + len(draft) + 1]]
+        if position + len(draft) >= len(self._generated):
+            coming.append(0)  # behind the end: unknown, and nobody reads it
+        return RecordedBlock(draft, num_fed, coming, [None] * (len(draft) + 1))
+
+
+class ModelledLength:
+    """A draft length that is told the cost curve's seconds instead of the clock's, and adds them.
+
+    draft_seconds: of one draft token.
+    """
+
+    def __init__(self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0) -> None:
+        """Wrap `inner`."""
+        self.limit: Callable[..., int] = inner.limit
+        self.cut: Callable[..., int] = inner.cut
+        self.seconds = 0.0
+        self._inner = inner
+        self._cost = cost
+        self._draft_seconds = draft_seconds
+
+    def record(self, round_: RoundRecord) -> None:
+        """Pass a round on, with what it would have cost."""
+        drafting = self._draft_seconds * round_.drafted
+        verifying = self._cost(round_.fed)
+        self.seconds += drafting + verifying
+        self._inner.record(
+            replace(
+                round_,
+                seconds=drafting + verifying,
+                draft_seconds=drafting,
+                verify_seconds=verifying,
+            )
+        )
+
+
+def replay_text(
+    text: Text,
+    drafter: Drafter | None,
+    length: DraftLength,
+    cost: CostCurve,
+    *,
+    max_tokens: int,
+    vocab_size: int,
+    draft_seconds: float = 0.0,
+) -> Modelled:
+    """Run the loop on a recorded text; max_tokens as it was when the text was recorded."""
+    modelled = ModelledLength(length, cost, draft_seconds)
+    generation = Generation(
+        verifier=cast(Verifier, RecordedTarget(text, vocab_size)),
+        length=modelled,
+        prompt=text.prompt,
+        max_tokens=max_tokens,
+        prefill_step_size=2048,
+        on_progress=lambda done, total: None,
+        embeddings=None,
+        stream=generation_stream,
+        callers_cache=None,
+    )
+    with closing(generation.run(drafter, greedy_context())) as tokens:
+        emitted = list(islice(tokens, len(text.generated)))
+    assert [token.token for token in emitted] == text.generated
+    return Modelled(
+        category=text.category,
+        tokens=len(emitted),
+        passes=generation.stats.target_passes,
+        drafted=generation.stats.drafted,
+        accepted=sum(token.from_draft for token in emitted),
+        seconds=modelled.seconds,
+        plain_seconds=cost(1) * len(emitted),
+    )
+
+
+def greedy_context(vocab_size: int | None = None) -> DraftContext:
+    """What a drafter is told about a generation at temperature 0."""
+    return DraftContext(sampling=Sampling(), noise=Noise(0), vocab_size=vocab_size)
+
+
+def num_matching(draft: Sequence[int], coming: Sequence[int]) -> int:
+    """How many tokens of the draft are right, up to the first that is not."""
+    for n, (a, b) in enumerate(zip(draft, coming, strict=False)):
+        if a != b:
+            return n
+    return min(len(draft), len(coming))

@@ -1,0 +1,254 @@
+"""`specdec-mlx replay`: recorded texts scored offline, for any drafter, draft length and cost.
+
+The loop itself runs, with its drafters, its draft lengths and its gears. Only the target is
+replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
+curve c(m). At temperature 0 the counts are therefore those of a live run.
+
+Two bounds show how far a drafter is from what could be had. The length oracle has the same drafter
+but knows how many of its tokens will be accepted, and drafts exactly those. The text oracle knows
+the text, and cuts it into passes in the cheapest way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mlx_lm import load
+
+from specdec_mlx.bench.contenders import drafter_from_spec, parse_draft_length
+from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
+from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
+from specdec_mlx.bench.record import Record, load_record
+from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.bench.summary import ALL
+from specdec_mlx.draft_length import make_draft_length
+from specdec_mlx.tuning import Tuning
+from specdec_mlx.types import Drafter
+
+LENGTH_ORACLE = "length oracle"
+TEXT_ORACLE = "text oracle"
+
+DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
+DEFAULT_SLOPE = "linear:0.24"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One way of drafting on one category of texts, under one cost curve; category "all" is all.
+
+    drafter: a drafter, "text oracle", or "none". draft_length: N, a policy, or "length oracle".
+    speedup: plain seconds over modelled seconds, sums over the texts. live_ratio: what the
+    recorded benchmark measured, None if it did not run this or the curve is not the measured one.
+    """
+
+    cost: str
+    drafter: str
+    draft_length: str
+    category: str
+    texts: int
+    tokens: int
+    target_passes: int
+    drafted: int
+    accepted: int
+    tokens_per_pass: float
+    speedup: float
+    live_ratio: float | None = None
+
+
+def score_record(
+    record: Record,
+    drafters: dict[str, Drafter | None],
+    draft_lengths: Sequence[str],
+    cost: CostCurve,
+    *,
+    draft_cost: float = 0.0,
+    longest: int = LONGEST_DRAFT,
+) -> list[Score]:
+    """Every drafter with every draft length on all texts, and the oracles.
+
+    drafters: name -> drafter. draft_cost: seconds of a draft token over c(1). longest: most tokens
+    that the oracles draft. What a draft length learns it keeps from text to text, as in a live
+    benchmark.
+    """
+    draft_seconds = draft_cost * cost(1)
+    vocab_size = int(record.settings["vocab_size"])
+    scores: list[Score] = []
+
+    def add(drafter: str, length: str, modelled: Iterable[Modelled]) -> None:
+        scores.extend(_scores(record, cost.name, drafter, length, list(modelled)))
+
+    for name, drafter in drafters.items():
+        for length in draft_lengths if drafter else [""]:
+            add(name, length, _replayed(record, drafter, length, cost, draft_seconds))
+        if drafter is not None:
+            bound = (
+                length_oracle(
+                    text,
+                    drafter,
+                    cost,
+                    vocab_size=vocab_size,
+                    draft_seconds=draft_seconds,
+                    longest=longest,
+                )
+                for text in record.texts
+            )
+            add(name, LENGTH_ORACLE, bound)
+    add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
+    return scores
+
+
+def format_scores(scores: Sequence[Score]) -> str:
+    """Table of one cost curve: speedups per category; tokens per pass and live ratio over all.
+
+    "of oracle" is the speedup over all texts relative to the length oracle's.
+    """
+    categories = list(dict.fromkeys(score.category for score in scores))
+    rows: dict[tuple[str, str], dict[str, Score]] = {}
+    for score in scores:
+        rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
+    header = ["drafter", "K", *categories, "of oracle", "tok/pass", "accepted", "live"]
+    lines = []
+    for (drafter, length), by_category in rows.items():
+        total = by_category[ALL]
+        oracle = rows.get((drafter, LENGTH_ORACLE))
+        lines.append(
+            [
+                *(drafter, length or "-"),
+                *(f"{by_category[name].speedup:.2f}" for name in categories),
+                f"{total.speedup / oracle[ALL].speedup:.2f}" if oracle else "-",
+                f"{total.tokens_per_pass:.2f}",
+                f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
+                "-" if total.live_ratio is None else f"{total.live_ratio:.2f}",
+            ]
+        )
+    return markdown_table(header, lines, num_text_columns=2)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx replay`."""
+    add = parser.add_argument
+    add("record", metavar="FILE", help="what specdec-mlx bench --json wrote")
+    add(
+        "--drafter",
+        action="append",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="repeatable (prompt-lookup)",
+    )
+    add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
+    add(
+        "--draft-length",
+        action="append",
+        metavar="N|POLICY",
+        help=f"repeatable ({', '.join(DEFAULT_DRAFT_LENGTHS)})",
+    )
+    add(
+        "--cost",
+        action="append",
+        metavar="CURVE",
+        help="repeatable: measured, linear:SLOPE, or costs of 1, 2, 3 ... positions as 1,1.1,1.3 "
+        f"(measured, {DEFAULT_SLOPE})",
+    )
+    add(
+        "--draft-cost",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="of one draft token, in passes over one position (%(default)s)",
+    )
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST_DRAFT,
+        metavar="N",
+        help="most tokens that the oracles draft (%(default)s)",
+    )
+    add("--json", metavar="FILE", help="write the scores")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Score, and print a table per cost curve."""
+    record = load_record(args.record)
+    drafters = _drafters(args)
+    default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
+    costs = [parse_cost(text, record.cost) for text in args.cost or default_costs]
+    everything: list[Score] = []
+    for cost in costs:
+        scores = score_record(
+            record,
+            drafters,
+            args.draft_length or DEFAULT_DRAFT_LENGTHS,
+            cost,
+            draft_cost=args.draft_cost,
+            longest=args.longest,
+        )
+        everything += scores
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
+        print(f"{format_scores(scores)}\n")
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(s) for s in everything], indent=1))
+    return 0
+
+
+def _drafters(args: argparse.Namespace) -> dict[str, Drafter | None]:
+    draft_model, draft_tokenizer = load(args.draft_model)[:2] if args.draft_model else (None, None)
+    specs = args.drafter or ["prompt-lookup"]
+    return {spec: drafter_from_spec(spec, draft_model, draft_tokenizer) for spec in specs}
+
+
+def _replayed(
+    record: Record, drafter: Drafter | None, length: str, cost: CostCurve, draft_seconds: float
+) -> Iterator[Modelled]:
+    """All texts in order, with one memory of what was learned."""
+    tuning = Tuning()
+    for text in record.texts:
+        yield replay_text(
+            text,
+            drafter,
+            make_draft_length(parse_draft_length(length), type(drafter).__name__, tuning),
+            cost,
+            max_tokens=int(record.settings["max_tokens"]),
+            vocab_size=int(record.settings["vocab_size"]),
+            draft_seconds=draft_seconds,
+        )
+
+
+def _scores(
+    record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
+) -> list[Score]:
+    """One score per category, and "all"."""
+    scores = []
+    for category in [*record.categories, ALL]:
+        chosen = [m for m in modelled if category in (m.category, ALL)]
+        live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
+        scores.append(_score(cost, drafter, length, category, chosen, live))
+    return scores
+
+
+def _score(
+    cost: str,
+    drafter: str,
+    length: str,
+    category: str,
+    modelled: Sequence[Modelled],
+    live_ratio: float | None,
+) -> Score:
+    tokens, passes = sum(m.tokens for m in modelled), sum(m.passes for m in modelled)
+    return Score(
+        cost=cost,
+        drafter=drafter,
+        draft_length=length,
+        category=category,
+        texts=len(modelled),
+        tokens=tokens,
+        target_passes=passes,
+        drafted=sum(m.drafted for m in modelled),
+        accepted=sum(m.accepted for m in modelled),
+        tokens_per_pass=tokens / passes,
+        speedup=sum(m.plain_seconds for m in modelled) / sum(m.seconds for m in modelled),
+        live_ratio=live_ratio,
+    )

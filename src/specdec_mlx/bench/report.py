@@ -1,0 +1,127 @@
+"""Tables in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.identity import EXCUSED_GAP, Difference
+from specdec_mlx.bench.record import Record
+from specdec_mlx.bench.summary import Result
+
+SPEED_NOTE = (
+    "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
+    "left out, with a 95% bootstrap interval over texts; mean: of the texts' own ratios; end to "
+    "end: prefill included; tok/s: median over texts, and all tokens over all seconds."
+)
+ROUNDS_NOTE = (
+    "drafting: share of target passes that verified a draft (the others are plain steps); host: "
+    "time per pass in the loop outside the target's passes; first: time to the first token."
+)
+
+
+def format_record(record: Record) -> str:
+    """The whole report."""
+    parts = [
+        _header(record),
+        format_speed(record.results),
+        SPEED_NOTE,
+        format_rounds(record.results),
+        ROUNDS_NOTE,
+        format_differences(record.differences),
+    ]
+    if record.cost is not None:
+        parts.append(format_cost(record.cost))
+    return "\n\n".join(part for part in parts if part)
+
+
+def format_speed(results: Sequence[Result]) -> str:
+    """How fast: a row per category and contender."""
+    header = ["category", "drafter", "K", "ratio", "95%", "mean", "end to end", "tok/s", "total"]
+    rows = [
+        [
+            *(r.category, r.drafter, r.draft_length or "-", f"{r.ratio:.2f}"),
+            f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
+            *(f"{r.mean_ratio:.2f}", f"{r.end_to_end_ratio:.2f}"),
+            *(f"{r.tokens_per_second:.1f}", f"{r.total_tokens_per_second:.1f}"),
+        ]
+        for r in results
+    ]
+    return markdown_table(header, rows, num_text_columns=3)
+
+
+def format_rounds(results: Sequence[Result]) -> str:
+    """What happened in the rounds: a row per category and contender."""
+    header = ["category", "drafter", "K", "tok/pass", "accepted", "rate", "drafting", "host ms"]
+    header += ["peak GB", "first s", "identical"]
+    rows = [
+        [
+            *(r.category, r.drafter, r.draft_length or "-", f"{r.tokens_per_pass:.2f}"),
+            f"{r.accepted} of {r.drafted}" if r.drafted else "-",
+            f"{r.acceptance_rate:.2f}" if r.drafted else "-",
+            f"{r.drafting_share:.2f}",
+            "-" if r.host_ms_per_round is None else f"{r.host_ms_per_round:.2f}",
+            *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.2f}", _identical(r)),
+        ]
+        for r in results
+    ]
+    return markdown_table(header, rows, num_text_columns=3)
+
+
+def format_differences(differences: Sequence[Difference]) -> str:
+    """Where texts part from plain decoding's; empty if nowhere."""
+    if not differences:
+        return ""
+    rows = [
+        [
+            *(d.id, d.drafter, d.draft_length or "-", str(d.repeat), str(d.position)),
+            *(f"{d.top_two_gap:.2e}", "yes" if d.excused else "NO"),
+        ]
+        for d in differences
+    ]
+    header = ["text", "drafter", "K", "repeat", "position", "top-two gap", "excused"]
+    note = f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
+    return f"{note}\n\n{markdown_table(header, rows, num_text_columns=3)}"
+
+
+def format_cost(curve: CostCurve) -> str:
+    """c(m) in milliseconds and relative to one position."""
+    header = ["positions", *(str(m) for m in curve.positions)]
+    rows = [
+        ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],
+        ["relative", *(f"{x:.2f}" for x in curve.relative())],
+    ]
+    return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
+
+
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
+) -> str:
+    """Table with aligned columns: the first ones to the left, numbers to the right."""
+    widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
+    rule = [
+        "-" * width if i < num_text_columns else "-" * (width - 1) + ":"
+        for i, width in enumerate(widths)
+    ]
+    return "\n".join(_line(cells, widths, num_text_columns) for cells in [header, rule, *rows])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], num_text_columns: int) -> str:
+    padded = [
+        cell.ljust(width) if i < num_text_columns else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    ]
+    return f"| {' | '.join(padded)} |"
+
+
+def _identical(result: Result) -> str:
+    if result.identical is None:
+        return "-"
+    excused = f" (+{result.excused})" if result.excused else ""
+    return f"{result.identical}{excused} of {result.texts}"
+
+
+def _header(record: Record) -> str:
+    settings = ", ".join(f"{name} {value}" for name, value in record.settings.items())
+    machine = ", ".join(f"{name} {value}" for name, value in record.machine.items())
+    return f"    {record.command}\n\n{machine}\n\n{settings}"

@@ -1,0 +1,211 @@
+"""`specdec-mlx bench`: live, interleaved, against plain mlx-lm."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import load
+from mlx_lm.generate import generation_stream, wired_limit
+
+from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
+from specdec_mlx.bench.cost import CostCurve, CostMeter
+from specdec_mlx.bench.identity import Difference, find_differences, reference_texts
+from specdec_mlx.bench.machine import describe_dtype, describe_machine
+from specdec_mlx.bench.prompts import (
+    Prompt,
+    Task,
+    builtin_prompts,
+    choose,
+    encode_chat,
+    read_prompts,
+)
+from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.report import format_record
+from specdec_mlx.bench.summary import summarise
+from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.demo_model import demo_model_path
+
+DEFAULT_DRAFTERS = ("prompt-lookup",)
+DEFAULT_DRAFT_LENGTHS = ("4",)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx bench`."""
+    add = parser.add_argument
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
+    add("--categories", nargs="+", metavar="NAME", help="only these")
+    add("--per-category", type=int, metavar="N", help="prompts of each, evenly spread (all)")
+    add(
+        "--drafter",
+        action="append",
+        metavar="NAME[:KEY=VALUE,...]",
+        help="repeatable; none: our loop without a drafter (prompt-lookup)",
+    )
+    add("--draft-model", metavar="MODEL", help="also run mlx-lm's own speculation, and our own")
+    add(
+        "--draft-length",
+        action="append",
+        metavar="N|POLICY",
+        help="repeatable: every drafter with every length (4)",
+    )
+    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
+    add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")
+    add("--repeats", type=int, default=1, help="timed runs of each (%(default)s)")
+    add("--seed", type=int, default=0, help="of draws at a temperature above 0 (%(default)s)")
+    add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
+    add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+    model, tokenizer = load(str(args.model or demo_model_path()))
+    draft_model, draft_tokenizer = _load_draft_model(args.draft_model)
+    contenders = make_contenders(
+        model,
+        _drafters(args),
+        args.draft_length or DEFAULT_DRAFT_LENGTHS,
+        args.temp,
+        tokenizer,
+        draft_model,
+        draft_tokenizer,
+    )
+    tasks = make_tasks(tokenizer, _prompts(args))
+    settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
+    with wired_limit(model, [generation_stream]):
+        record = run_bench(
+            model,
+            tasks,
+            contenders,
+            settings,
+            temp=args.temp,
+            measure_cost=not args.no_cost,
+            make_bar=_progress_bar,
+            about={"model": str(args.model or "demo model")},
+            command=shlex.join(["specdec-mlx", *sys.argv[1:]]),
+        )
+    if args.json:
+        save_record(record, args.json)
+    print(format_record(record))
+    return 0 if all(difference.excused for difference in record.differences) else 1
+
+
+def run_bench(
+    model: nn.Module,
+    tasks: Sequence[Task],
+    contenders: Sequence[Contender],
+    settings: Settings,
+    *,
+    temp: float = 0.0,
+    measure_cost: bool = True,
+    make_bar: Callable[[int], Any] | None = None,
+    about: dict[str, Any] | None = None,
+    command: str = "",
+) -> Record:
+    """Run all contenders on all tasks, and compare; the first contender is plain decoding.
+
+    measure_cost: measure c(m) too, one sweep before each task. make_bar: total -> a progress bar
+    with `update()` and `close()`. about: further settings for the record.
+    """
+    assert contenders[0].drafter == PLAIN
+    meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
+    bar = make_bar(len(tasks) * len(contenders) * settings.repeats) if make_bar else None
+    machine = describe_machine()
+    try:
+        samples = run_interleaved(
+            tasks,
+            contenders,
+            settings,
+            on_sample=lambda sample: bar.update() if bar else None,
+            between_tasks=meter.sweep if meter else lambda: None,
+        )
+    finally:
+        if bar:
+            bar.close()
+    differences = find_differences(model, tasks, samples) if temp == 0 else []
+    return make_record(
+        model,
+        tasks,
+        samples,
+        differences,
+        meter.curve() if meter else None,
+        machine=machine,
+        settings={**(about or {}), "temp": temp, **_settings(settings)},
+        command=command,
+    )
+
+
+def make_record(
+    model: nn.Module,
+    tasks: Sequence[Task],
+    samples: Sequence[Sample],
+    differences: Sequence[Difference],
+    cost: CostCurve | None,
+    *,
+    machine: dict[str, str],
+    settings: dict[str, Any],
+    command: str,
+) -> Record:
+    """Put together what was measured."""
+    references = reference_texts(samples)
+    return Record(
+        command=command,
+        machine=machine,
+        settings={
+            **settings,
+            "dtype": describe_dtype(model),
+            "vocab_size": model(mx.array([[0]])).shape[-1],
+        },
+        texts=[Text(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        cost=cost,
+        results=summarise(samples, differences, greedy=settings["temp"] == 0),
+        differences=list(differences),
+        samples=list(samples),
+    )
+
+
+def make_tasks(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Task]:
+    """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
+    if not prompts:
+        raise ValueError("No prompts. Give another file, or drop --categories.")
+    return [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
+
+
+def _settings(settings: Settings) -> dict[str, Any]:
+    return {
+        "max_tokens": settings.max_tokens,
+        "repeats": settings.repeats,
+        "seed": settings.seed,
+    }
+
+
+def _drafters(args: argparse.Namespace) -> list[str]:
+    """Those asked for; a draft model takes part in any case."""
+    if args.drafter is None:
+        return ["model"] if args.draft_model else list(DEFAULT_DRAFTERS)
+    names: Collection[str] = {spec.partition(":")[0] for spec in args.drafter}
+    return [*args.drafter, *(["model"] if args.draft_model and "model" not in names else [])]
+
+
+def _prompts(args: argparse.Namespace) -> list[Prompt]:
+    prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
+    return choose(prompts, args.categories, args.per_category)
+
+
+def _load_draft_model(name: str | None) -> tuple[nn.Module | None, Any]:
+    if name is None:
+        return None, None
+    loaded = load(name)
+    return loaded[0], loaded[1]
+
+
+def _progress_bar(total: int) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc="bench", unit="text", file=sys.stderr)

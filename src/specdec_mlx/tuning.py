@@ -1,0 +1,223 @@
+"""What a round costs and how often drafts are right: learned from the rounds themselves.
+
+Two small models, both plain counts and medians: `RoundCosts`, the price of drafting K tokens
+relative to plain decoding, and `AcceptanceHistory`, how often a draft token was right, by what
+spoke for it. `Tuning` holds both for one loaded model, is carried from call to call, and can be
+saved.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+
+from specdec_mlx.per_model import PerModel
+
+NUM_SAMPLES = 7
+"""Rounds that a median is taken over: other programs use the machine too."""
+
+
+@dataclass
+class RoundCosts:
+    """Seconds of a round that drafts K tokens, relative to a plain one.
+
+    Everything between two readings of a result counts: drafting, the pass, replays of recurrent
+    caches, and the overlap that the plain gear has and a speculative round has not. Measured
+    lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them
+    best, starting from a prior.
+
+    step, slope: the prior line; see `prior_costs`.
+    """
+
+    step: float = 0.05
+    slope: float = 0.05
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    ratios: dict[int, deque[float]] = field(default_factory=dict)
+    _line: tuple[float, float] | None = None
+
+    def observe(self, num_drafted: int, seconds: float, *, overlapped: bool) -> None:
+        """Learn from a round; a plain one counts only if it ran in the plain gear."""
+        if seconds <= 0:
+            return
+        if num_drafted == 0:
+            if overlapped:
+                self.plain.append(seconds)
+            return
+        ratio = seconds / self.plain_seconds(seconds / self.ratio(num_drafted))
+        self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES)).append(ratio)
+        self._line = None
+
+    def plain_seconds(self, default: float) -> float:
+        """Seconds of a plain round; the default until one was seen."""
+        return statistics.median(self.plain) if self.plain else default
+
+    def ratio(self, num_drafted: int) -> float:
+        """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
+        if num_drafted == 0:
+            return 1.0
+        samples = self.ratios.get(num_drafted)
+        if samples:
+            return max(1.0, _typical(samples))
+        step, slope = self.line()
+        return max(1.0, 1.0 + step + slope * num_drafted)
+
+    def line(self) -> tuple[float, float]:
+        """Step and slope that fit the measured lengths best, in the least squares sense."""
+        if self._line is None:
+            points = [(k, _typical(samples) - 1.0) for k, samples in self.ratios.items() if samples]
+            points += [(k, self.step + self.slope * k) for k in (1, 8)] if len(points) < 2 else []
+            self._line = _fit(points)
+        return self._line
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """Median; of two the smaller, since a first round at a new width may compile kernels."""
+    return min(samples) if len(samples) == 2 else statistics.median(samples)
+
+
+def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Intercept and slope of the least-squares line, neither below 0."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    spread = sum((x - mean_x) ** 2 for x, _ in points)
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+    slope = max(0.0, slope)
+    return max(0.0, mean_y - slope * mean_x), slope
+
+
+EVIDENCE_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
+"""Lower ends of the classes of evidence, such as the length of a match in tokens."""
+
+PRIOR_ACCEPTANCE = (0.6, 0.3, 0.45, 0.55, 0.65, 0.72, 0.8, 0.87, 0.93)
+"""Chance that a draft token is right before anything was learned, by class; class 0: no evidence.
+
+From greedy text of SmolLM2-135M with prompt lookup over 8 kinds of prompts, rounded.
+"""
+
+POSITION_EDGES = (1, 2, 4, 8)
+"""Lower ends of the classes of positions in a draft."""
+
+MEMORY = 0.98
+"""Share of a count that is left after another trial: about the last 50 count."""
+
+PARENT_WEIGHT = 4.0
+"""How many trials the estimate over all positions counts for, beside those at one position."""
+
+
+def class_of(value: int, edges: Sequence[int]) -> int:
+    """Number of edges at or below the value."""
+    return sum(value >= edge for edge in edges)
+
+
+@dataclass
+class AcceptanceHistory:
+    """How often a draft token was accepted, given that all before it were.
+
+    cells: (class of evidence, class of position or -1 for all) -> [accepted, tried], both fading.
+    """
+
+    cells: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+
+    def observe(self, evidence: int, position: int, accepted: bool) -> None:
+        """Learn from one token of a draft that was tried or could be scored afterwards."""
+        kind = class_of(evidence, EVIDENCE_EDGES)
+        for cell in ((kind, -1), (kind, class_of(position, POSITION_EDGES))):
+            counts = self.cells.setdefault(cell, [0.0, 0.0])
+            counts[0] = MEMORY * counts[0] + accepted
+            counts[1] = MEMORY * counts[1] + 1
+
+    def chance(self, evidence: int, position: int) -> float:
+        """Chance that the token at a position is accepted if those before it were."""
+        kind = class_of(evidence, EVIDENCE_EDGES)
+        overall = self._shrunk((kind, -1), PRIOR_ACCEPTANCE[kind])
+        return self._shrunk((kind, class_of(position, POSITION_EDGES)), overall)
+
+    def _shrunk(self, cell: tuple[int, int], parent: float) -> float:
+        accepted, tried = self.cells.get(cell, (0.0, 0.0))
+        return (accepted + PARENT_WEIGHT * parent) / (tried + PARENT_WEIGHT)
+
+
+@dataclass
+class Tuning:
+    """What was learned about one loaded model, for `draft_length="auto"`.
+
+    costs: price of rounds. acceptance: a history for each drafter, by its kind. Pass the same
+    object to several generations to go on learning; `save` and `load` keep it as JSON.
+    """
+
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    acceptance: dict[str, AcceptanceHistory] = field(default_factory=dict)
+
+    def history(self, drafter: str) -> AcceptanceHistory:
+        """The history of a kind of drafter."""
+        return self.acceptance.setdefault(drafter, AcceptanceHistory())
+
+    def save(self, path: Path | str) -> None:
+        """Write as JSON; the file appears whole or not at all."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f".{path.name}.part")
+        part.write_text(json.dumps(self.as_dict(), indent=1))
+        part.replace(path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All that was learned, ready for JSON."""
+        costs = self.costs
+        return {
+            "costs": {
+                "step": costs.step,
+                "slope": costs.slope,
+                "plain": list(costs.plain),
+                "ratios": {str(k): list(v) for k, v in costs.ratios.items()},
+            },
+            "acceptance": {
+                name: {f"{kind},{position}": counts for (kind, position), counts in h.cells.items()}
+                for name, h in self.acceptance.items()
+            },
+        }
+
+    @classmethod
+    def load(cls, path: Path | str) -> Tuning:
+        """Read what `save` wrote. Raises ValueError for another kind of file."""
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text()))
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a saved Tuning: {error!r}. Delete it.") from error
+
+    @classmethod
+    def from_dict(cls, saved: dict[str, Any]) -> Tuning:
+        """The inverse of `as_dict`."""
+        costs = RoundCosts(saved["costs"]["step"], saved["costs"]["slope"])
+        costs.plain.extend(saved["costs"]["plain"])
+        for length, ratios in saved["costs"]["ratios"].items():
+            costs.ratios[int(length)] = deque(ratios, maxlen=NUM_SAMPLES)
+        tuning = cls(costs)
+        for name, cells in saved["acceptance"].items():
+            for key, counts in cells.items():
+                kind, position = key.split(",")
+                tuning.history(name).cells[int(kind), int(position)] = [float(x) for x in counts]
+        return tuning
+
+
+def prior_costs(model: nn.Module) -> RoundCosts:
+    """What rounds cost before any was measured, by the kind of model.
+
+    A pass over m rows costs little more than one row as long as reading the weights limits it.
+    From users' reports on Apple GPUs: bfloat16 is nearly flat, 4-bit weights cost about 0.24 of a
+    plain step for each further row, and mixtures of experts pay for more experts with every row.
+    """
+    layers = model.modules()
+    quantized = any(hasattr(layer, "bits") for layer in layers)
+    experts = any("Switch" in type(layer).__name__ for layer in layers)
+    return RoundCosts(slope=0.05 + 0.15 * quantized + 0.2 * experts)
+
+
+tuning_for = PerModel(lambda model: Tuning(prior_costs(model)))
+"""The tuning that is kept with a loaded model for as long as the model lives."""
