@@ -28,7 +28,6 @@ from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import Draft, LogitsProcessor, Verdict
 
-
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
 
