@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter, PromptLookupSession
-from specdec_mlx.types import Draft, Drafter, DraftContext, DraftSession
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 CONTEXT = DraftContext()
 
@@ -55,11 +55,12 @@ def tokens(draft: Draft) -> list[int]:
 def test_index_equals_a_scan_of_the_text(
     text: list[int], drafter: PromptLookupDrafter, limit: int
 ) -> None:
-    """For every text, draft and match length are those of the scan."""
+    """For every text, draft and match length are those of the scan; the length is the evidence."""
     session = drafter.begin(text, CONTEXT)
     draft = session.propose(limit)
     assert (tokens(draft), session.match_length) == scan(text, drafter, limit)
     assert draft.logprobs is None
+    assert list(draft.evidence or []) == [session.match_length] * len(draft)
 
 
 @given(texts, drafters, st.data())
@@ -67,8 +68,8 @@ def test_incremental_equals_all_at_once(
     text: list[int], drafter: PromptLookupDrafter, data: st.DataObject
 ) -> None:
     """A text observed in any chunks gives the draft of the same text as a prompt, at each cut."""
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
-    session = drafter.begin(text[: cuts[0]] if cuts else [], CONTEXT)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=1, max_size=5)))
+    session = drafter.begin(text[: cuts[0]], CONTEXT)
     for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
         session.propose(3)
         session.observe(text[start:end])
@@ -254,7 +255,6 @@ def test_contracts_hold() -> None:
         ({"min_ngram": 0}, "min_ngram is 0, expected an int from 1 to max_ngram = 5"),
         ({"max_ngram": 2, "min_ngram": 3}, "lower it or raise max_ngram"),
         ({"num_draft": 0}, "num_draft is 0, expected an int >= 1"),
-        ({"occurrence": "first"}, "occurrence is 'first', expected 'recent' or 'earliest'"),
     ],
 )
 def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
@@ -262,3 +262,11 @@ def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said
     with pytest.raises(ValueError, match="PromptLookupDrafter") as error:
         PromptLookupDrafter(**options)
     assert said in str(error.value)
+
+
+def test_an_unknown_occurrence_is_refused() -> None:
+    """Also where nothing checks types, as it does around the constructor under pytest."""
+    drafter = PromptLookupDrafter()
+    object.__setattr__(drafter, "occurrence", "first")
+    with pytest.raises(ValueError, match="occurrence is 'first', expected 'recent' or 'earliest'"):
+        drafter.__post_init__()
