@@ -7,6 +7,8 @@ rejected ones must go. Each class has one strategy, looked up in `STRATEGIES`:
 - `TrimRows`: the same, and the rows behind the offset are sliced off.
 - `Window`: a full rotating window is in temporal order right after a pass over several positions,
   so its last rows are sliced off; further back only by the handles kept from before the pass.
+- `Chunks`: a pass that enters a new chunk drops the rows of the last one in front; to go back into
+  that chunk takes the handles from before the pass.
 - `Snapshot`: recurrent state cannot be shortened; what it was before the pass is put back, and the
   positions that were kept are fed again, with the next pass.
 - `Asked`: a class that is not in the table and says that it can be trimmed is asked each time, and
@@ -97,7 +99,26 @@ class TrimRows(Trim):
         return dropped
 
 
-class Window(Trim):
+class Handles(Trim):
+    """Trim where that is enough; else put back what was there before the pass.
+
+    kept: attributes that make up the state. Where a trim is not enough the cache makes a new buffer
+    for each pass anyway, so that a handle on the old one costs no copy.
+    """
+
+    kept: tuple[str, ...] = ()
+
+    def save(self, cache: Any) -> Any:
+        return {name: _handle(getattr(cache, name)) for name in self.kept}
+
+    def restore(self, cache: Any, saved: Any, back: int) -> int:
+        offset = cache.offset
+        for name, value in saved.items():
+            setattr(cache, name, _handle(value))
+        return int(offset - cache.offset)
+
+
+class Window(Handles):
     """Slice the last rows off a rotating window, or put back what was there before the pass.
 
     With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full,
@@ -105,16 +126,14 @@ class Window(Trim):
     """
 
     name = "window"
-
-    def save(self, cache: Any) -> Any:
-        return _handle(cache.keys), _handle(cache.values), cache.offset, cache._idx
+    kept = ("keys", "values", "offset", "_idx")
 
     def can_trim(self, cache: Any, back: int) -> bool:
         if cache.offset <= cache.max_size:
             return True
         rows = cache.keys.shape[2]
         in_order = cache._idx == rows
-        return bool(in_order and (rows == cache.offset or rows - back >= cache.max_size))
+        return in_order and (rows == cache.offset or rows - back >= cache.max_size)
 
     def trim(self, cache: Any, back: int) -> int:
         back = min(back, cache.offset)
@@ -125,14 +144,19 @@ class Window(Trim):
             cache.values = cache.values[..., : cache._idx, :]
         return back
 
-    def restore(self, cache: Any, saved: Any, back: int) -> int:
-        offset = cache.offset
-        keys, values, cache.offset, cache._idx = saved
-        cache.keys, cache.values = _handle(keys), _handle(values)
-        return int(offset - cache.offset)
-
     def widest_pass(self, cache: Any) -> int | None:
         return None if cache.keep == 0 else max(1, cache.max_size - cache.offset)
+
+
+class Chunks(Handles):
+    """Trim, unless the pass dropped rows in front that an earlier chunk still needs."""
+
+    name = "trim within chunks"
+    kept = ("keys", "values", "offset", "start_position")
+
+    def can_trim(self, cache: Any, back: int) -> bool:
+        position = cache.offset - back
+        return bool(cache.start_position <= position - position % cache.chunk_size)
 
 
 class Snapshot:
@@ -188,7 +212,7 @@ class SingleTokens(Snapshot):
 STRATEGIES: dict[type, Strategy] = {
     KVCache: Trim(),
     QuantizedKVCache: Trim(),
-    ChunkedKVCache: Trim(),
+    ChunkedKVCache: Chunks(),
     ConcatenateKVCache: TrimRows(),
     RotatingKVCache: Window(),
     ArraysCache: Snapshot(),
@@ -214,9 +238,9 @@ def _strategy_for_unknown(cache: Any) -> Strategy:
     return SingleTokens()
 
 
-def _handle(array: mx.array | None) -> mx.array | None:
-    """The same data under another name: writing through one does not show in the other."""
-    return None if array is None else array[...]
+def _handle(value: Any) -> Any:
+    """The same data under another name: writing through one array does not show in the other."""
+    return value[...] if isinstance(value, mx.array) else value
 
 
 def window_of(cache: Any) -> int | None:

@@ -36,8 +36,9 @@ class Noise:
     @classmethod
     def from_global_state(cls) -> Noise:
         """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
-        low, high = to_list(mx.random.randint(0, 1 << 31, shape=(2,)))
-        return cls(low | high << 31)
+        bits = 24  # a random integer is drawn as a float32, which has no more
+        low, middle, high = to_list(mx.random.randint(0, 1 << bits, shape=(3,)))
+        return cls(low | middle << bits | high << 2 * bits)
 
     def key(self, purpose: str, position: int) -> mx.array:
         """Key for `mx.random`, uint32 [2]: 64 mixed bits of (seed, purpose, position)."""

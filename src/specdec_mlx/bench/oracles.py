@@ -25,7 +25,7 @@ def length_oracle(
     done, seconds, accepted = 0, 0.0, []
     while done < len(text.generated):
         coming = text.generated[done:]
-        draft = to_list(session.propose(min(longest, len(coming))).tokens)
+        draft = to_list(session.propose(min(longest, len(coming) - 1)).tokens)
         accepted.append(num_matching(draft, coming))
         seconds += cost(accepted[-1] + 1) + draft_seconds * accepted[-1]
         observed = coming[: accepted[-1] + 1]

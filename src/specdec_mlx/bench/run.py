@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -32,7 +33,7 @@ from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.demo_model import demo_model_path
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
-DEFAULT_DRAFT_LENGTHS = ("4",)
+DEFAULT_DRAFT_LENGTHS = ("auto",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-length",
         action="append",
         metavar="N|POLICY",
-        help="repeatable: every drafter with every length (4)",
+        help="repeatable: every drafter with every length (auto)",
     )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")
@@ -65,6 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+    if args.json:
+        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load(str(args.model or demo_model_path()))
     draft_model, draft_tokenizer = _load_draft_model(args.draft_model)
     contenders = make_contenders(
@@ -78,7 +81,8 @@ def main(args: argparse.Namespace) -> int:
     )
     tasks = make_tasks(tokenizer, _prompts(args))
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    with wired_limit(model, [generation_stream]):
+    models = [m for m in (model, draft_model) if m is not None]
+    with wired_limit(models, [generation_stream]):
         record = run_bench(
             model,
             tasks,

@@ -162,6 +162,6 @@ def _rounds(emitted: Sequence[Emitted]) -> Iterator[list[Emitted]]:
 
 
 def _warm_up(contender: Contender, task: Task, settings: Settings) -> None:
-    """Compile kernels and fill caches."""
+    """Compile kernels and fill caches, under a seed that no timed repeat has."""
     num_tokens = min(WARM_UP_TOKENS, settings.max_tokens)
-    time_generation(contender, task, replace(settings, max_tokens=num_tokens), -1)
+    time_generation(contender, task, replace(settings, max_tokens=num_tokens), settings.repeats)
