@@ -9,6 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
@@ -42,6 +43,7 @@ def plain(prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **kwargs
 
 def emitted(drafter: Any, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
     kwargs.setdefault("max_tokens", NUM_TOKENS)
+    kwargs.setdefault("draft_length", 4)
     return [t.token for t in sd.speculate(kwargs.pop("model", target()), prompt, drafter, **kwargs)]
 
 
@@ -75,7 +77,7 @@ def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
     model = target(**DTYPES[dtype])
     for prompt in (PROMPT, [7], [1, 2, 3] * 12):
         expected = plain(prompt, model=model)
-        for length in (0, 1, 2, 4, 8):
+        for length in (0, 1, 2, 4, 8, "auto", "heuristic"):
             drafter = drafters()[name](model)
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
 
@@ -96,7 +98,7 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
 def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
     """Nothing is accepted, and the text is the same."""
     wrong = scripted.always_wrong(plain(num_tokens=40), VOCAB)
-    tokens = list(sd.speculate(target(), PROMPT, wrong, max_tokens=NUM_TOKENS))
+    tokens = list(sd.speculate(target(), PROMPT, wrong, max_tokens=NUM_TOKENS, draft_length=4))
     assert [t.token for t in tokens] == plain()
     assert {t.origin for t in tokens} == {"correction"}
     assert tokens[-1].stats.target_passes == NUM_TOKENS
@@ -106,7 +108,9 @@ def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9])
 def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     """emitted + cut = accepted + passes; the histogram has one entry a round."""
-    tokens = list(sd.speculate(target(), PROMPT, oracle(0.3), max_tokens=num_tokens))
+    tokens = list(
+        sd.speculate(target(), PROMPT, oracle(0.3), max_tokens=num_tokens, draft_length=4)
+    )
     stats = tokens[-1].stats
     assert len(tokens) == stats.emitted == num_tokens
     assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
@@ -204,7 +208,7 @@ def test_the_draft_models_caches_are_kept_in_step_for_a_second_turn() -> None:
     model, draft = target(), tiny.build("qwen2", seed=7)
     caches = make_prompt_cache(model) + make_prompt_cache(draft)
     generation = sd.speculate(
-        model, PROMPT, sd.ModelDrafter(draft), max_tokens=20, prompt_cache=caches
+        model, PROMPT, sd.ModelDrafter(draft), max_tokens=20, prompt_cache=caches, draft_length=4
     )
     tokens = [next(generation).token for _ in range(7)]
     generation.close()
@@ -240,7 +244,12 @@ def test_an_exception_in_a_drafter_leaves_the_caches_usable(method: str) -> None
     tokens = []
     with pytest.raises(RuntimeError, match="drafter broke"):
         for item in sd.speculate(
-            target(), PROMPT, _Failing(method, 3), max_tokens=30, prompt_cache=caches
+            target(),
+            PROMPT,
+            _Failing(method, 3),
+            max_tokens=30,
+            prompt_cache=caches,
+            draft_length=4,
         ):
             tokens.append(item.token)
     assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
@@ -278,7 +287,7 @@ def test_progress_is_reported_as_mlx_lm_does() -> None:
 
 def test_no_limit_goes_on_until_closed() -> None:
     """max_tokens=-1 generates until the caller stops."""
-    generation = sd.speculate(target(), PROMPT, oracle(), max_tokens=-1)
+    generation = sd.speculate(target(), PROMPT, oracle(), max_tokens=-1, draft_length=4)
     assert [next(generation).token for _ in range(30)] == plain(num_tokens=30)
     generation.close()
 
@@ -356,6 +365,45 @@ def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling
     assert emitted(None, sampling=sampling, seed=12) != expected
 
 
+@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=0.7, top_p=0.9)])
+def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
+    sampling: sd.Sampling,
+) -> None:
+    """Draft models included; they draw from the target's noise, and are right far more often."""
+    other = sd.ModelDrafter(noisy_copy())
+    expected = emitted(None, sampling=sampling, seed=5, max_tokens=60)
+    rates = {}
+    for rule in ("coupled", "match"):
+        for length in (2, 5, "auto"):
+            tokens = list(
+                sd.speculate(
+                    target(),
+                    PROMPT,
+                    other,
+                    sampling=sampling,
+                    seed=5,
+                    rule=rule,
+                    draft_length=length,
+                    max_tokens=60,
+                )
+            )
+            assert [t.token for t in tokens] == expected
+            rates[rule, length] = tokens[-1].stats.acceptance_rate
+    assert rates["coupled", 2] > rates["match", 2] + 0.2
+
+
+def noisy_copy(scale: float = 0.05) -> nn.Module:
+    """The target with slightly other weights: a draft model that agrees with it often."""
+    model = tiny.build("qwen2")
+    key = mx.random.key(1)
+    model.update(
+        tree_map(
+            lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
+        )
+    )
+    return model
+
+
 def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
     """mx.random.seed makes a run repeatable, as in mlx-lm."""
 
@@ -389,7 +437,9 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(verifier, "to_list", lambda a: reads.append(type(a)) or to_list(a))
     tokens = []
     evals: list[str] = []
-    for item in sd.speculate(target(), PROMPT, sd.ModelDrafter(target()), max_tokens=20):
+    for item in sd.speculate(
+        target(), PROMPT, sd.ModelDrafter(target()), max_tokens=20, draft_length=4
+    ):
         if not tokens:
             monkeypatch.setattr(loop.mx, "eval", lambda *a: evals.append("eval"))
         tokens.append(item)
@@ -404,7 +454,7 @@ def test_records_reach_the_draft_length() -> None:
         def __init__(self) -> None:
             self.records: list[RoundRecord] = []
 
-        def limit(self) -> int:
+        def limit(self, cheap: bool) -> int:
             return len(self.records)
 
         def cut(self, draft: sd.Draft) -> int:
@@ -495,7 +545,12 @@ def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
     tokens = []
     with pytest.raises(sd.LogitsError, match="not finite"):
         for item in sd.speculate(
-            target(), PROMPT, oracle(), logits_processors=[poison], prompt_cache=caches
+            target(),
+            PROMPT,
+            oracle(),
+            logits_processors=[poison],
+            prompt_cache=caches,
+            draft_length=4,
         ):
             tokens.append(item.token)
     assert tokens == plain()[: len(tokens)]

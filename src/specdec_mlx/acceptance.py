@@ -143,11 +143,14 @@ class Block:
 
 RULES: dict[str, AcceptanceRule] = {rule.name: rule for rule in (Rejection(), Block())}
 MATCH = "match"
+COUPLED = "coupled"
+"""Match, with draft tokens drawn from the noise that the target's tokens are drawn from (Daliri et
+al. 2024, arXiv 2408.07978): what is accepted follows as in `match`, and is equal far more often."""
 
 
 def rule_names() -> list[str]:
     """Names that `rule=` takes."""
-    return ["auto", MATCH, *RULES]
+    return ["auto", MATCH, COUPLED, *RULES]
 
 
 def check_rule_name(name: str) -> None:

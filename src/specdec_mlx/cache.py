@@ -102,8 +102,8 @@ class TrimRows(Trim):
 class Handles(Trim):
     """Trim where that is enough; else put back what was there before the pass.
 
-    kept: attributes that make up the state. Where a trim is not enough the cache makes a new buffer
-    for each pass anyway, so that a handle on the old one costs no copy.
+    kept: attributes that make up the state. A full window makes a new buffer for each pass of
+    several positions anyway; before it is full the handle costs a copy of it, at most.
     """
 
     kept: tuple[str, ...] = ()
@@ -155,8 +155,9 @@ class Chunks(Handles):
     kept = ("keys", "values", "offset", "start_position")
 
     def can_trim(self, cache: Any, back: int) -> bool:
-        position = cache.offset - back
-        return bool(cache.start_position <= position - position % cache.chunk_size)
+        position = int(cache.offset) - back
+        first_needed = position - position % int(cache.chunk_size)
+        return first_needed >= int(cache.start_position)
 
 
 class Snapshot:

@@ -155,13 +155,15 @@ class Auto:
     def _best(self, evidence: Sequence[int]) -> int:
         """Length of the largest value; 0 if none is worth more than plain decoding."""
         history, costs = self.tuning.history(self.drafter), self.tuning.costs
-        rate = self.rate
+        rate, longest = self.rate, costs.longest_to_try()
         best, best_value = 0, 1.0 - rate
         reach, expected = 1.0, 1.0
         for i, kind in enumerate(evidence):
             reach *= history.chance(kind, i)
             expected += reach
             length = i + 1
+            if length > longest:
+                break
             if length in LENGTHS or length == len(evidence):
                 value = expected - rate * costs.ratio(length)
                 if value > best_value:

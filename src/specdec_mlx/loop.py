@@ -24,6 +24,7 @@ from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.acceptance import COUPLED
 from specdec_mlx.cache import Rollback
 from specdec_mlx.draft_length import DraftLength, make_draft_length
 from specdec_mlx.errors import CacheRollbackError, PromptError
@@ -96,7 +97,8 @@ def speculate(
     max_tokens: tokens to emit, -1 for no limit. sampling: how the target's tokens are drawn,
     greedy if None; any mlx-lm sampler will do. seed: makes the draws reproducible; None takes one
     from MLX's global random state. rule: acceptance rule; "auto" takes match for greedy decoding,
-    opaque samplers and point-mass drafts, and rejection for drafts drawn at random. draft_length:
+    opaque samplers and point-mass drafts, and rejection for drafts drawn at random; "coupled" gives
+    one text for a seed, with any drafter and draft length. draft_length:
     most tokens to draft a round, K; "auto" takes what pays, 0 included, from measured cost and
     acceptance; "heuristic" follows the last verdict. tuning: what "auto" has learned and goes on
     learning; None takes the one that is kept with the loaded model. tokenizer: the target's, for
@@ -130,6 +132,7 @@ def speculate(
     context = DraftContext(
         sampling=verifier.sampling,
         noise=noise,
+        coupled=rule == COUPLED,
         logits_processors=[f for f in verifier.processors if is_pure(f)],
         tokenizer=tokenizer,
         draft_cache=draft_cache,

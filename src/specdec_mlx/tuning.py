@@ -49,14 +49,10 @@ class RoundCosts:
         if num_drafted == 0:
             if overlapped:
                 self.plain.append(seconds)
-            return
-        ratio = seconds / self.plain_seconds(seconds / self.ratio(num_drafted))
-        self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES)).append(ratio)
-        self._line = None
-
-    def plain_seconds(self, default: float) -> float:
-        """Seconds of a plain round; the default until one was seen."""
-        return statistics.median(self.plain) if self.plain else default
+        elif self.plain:
+            ratio = seconds / statistics.median(self.plain)
+            self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES)).append(ratio)
+            self._line = None
 
     def ratio(self, num_drafted: int) -> float:
         """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
@@ -67,6 +63,13 @@ class RoundCosts:
             return max(1.0, _typical(samples))
         step, slope = self.line()
         return max(1.0, 1.0 + step + slope * num_drafted)
+
+    def longest_to_try(self) -> float:
+        """Twice the longest length measured, so that a prior that is wrong costs little.
+
+        1 at first, and nothing before a plain round was measured to compare with.
+        """
+        return 2 * max(self.ratios, default=0.5) if self.plain else 0
 
     def line(self) -> tuple[float, float]:
         """Step and slope that fit the measured lengths best, in the least squares sense."""

@@ -95,7 +95,8 @@ class DraftContext:
 
     sampling: the law that target tokens are drawn from, or None when the caller gave an opaque
         sampler. A drafter that draws at random must draw from its logits under this same law.
-    noise: the generation's source of randomness, keyed by purpose and position.
+    noise: the generation's source of randomness, keyed by purpose and position. coupled: whether
+        drafts are to be drawn from the noise of the target's own draws (rule "coupled").
     logits_processors: the target's processors, in order; (tokens [n], logits [1, V]) -> logits.
     vocab_size: V.
     tokenizer: the target's tokenizer where the caller has one, else None.
@@ -105,6 +106,7 @@ class DraftContext:
 
     sampling: Sampling | None = None
     noise: Noise | None = None
+    coupled: bool = False
     logits_processors: Sequence[LogitsProcessor] = ()
     vocab_size: int | None = None
     tokenizer: Any = None
@@ -115,10 +117,13 @@ class DraftContext:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.
 
         start: number of tokens emitted before the draft. Keyed by both, so that no later draft is
-        drawn from noise that had a say in an earlier verdict.
+        drawn from noise that had a say in an earlier verdict; under the coupled rule, where the
+        draft has no say in what is emitted, it is the target's own noise at that position.
         """
         assert self.noise is not None
         assert self.vocab_size is not None
+        if self.coupled:
+            return self.noise.gumbel("target", start + index, self.vocab_size)
         return self.noise.gumbel(f"draft {index}", start, self.vocab_size)
 
 

@@ -19,7 +19,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from specdec_mlx.acceptance import RULES, check_rule_name, decide, match
+from specdec_mlx.acceptance import COUPLED, RULES, check_rule_name, decide, match
 from specdec_mlx.cache import Rollback
 from specdec_mlx.errors import DraftError, LogitsError
 from specdec_mlx.noise import Noise
@@ -157,7 +157,8 @@ class Verifier:
         self.history: mx.array | None = None
         self.vocab_size: int | None = None
         self.stepped = not all(is_pure(f) for f in (self.sampler, *self.processors))
-        if rule in RULES and (self.stepped or not isinstance(self.sampler, Sampling)):
+        no_law = self.stepped or not isinstance(self.sampler, Sampling)
+        if no_law and (rule in RULES or rule == COUPLED):
             raise ValueError(
                 f"rule={rule!r} needs the target's law, and a sampler or processor of your own "
                 "gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."

@@ -40,10 +40,10 @@ def format_speed(results: Sequence[Result]) -> str:
     header = ["category", "drafter", "K", "ratio", "95%", "mean", "end to end", "tok/s", "total"]
     rows = [
         [
-            *(r.category, r.drafter, r.draft_length or "-", f"{r.ratio:.2f}"),
-            f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
-            *(f"{r.mean_ratio:.2f}", f"{r.end_to_end_ratio:.2f}"),
-            *(f"{r.tokens_per_second:.1f}", f"{r.total_tokens_per_second:.1f}"),
+            *(r.category, r.drafter, r.draft_length or "-", _number(r.ratio)),
+            f"{_number(r.ratio_low)} to {_number(r.ratio_high)}",
+            *(_number(r.mean_ratio), _number(r.end_to_end_ratio)),
+            *(_number(r.tokens_per_second, 1), _number(r.total_tokens_per_second, 1)),
         ]
         for r in results
     ]
@@ -60,7 +60,7 @@ def format_rounds(results: Sequence[Result]) -> str:
             f"{r.accepted} of {r.drafted}" if r.drafted else "-",
             f"{r.acceptance_rate:.2f}" if r.drafted else "-",
             f"{r.drafting_share:.2f}",
-            "-" if r.host_ms_per_round is None else f"{r.host_ms_per_round:.2f}",
+            _number(r.host_ms_per_round),
             *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.2f}", _identical(r)),
         ]
         for r in results
@@ -112,6 +112,10 @@ def _line(cells: Sequence[str], widths: Sequence[int], num_text_columns: int) ->
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return f"| {' | '.join(padded)} |"
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _identical(result: Result) -> str:

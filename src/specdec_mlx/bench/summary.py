@@ -18,6 +18,15 @@ T = TypeVar("T")
 
 ALL = "all"
 NUM_RESAMPLES = 4000
+SPEED_FIELDS = (
+    "tokens_per_second",
+    "total_tokens_per_second",
+    "ratio",
+    "ratio_low",
+    "ratio_high",
+    "mean_ratio",
+    "end_to_end_ratio",
+)
 
 Array = Float[np.ndarray, " n"]
 
@@ -27,13 +36,15 @@ class Result:
     """One contender on one category; category "all" is every text.
 
     Speeds leave out the prefill and the first round. Per text the median of the repeats counts.
+    They are None where no text is longer than its first round.
 
     texts, tokens: how many of each were generated (one repeat). tokens_per_second: median over
     texts. total_tokens_per_second: all tokens over all seconds. ratio: that, over plain decoding's;
     ratio_low, ratio_high: its 95% bootstrap interval over texts. mean_ratio: mean over texts of
     their own ratios. end_to_end_ratio: as `ratio`, from the call to the last token.
     target_passes, drafted, accepted: sums over all repeats. drafting_share: share of the passes
-    that had a draft. host_ms_per_round: None for mlx-lm's own loops. first_token_seconds: median.
+    that had a draft. host_ms_per_round: over the texts that say, None for mlx-lm's own loops.
+    first_token_seconds: median.
     identical: texts that are plain decoding's in every repeat; excused: others that part from it
     at a near tie only. Both None where tokens are drawn at random.
     """
@@ -43,13 +54,13 @@ class Result:
     category: str
     texts: int
     tokens: int
-    tokens_per_second: float
-    total_tokens_per_second: float
-    ratio: float
-    ratio_low: float
-    ratio_high: float
-    mean_ratio: float
-    end_to_end_ratio: float
+    tokens_per_second: float | None
+    total_tokens_per_second: float | None
+    ratio: float | None
+    ratio_low: float | None
+    ratio_high: float | None
+    mean_ratio: float | None
+    end_to_end_ratio: float | None
     tokens_per_pass: float
     target_passes: int
     drafted: int
@@ -79,10 +90,7 @@ class Speeds:
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" last, in order of appearance.
-
-    Raises ValueError where no text is long enough to be timed.
-    """
+    """A result per contender and category, "all" last, in order of appearance."""
     results = []
     categories = [*_unique(s.category for s in samples), ALL]
     for category in categories:
@@ -141,11 +149,6 @@ def _result(
     parted: list[Difference],
     greedy: bool,
 ) -> Result:
-    ids = _timed_ids(own, baseline)
-    ours, plain = speeds(own, ids), speeds(baseline, ids)
-    low, high = bootstrap_interval(ours, plain)
-    end_to_end = ours.tokens.sum() / ours.total_seconds.sum()
-    end_to_end /= plain.tokens.sum() / plain.total_seconds.sum()
     passes = sum(s.passes for s in own)
     drafted = sum(s.drafted for s in own)
     accepted = sum(s.accepted for s in own)
@@ -157,25 +160,39 @@ def _result(
         category=category,
         texts=len({s.id for s in own}),
         tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
-        tokens_per_second=float(np.median(ours.tokens / ours.seconds)),
-        total_tokens_per_second=float(ours.tokens.sum() / ours.seconds.sum()),
-        ratio=throughput_ratio(ours, plain),
-        ratio_low=low,
-        ratio_high=high,
-        mean_ratio=float(np.mean(ours.tokens / ours.seconds / (plain.tokens / plain.seconds))),
-        end_to_end_ratio=float(end_to_end),
+        **_speed_fields(own, baseline),
         tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
         target_passes=passes,
         drafted=drafted,
         accepted=accepted,
         acceptance_rate=accepted / drafted if drafted else 0.0,
         drafting_share=sum(s.drafting_rounds for s in own) / passes,
-        host_ms_per_round=_host_ms(own, passes),
+        host_ms_per_round=_host_ms(own),
         peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
         first_token_seconds=statistics.median(s.first_seconds for s in own),
         identical=identical if greedy else None,
         excused=excused if greedy else None,
     )
+
+
+def _speed_fields(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
+    """The fields of a result that come from the clock, by name."""
+    ids = _timed_ids(own, baseline)
+    if not ids:
+        return dict.fromkeys(SPEED_FIELDS)
+    ours, plain = speeds(own, ids), speeds(baseline, ids)
+    end_to_end = ours.tokens.sum() / ours.total_seconds.sum()
+    end_to_end /= plain.tokens.sum() / plain.total_seconds.sum()
+    own_pace, plain_pace = ours.tokens / ours.seconds, plain.tokens / plain.seconds
+    values = (
+        np.median(own_pace),
+        ours.tokens.sum() / ours.seconds.sum(),
+        throughput_ratio(ours, plain),
+        *bootstrap_interval(ours, plain),
+        np.mean(own_pace / plain_pace),
+        end_to_end,
+    )
+    return {name: float(value) for name, value in zip(SPEED_FIELDS, values, strict=True)}
 
 
 def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
@@ -188,18 +205,16 @@ def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
     return len(ids) - len(by_id), sum(all(excuses) for excuses in by_id.values())
 
 
-def _host_ms(own: list[Sample], passes: int) -> float | None:
-    seconds = [s.host_seconds for s in own if s.host_seconds is not None]
-    return 1e3 * sum(seconds) / passes if seconds else None
+def _host_ms(own: list[Sample]) -> float | None:
+    known = [s for s in own if s.host_seconds is not None]
+    seconds = sum(s.host_seconds or 0.0 for s in known)
+    return 1e3 * seconds / sum(s.passes for s in known) if known else None
 
 
 def _timed_ids(own: list[Sample], baseline: list[Sample]) -> list[str]:
     """Texts that both sides have a pace for: a text of one round has none."""
     timed = [{s.id for s in side if s.seconds_per_token is not None} for side in (own, baseline)]
-    ids = [name for name in _unique(s.id for s in own) if name in timed[0] & timed[1]]
-    if not ids:
-        raise ValueError("No text is longer than its first round. Raise --max-tokens.")
-    return ids
+    return [name for name in _unique(s.id for s in own) if name in timed[0] & timed[1]]
 
 
 def _paces(samples: list[Sample]) -> list[float]:

@@ -35,7 +35,8 @@ class Sample:
     first_seconds: from the call to the first token. decode_seconds: from there to the last token.
     passes, drafted, accepted: target passes, draft tokens proposed, and draft tokens handed out.
     drafting_rounds: passes that had a draft. host_seconds: host time of the loop outside the
-        target's passes, None for mlx-lm's own loops. peak_bytes: MLX's peak memory.
+        target's passes; None for mlx-lm's own loops, and for a text that met an end token, since
+        it leaves a pass under way whose launch would count. peak_bytes: MLX's peak memory.
     """
 
     id: str
@@ -136,7 +137,8 @@ def _count(
     stats = emitted[-1].stats if emitted else None
     if stats is not None:
         drafting = stats.drafted_at[0] if stats.drafted_at else 0
-        host_seconds = stats.draft_seconds + stats.other_seconds
+        is_whole = len(emitted) == settings.max_tokens
+        host_seconds = stats.draft_seconds + stats.other_seconds if is_whole else None
         return stats.target_passes, stats.drafted, drafting, host_seconds
     rounds = list(_rounds(emitted))
     if contender.drafter != MLX_LM_SPECULATION:

@@ -174,6 +174,8 @@ class NGramSession:
 class StochasticNGramSession(NGramSession):
     """One generation's counts, drafting at random from a law that the draft declares."""
 
+    cheap = False  # a law is a row of V numbers, and what was drawn must not be thrown away
+
     def __init__(
         self, config: NGramDrafter, prompt: Sequence[int], vocab_size: int, noise: Noise
     ) -> None:
