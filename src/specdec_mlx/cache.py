@@ -155,9 +155,9 @@ class Chunks(Handles):
     kept = ("keys", "values", "offset", "start_position")
 
     def can_trim(self, cache: Any, back: int) -> bool:
-        position = int(cache.offset) - back
-        first_needed = position - position % int(cache.chunk_size)
-        return first_needed >= int(cache.start_position)
+        position = cache.offset - back
+        first_needed = position - position % cache.chunk_size
+        return bool(cache.start_position <= first_needed)
 
 
 class Snapshot:

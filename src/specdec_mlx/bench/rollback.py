@@ -1,0 +1,75 @@
+"""What rolling back costs: a round with rejected drafts against one without, interleaved.
+
+`python -m specdec_mlx.bench.rollback --context 8192`. A cache that was copied would show as a round
+that is dearer by far: the keys and values of a long text are much larger than what a round reads
+of them in writing a few rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm import load
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.cache import Rollback
+from specdec_mlx.demo_model import demo_model_path
+
+
+def time_rounds(
+    model: nn.Module, context: int, draft_length: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of rounds over draft_length + 1 positions, `repeats` of each kind, interleaved.
+
+    "rolled back": all drafts rejected each time; "kept": none, on another set of caches.
+    """
+    tapes = {kind: _filled(model, context) for kind in ("rolled back", "kept")}
+    tokens = mx.arange(1, draft_length + 2)[None]
+    seconds: dict[str, list[float]] = {kind: [] for kind in tapes}
+    for _ in range(repeats):
+        for kind, tape in tapes.items():
+            started = time.perf_counter()
+            tape.mark()
+            logits = model(tokens, cache=tape.caches)
+            mx.eval(mx.argmax(logits, axis=-1))
+            tape.fed(draft_length + 1)
+            if kind == "rolled back":
+                tape.rewind_to(tape.position - draft_length)
+            seconds[kind].append(time.perf_counter() - started)
+    return seconds
+
+
+def _filled(model: nn.Module, context: int) -> Rollback:
+    """Caches that hold `context` tokens' worth of random keys and values."""
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1]]), cache=caches))
+    for cache in caches:
+        keys, values = cache.keys_and_values()
+        shapes = [(*x.shape[:2], context - 1, x.shape[3]) for x in (keys, values)]
+        cache.update_and_fetch(*(mx.random.normal(shape).astype(keys.dtype) for shape in shapes))
+    mx.eval([cache.state for cache in caches])
+    return Rollback(caches)
+
+
+def main() -> None:
+    """Print medians and their ratio."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", help="a model with plain key-value caches (a small one)")
+    parser.add_argument("--context", type=int, default=8192)
+    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--repeats", type=int, default=30)
+    args = parser.parse_args()
+    model = load(str(args.model or demo_model_path()))[0]
+    seconds = time_rounds(model, args.context, args.draft_length, args.repeats)
+    medians = {kind: statistics.median(taken) for kind, taken in seconds.items()}
+    for kind, median in medians.items():
+        print(f"{kind}: {1e3 * median:.1f} ms a round (median of {args.repeats})")
+    print(f"ratio: {medians['rolled back'] / medians['kept']:.3f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""What all tests share: checked shapes, and how hard Hypothesis tries.
+
+`HYPOTHESIS_PROFILE=thorough pytest` tries ten times as many examples.
+"""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
+
+# The others annotate with protocols that cannot be checked at run time, or take NumPy arrays too.
+SHAPES_CHECKED = ["noise", "sampling", "drafters"]
+install_import_hook([f"specdec_mlx.{name}" for name in SHAPES_CHECKED], "beartype.beartype")
+
+# Models take long, and longer on a busy machine: no deadlines. The same examples on every run, so
+# that a failure is about the change under test and not about luck.
+common = settings(
+    deadline=None,
+    derandomize=True,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile("default", common, max_examples=50)
+settings.register_profile("thorough", common, max_examples=500, derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

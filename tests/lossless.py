@@ -1,0 +1,304 @@
+"""What is measured of one architecture: our text against plain decoding's, and mlx-lm's own.
+
+`Case` holds a tiny model and everything that was run with it, each thing once. The tests assert on
+it, and the page about architectures is written from it, so that the two cannot disagree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import astuple, dataclass
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+import tiny
+from scripted import OracleDrafter, always_wrong, scripted_model
+from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
+from specdec_mlx.cache import leaves, strategy_for
+
+BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
+PROMPT = BLOCK + BLOCK[:6]
+"""14 tokens, with a repetition for look-ups to find: two short of the window."""
+
+SECOND_PROMPT = [5, 44, 17, 90, 23]
+NUM_TOKENS = 60
+NUM_SECOND = 20
+
+DRAFT_LENGTHS = (1, 4, 7)
+WIDER_THAN_WINDOW = 20
+NEAR_TIE = 1e-4
+"""Below this gap between the two best tokens, rounding may decide which is chosen."""
+
+TOLERANCE = 1e-3
+"""Of a log-probability."""
+
+ROUGH: dict[str, tuple[float, str]] = {
+    "deepseek_v41": (3e-2, "rounds keys to fp8 and queries to fp4, which magnifies 1e-7 to 1e-2"),
+}
+"""Architectures that need another tolerance, and why."""
+
+INEXACT: dict[str, str] = {
+    "phi3small": "a pass of several tokens sees its own future in the block-sparse layers",
+    "plamo3": "a pass of several tokens sees one key more than a single token, past the window",
+}
+"""Architectures for which several positions at once are not what single positions are."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """Tokens [n] that were written, and the log-probabilities [n, V] of each position."""
+
+    tokens: list[int]
+    logprobs: mx.array
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def deviation(self, other: Text) -> float:
+        """Largest difference of a log-probability; infinite where the texts differ."""
+        if self.tokens != other.tokens:
+            return math.inf
+        return largest_difference(self.logprobs, other.logprobs)
+
+    @property
+    def smallest_gap(self) -> float:
+        """Least distance of the best token's log-probability from the second best one's."""
+        best = mx.topk(self.logprobs.astype(mx.float32), 2, axis=-1)
+        return float(mx.abs(best[:, 0] - best[:, 1]).min())
+
+
+def largest_difference(a: mx.array, b: mx.array) -> float:
+    """Of two arrays, of which equal infinities do not differ."""
+    return float(mx.where(a == b, 0.0, mx.abs(a - b)).max())
+
+
+def text_of(pairs: Iterable[tuple[Any, mx.array]]) -> Text:
+    """Collect (token, logprobs [V]) pairs."""
+    tokens, rows = zip(*pairs, strict=True)
+    return Text([int(token) for token in tokens], mx.stack(rows))
+
+
+def plain_text(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Text:
+    """What mlx-lm's plain loop writes, on fresh caches."""
+    caches = make_prompt_cache(model)
+    return text_of(
+        generate_step(mx.array(prompt), model, max_tokens=num_tokens, prompt_cache=caches)
+    )
+
+
+def spoken(items: Iterable[Token]) -> Text:
+    """Collect what `speculate` yields."""
+    return text_of((item.token, item.logprobs) for item in items)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the page. All fields are text."""
+
+    architecture: str
+    caches: str
+    way_back: str
+    ours: str
+    stock: str
+
+    def __str__(self) -> str:
+        return "| " + " | ".join(astuple(self)) + " |"
+
+
+class Case:
+    """One architecture's tiny model, and what was run with it."""
+
+    def __init__(self, name: str, dtype: mx.Dtype = mx.float32) -> None:
+        self.name = name
+        self.dtype = dtype
+        self.tolerance = ROUGH[name][0] if name in ROUGH else TOLERANCE
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return tiny.build(self.name, self.dtype)
+
+    @cached_property
+    def plain(self) -> Text:
+        return plain_text(self.model, PROMPT, NUM_TOKENS)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.plain.logprobs.shape[1]
+
+    def oracle(self, text: Sequence[int] | None = None) -> OracleDrafter:
+        """A drafter that knows the text, and errs in 30% of the positions."""
+        return OracleDrafter(text or self.plain.tokens, self.vocab_size, wrong=0.3)
+
+    def drafters(self) -> dict[str, Drafter]:
+        """The three that every architecture is tried with."""
+        return {
+            "oracle": self.oracle(),
+            "always wrong": always_wrong(self.plain.tokens, self.vocab_size),
+            "prompt lookup": PromptLookupDrafter(),
+        }
+
+    def speculate(self, drafter: Drafter, length: int, **options: Any) -> Iterator[Token]:
+        options = {"prompt_tokens": PROMPT, "max_tokens": NUM_TOKENS} | options
+        return speculate(self.model, drafter=drafter, draft_length=length, **options)
+
+    @cached_property
+    def runs(self) -> dict[tuple[str, int], list[Token]]:
+        """Every drafter with every draft length, and one draft wider than the window."""
+        pairs = [
+            (name, drafter, k) for name, drafter in self.drafters().items() for k in DRAFT_LENGTHS
+        ]
+        pairs.append(("oracle", self.oracle(), WIDER_THAN_WINDOW))
+        return {(name, k): list(self.speculate(drafter, k)) for name, drafter, k in pairs}
+
+    @cached_property
+    def deviations(self) -> dict[tuple[str, int], float]:
+        """How far each run was from plain decoding."""
+        return {key: spoken(items).deviation(self.plain) for key, items in self.runs.items()}
+
+    def has_failed(self, deviation: float) -> bool:
+        return not deviation <= self.tolerance
+
+    def continued(self, length: int, caches: list[Any]) -> float:
+        """How far a second turn on used caches is from one that reads everything afresh.
+
+        length: tokens of the first turn that the caller took.
+        """
+        said = PROMPT + self.plain.tokens[:length] + SECOND_PROMPT
+        afresh = plain_text(self.model, said, NUM_SECOND)
+        reused = self.speculate(
+            self.oracle(afresh.tokens),
+            4,
+            prompt_tokens=SECOND_PROMPT,
+            max_tokens=NUM_SECOND,
+            prompt_cache=caches,
+        )
+        return spoken(reused).deviation(afresh)
+
+    def inside_a_block(self) -> int:
+        """A length that ends with the first of several accepted tokens, late in the text."""
+        origins = [item.origin for item in self.runs["oracle", 7]]
+        return next(
+            n
+            for n in range(40, NUM_TOKENS - 1)
+            if origins[n - 1] == origins[n] == "draft" != origins[n - 2]
+        )
+
+    @cached_property
+    def width_deviation(self) -> float:
+        """How far one pass over several positions is from single positions, without rollback."""
+        ids = mx.array([PROMPT + self.plain.tokens])
+        return largest_difference(self.in_passes(ids, 1), self.in_passes(ids, 5))
+
+    def in_passes(self, ids: mx.array, width: int) -> mx.array:
+        caches = make_prompt_cache(self.model)
+        parts = mx.split(ids, range(width, ids.shape[1], width), axis=1)
+        return mx.concatenate([self.model(part, cache=caches) for part in parts], axis=1)
+
+    @cached_property
+    def stock(self) -> str:
+        """What mlx-lm's own speculation makes of the same drafts."""
+        draft_model = scripted_model(PROMPT, self.oracle())
+        try:
+            pairs = speculative_generate_step(
+                mx.array(PROMPT),
+                self.model,
+                draft_model,
+                num_draft_tokens=4,
+                max_tokens=NUM_TOKENS,
+            )
+            text = text_of((token, logprobs) for token, logprobs, _ in pairs)
+        except ValueError as error:
+            if "trimmable" not in str(error):
+                raise
+            return "refuses"
+        return "**wrong, in silence**" if self.has_failed(text.deviation(self.plain)) else "right"
+
+    @property
+    def row(self) -> Row:
+        if self.name in tiny.CANNOT_RUN:
+            reason = tiny.CANNOT_RUN[self.name].partition(". ")[0]
+            return Row(self.name, "", "", f"cannot run here: `{reason}`", "cannot run here")
+        caches = make_prompt_cache(self.model)
+        return Row(
+            self.name,
+            ", ".join(sorted({_kind(cache) for cache in caches})),
+            ", ".join(sorted({strategy_for(cache).name for cache in leaves(caches)})),
+            self.ours,
+            self.stock,
+        )
+
+    @property
+    def ours(self) -> str:
+        failed = any(map(self.has_failed, self.deviations.values()))
+        if failed:
+            return "**wrong**"
+        drafted = any(items[-1].stats.drafted for items in self.runs.values())
+        return "right" if drafted else f"right, without drafts: {INEXACT[self.name]}"
+
+
+def _kind(cache: Any) -> str:
+    if not isinstance(cache, CacheList):
+        return type(cache).__name__
+    return f"CacheList({', '.join(_kind(child) for child in cache.caches)})"
+
+
+HEAD = """# Architectures
+
+Written by `docs/generate_architectures.py` from what the tests measure; do not edit.
+
+Every file of mlx-lm 0.32 that defines a model, as a tiny model with random weights in float32 on a
+CPU. Its windows and chunks are {window} tokens, and {num_tokens} tokens are written after a prompt
+of {num_prompt}, so that each window wraps.
+
+- **Caches**: the classes that the model makes.
+- **Way back**: how rejected positions are taken back; see `specdec_mlx.cache`.
+- **Ours**: greedy text and log-probabilities (to {tolerance:g}) against plain decoding, with an
+  oracle that errs in 30% of positions, a drafter that is always wrong and prompt lookup, drafting
+  1, 4 and 7 tokens, and an oracle that drafts more than the window holds.
+- **mlx-lm's**: the same for its own speculation with a draft model that errs in 30% of positions.
+
+{counts}
+
+| Architecture | Caches | Way back | Ours | mlx-lm's |
+|---|---|---|---|---|
+"""
+
+
+def page(rows: Sequence[Row]) -> str:
+    """The whole page about architectures."""
+    return (
+        HEAD.format(
+            window=16,
+            num_tokens=NUM_TOKENS,
+            num_prompt=len(PROMPT),
+            tolerance=TOLERANCE,
+            counts=_counts(rows),
+        )
+        + "\n".join(map(str, rows))
+        + "\n"
+    )
+
+
+def _counts(rows: Sequence[Row]) -> str:
+    def count(field: str, start: str) -> int:
+        return sum(getattr(row, field).startswith(start) for row in rows)
+
+    return (
+        f"Of {len(rows)} architectures ours is right on {count('ours', 'right')}, "
+        f"on {count('ours', 'right,')} of them without drafting; "
+        f"{count('ours', 'cannot')} cannot run on a CPU. mlx-lm's own is right on "
+        f"{count('stock', 'right')}, wrong in silence on {count('stock', '**wrong')} and refuses "
+        f"{count('stock', 'refuses')}."
+    )
+
+
+def rows_of(text: str) -> list[Row]:
+    """The rows of a page."""
+    lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
+    return [Row(*line.removeprefix("| ").removesuffix(" |").split(" | ")) for line in lines]

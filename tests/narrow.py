@@ -1,0 +1,71 @@
+"""A tiny model whose text repeats itself, and a tokenizer to go with it, for benchmarks."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+import tiny
+from specdec_mlx.bench.prompts import Task
+
+NUM_TOKENS = 4  # ids that it writes; so few that look-ups find matches, right and wrong ones
+VOCAB = 128
+
+
+class Narrow(nn.Module):
+    """A model that only ever writes the first few token ids."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.inner.layers  # type: ignore[no-any-return]
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        logits = self.inner(ids, cache=cache)
+        return mx.where(mx.arange(logits.shape[-1]) < NUM_TOKENS, logits, -1e9)
+
+
+@cache
+def model(seed: int = 0) -> nn.Module:
+    return Narrow(tiny.build("llama", seed=seed))
+
+
+def tasks(count: int = 4, categories: int = 2) -> list[Task]:
+    """Tasks with random prompts over the same few ids."""
+    coins = random.Random(0)
+    return [
+        Task(
+            f"task {i}",
+            f"kind {i % categories}",
+            [coins.randrange(NUM_TOKENS) for _ in range(10 + i)],
+        )
+        for i in range(count)
+    ]
+
+
+@dataclass
+class FakeTokenizer:
+    """One id a letter; `seen` holds the chats that went through the template."""
+
+    has_chat_template: bool = True
+    eos_token_ids: set[int] = field(default_factory=set)
+    seen: list[Any] = field(default_factory=list)
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(i): i for i in range(NUM_TOKENS)}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) % NUM_TOKENS for letter in text]
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        self.seen.append(messages)
+        return [0, *self.encode(messages[0]["content"]), 1]

@@ -1,0 +1,430 @@
+"""Acceptance rules: their functions one by one, and the exact law of whole rounds."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+import strategies
+from exact import (
+    NUM_STATES,
+    WRONG_RULES,
+    ByMatch,
+    ByRule,
+    Copied,
+    Deciding,
+    Drafting,
+    Drawn,
+    OnMLX,
+    Rounds,
+    Source,
+    TakingTurns,
+    by_state,
+    longest_joint,
+    to_mlx,
+    up_to,
+)
+from specdec_mlx import UnknownNameError
+from specdec_mlx.acceptance import (
+    RULES,
+    acceptance_probability,
+    check_rule_name,
+    decide,
+    leading_run,
+    match,
+    point_mass,
+    residual,
+    rule_names,
+)
+
+EXACT = 1e-12
+FLOAT32 = 2e-6
+
+every_rule = pytest.mark.parametrize("name", list(RULES))
+
+
+# The functions ------------------------------------------------------------------------------------
+
+
+@given(strategies.blocks())
+def test_acceptance_probability_is_the_capped_ratio(block):
+    """min(1, p(x)/q(x)), and 1 wherever p >= q > 0."""
+    target_probs, tokens, draft_probs = block
+    rows = range(len(tokens))
+    p, q = target_probs[rows, tokens], draft_probs[rows, tokens]
+    chances = acceptance_probability(target_probs[:-1], draft_probs, tokens)
+    np.testing.assert_allclose(chances, np.minimum(1, p / q), rtol=1e-15)
+    assert np.all(chances[p >= q] == 1)
+
+
+@pytest.mark.parametrize("array", [np.array, mx.array])
+def test_acceptance_probability_without_mass(array):
+    """A token that q excludes: p/0 is 1 and 0/0 is 0, no NaN."""
+    target_probs = array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
+    draft_probs = array([[0.0, 1.0, 0.0], [0.0, 1.0, 0.0]])
+    chances = acceptance_probability(target_probs, draft_probs, array([0, 2]))
+    assert chances.tolist() == [1.0, 0.0]
+
+
+@given(st.integers(1, 5).flatmap(strategies.law_pairs))
+def test_residual_makes_up_what_acceptance_leaves(pair):
+    """min(p, q) + (1 - sum min(p, q)) * residual = p: accepted and replaced mass make up p."""
+    p, q = pair
+    accepted = np.minimum(p, q)
+    law = residual(p, q)
+    assert np.all(law >= 0)
+    assert law.sum() == pytest.approx(1, abs=EXACT)
+    np.testing.assert_allclose(accepted + (1 - accepted.sum()) * law, p, atol=EXACT)
+
+
+@given(st.integers(1, 5).flatmap(strategies.laws))
+def test_residual_of_equal_laws_is_the_law_itself(p):
+    """p = q leaves no excess; p comes back bit for bit, in float64 and in float32."""
+    assert np.array_equal(residual(p, p), p)
+    p32 = to_mlx(p)
+    assert mx.array_equal(residual(p32, p32), p32)
+
+
+@pytest.mark.parametrize("array", [np.array, mx.array])
+@pytest.mark.parametrize(
+    ("p", "q", "expected"),
+    [
+        ([1.0], [1.0], [1.0]),
+        ([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]),
+        ([0.0, 1.0], [0.0, 1.0], [0.0, 1.0]),
+        ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]),
+        ([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]),
+    ],
+)
+def test_residual_of_simple_laws(array, p, q, expected):
+    """One token, one-hots, disjoint supports, a point mass."""
+    assert residual(array(p), array(q)).tolist() == expected
+
+
+def test_residual_takes_any_batch():
+    """Rows [..., V] are laws of their own."""
+    p = np.array([[[0.5, 0.5], [1.0, 0.0]]])
+    q = np.array([[[1.0, 0.0], [1.0, 0.0]]])
+    assert residual(p, q).tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
+
+
+@pytest.mark.parametrize("array", [np.array, mx.array])
+def test_point_mass_is_one_hot(array):
+    """[K, V], all mass on the token; [0, V] for no tokens."""
+    like = array([[0.2, 0.3, 0.5]])
+    assert point_mass(array([2, 0]), like).tolist() == [[0.0, 0.0, 1.0], [1.0, 0.0, 0.0]]
+    assert point_mass(array([2, 0])[:0], like).shape == (0, 3)
+
+
+@given(hnp.arrays(bool, st.integers(0, 6)))
+def test_leading_run_stops_at_the_first_tails(coins):
+    """How often `coins` begins with heads."""
+    run = [*coins.tolist(), False].index(False)
+    assert int(leading_run(coins)) == run
+    if len(coins):
+        assert leading_run(mx.array(coins)).item() == run
+
+
+@given(hnp.arrays(bool, st.integers(1, 6)))
+def test_block_keeps_up_to_the_last_heads(coins):
+    """n is 1 + the index of the last heads, 0 without any."""
+    last = max([i + 1 for i, heads in enumerate(coins) if heads], default=0)
+    assert int(RULES["block"].num_accepted(coins)) == last
+    assert RULES["block"].num_accepted(mx.array(coins)).item() == last
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
+def test_match_keeps_what_the_target_says_too(own, data):
+    """n = length of the common prefix; the next token is the target's own at n."""
+    drafted = data.draw(st.lists(st.integers(0, 2), min_size=len(own) - 1, max_size=len(own) - 1))
+    n = next(
+        (i for i, (a, b) in enumerate(zip(own, drafted, strict=False)) if a != b), len(own) - 1
+    )
+    for array in (lambda x: np.array(x, int), lambda x: mx.array(x, dtype=mx.uint32)):
+        if drafted or array is not mx.array:
+            verdict = match(array(own), array(drafted))
+            assert (int(verdict.num_accepted), int(verdict.next_token)) == (n, own[n])
+
+
+@every_rule
+@given(block=strategies.blocks())
+def test_mlx_agrees_with_numpy(name, block):
+    """One body of code: float32 on MLX is float64 on NumPy, but for rounding.
+
+    A residual is divided by its mass, which magnifies rounding alike; so it is compared times the
+    least mass by which it may have been divided.
+    """
+    rule, wrapped = RULES[name], OnMLX(RULES[name])
+    target_probs, tokens, draft_probs = block
+    chances = rule.accept_probs(*block)
+    assert np.all((chances >= 0) & (chances <= 1))
+    if name == "rejection":
+        np.testing.assert_allclose(wrapped.accept_probs(*block), chances, atol=FLOAT32)
+    for n in range(len(tokens) + 1):
+        law, law32 = rule.next_probs(*block, n), wrapped.next_probs(*block, n)
+        assert law.sum() == pytest.approx(1, abs=EXACT)
+        assert law32.sum() == pytest.approx(1, abs=FLOAT32)
+        if name == "rejection" and n < len(tokens):
+            mass = np.maximum(target_probs[n] - draft_probs[n], 0).sum()
+            np.testing.assert_allclose(law32 * mass, law * mass, atol=FLOAT32)
+
+
+@every_rule
+@given(block=strategies.blocks(), data=st.data())
+def test_decide_is_coins_then_a_token(name, block, data):
+    """n from uniform < accept_probs, and the argmax of log next_probs + Gumbel noise."""
+    target_probs, tokens, draft_probs = (to_mlx(x) for x in block)
+    num_draft, vocab_size = draft_probs.shape
+    numbers = st.floats(0, 1, exclude_max=True, width=32)
+    uniform = mx.array(data.draw(st.lists(numbers, min_size=num_draft, max_size=num_draft)))
+    gumbel = mx.random.gumbel((vocab_size,), key=mx.random.key(data.draw(st.integers(0, 1000))))
+    if data.draw(st.booleans()):
+        verdict = decide(RULES[name], target_probs, tokens, draft_probs, uniform, gumbel)
+    else:
+        verdict = decide(RULES[name], target_probs, tokens, None, uniform, gumbel)
+        draft_probs = point_mass(tokens, target_probs)
+    coins = uniform < RULES[name].accept_probs(target_probs, tokens, draft_probs)
+    n = RULES[name].num_accepted(coins).item()
+    law = RULES[name].next_probs(target_probs, tokens, draft_probs, mx.array(n))
+    scores = np.log(np.array(law), where=np.array(law) > 0, out=np.full(vocab_size, -np.inf))
+    assert verdict.num_accepted.item() == n
+    assert verdict.next_token.item() == np.argmax(scores + np.array(gumbel))
+
+
+@every_rule
+@given(block=strategies.blocks(), seed=st.integers(0, 1000))
+def test_no_token_without_mass(name, block, seed):
+    """What p excludes is never emitted: not kept from a draft, and not drawn after it."""
+    target_probs, tokens, draft_probs = (to_mlx(x) for x in block)
+    key_coins, key_next = mx.random.split(mx.random.key(seed))
+    verdict = decide(
+        RULES[name],
+        target_probs,
+        tokens,
+        draft_probs,
+        mx.random.uniform(shape=tokens.shape, key=key_coins),
+        mx.random.gumbel(shape=target_probs.shape[-1:], key=key_next),
+    )
+    n = verdict.num_accepted.item()
+    emitted = [*tokens.tolist()[:n], verdict.next_token.item()]
+    assert all(target_probs[i, token].item() > 0 for i, token in enumerate(emitted))
+
+
+def test_rule_names_are_checked():
+    """Unknown names are refused, with the list of known ones."""
+    for name in rule_names():
+        check_rule_name(name)
+    assert {"auto", "match", "rejection", "block"} <= set(rule_names())
+    with pytest.raises(UnknownNameError, match=r"'lenient'.*auto, match, rejection, block"):
+        check_rule_name("lenient")
+
+
+def test_a_rule_is_known_by_its_own_name():
+    assert all(rule.name == name for name, rule in RULES.items())
+
+
+# The law of whole rounds --------------------------------------------------------------------------
+
+
+def distance(
+    target: Source, drafting: Drafting, deciding: Deciding, rounds: int, num_draft: int
+) -> float:
+    """Total variation between the text of some rounds, K at most num_draft, and the target's."""
+    length = longest_joint(target.vocab_size, rounds, num_draft)
+    return Rounds(target, drafting, deciding).total_variation(rounds, length)
+
+
+def rolled(law: list[float]) -> Source:
+    """A source whose laws are one law, turned by the state."""
+    return Source(np.stack([np.roll(law, state) for state in range(NUM_STATES)]))
+
+
+TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])
+"""The stated example: V = 3, K = 2."""
+
+
+@pytest.mark.parametrize("rounds", [1, 2, 3])
+@every_rule
+@given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=25)
+def test_drawn_drafts_leave_the_law_alone(name, rounds, shape, data):
+    """Rejection and block verification: the joint law of 1, 2 and 3 rounds is the target's."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Drawn(draft, up_to(num_draft))
+    assert distance(target, drafting, ByRule(RULES[name]), rounds, num_draft) < EXACT
+
+
+@pytest.mark.parametrize("shape", [(4, 3), (5, 2), (5, 3)])
+@every_rule
+def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
+    """The same for sizes too slow to try often; laws from a fixed seed."""
+    vocab_size, num_draft = shape
+    rng = np.random.default_rng(0)
+    p, q = rng.dirichlet(np.ones(vocab_size), (2, NUM_STATES))
+    drafting = Drawn(Source(q), up_to(num_draft))
+    assert distance(Source(p), drafting, ByRule(RULES[name]), 2, num_draft) < EXACT
+
+
+@given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
+def test_match_leaves_the_law_alone(shape, data):
+    """Accept-iff-equal: the joint law of 3 rounds is the target's, whatever the draft's law."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    assert distance(target, Drawn(draft, up_to(num_draft)), ByMatch(), 3, num_draft) < EXACT
+
+
+@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+@given(shape=st.tuples(st.integers(2, 5), st.integers(1, 3)), data=st.data())
+@settings(max_examples=25)
+def test_copied_drafts_leave_the_law_alone(deciding, shape, data):
+    """Point masses of 0 to K tokens, empty ones among them: the law of 3 rounds is the target's."""
+    vocab_size, num_draft = shape
+    target, _ = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Copied(data.draw(strategies.copies(vocab_size, num_draft)), vocab_size)
+    assert distance(target, drafting, deciding, 3, num_draft) < EXACT
+
+
+@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+@given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
+@settings(max_examples=25)
+def test_draft_lengths_decided_beforehand_leave_the_law_alone(deciding, shape, data):
+    """Whether to draft one more may depend on all before it, what was just drafted included."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Drawn(draft, by_state(data.draw(strategies.draft_lengths(num_draft))))
+    assert distance(target, drafting, deciding, 2, num_draft) < EXACT
+
+
+@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+def test_empty_drafts_are_plain_decoding(deciding):
+    """K = 0: one token a round, drawn from the target."""
+    rounds = Rounds(TARGET, Drawn(DRAFT, up_to(0)), deciding)
+    assert rounds.expected_accepted() == 0
+    assert {len(tokens) for outcomes in rounds.outcomes for tokens, _ in outcomes} == {1}
+    assert rounds.total_variation(3, 3) < EXACT
+
+
+@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+def test_drafters_taking_turns_leave_the_law_alone(deciding):
+    """A model, a copy and nothing, in an order that the text decides."""
+    copies = [(0, 1), (2,), (), (1, 1), (0,), (2, 0), (1,)]
+    drafting = TakingTurns(
+        [Drawn(DRAFT, up_to(2)), Copied(copies, 3), Drawn(DRAFT.at_temperature(0.5), up_to(1))]
+    )
+    assert distance(TARGET, drafting, deciding, 3, 2) < EXACT
+
+
+@every_rule
+@given(shape=st.sampled_from([(2, 1), (2, 2), (3, 1)]), data=st.data())
+@settings(max_examples=20)
+def test_float32_on_mlx_leaves_the_law_alone(name, shape, data):
+    """The enumeration through MLX in float32, as in the loop: 2 rounds to 1e-5."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    deciding = ByRule(OnMLX(RULES[name]))
+    assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 2, num_draft) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("name", "one_round", "two_rounds"),
+    [
+        ("residual replaced by p", 0.120, 0.161),
+        ("bonus at temperature 0.5", 0.089, 0.105),
+        ("p and q swapped", 0.495, 0.650),
+        ("lenience 1.2", 0.080, 0.111),
+    ],
+)
+def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
+    """On the stated example the same test rejects every wrong variant by more than 0.01."""
+    drafting, deciding = Drawn(DRAFT, up_to(2)), ByRule(WRONG_RULES[name])
+    distances = [distance(TARGET, drafting, deciding, rounds, 2) for rounds in (1, 2)]
+    assert min(distances) > 0.01
+    assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "one_round", "two_rounds"),
+    [
+        ("rejection", {"declared": DRAFT.at_temperature(0.7)}, 0.050, 0.073),
+        ("rejection", {"dropped_below": 0.25}, 0.120, 0.194),
+        ("block", {"declared": DRAFT.at_temperature(0.7)}, 0.045, 0.071),
+        ("block", {"dropped_below": 0.25}, 0.122, 0.198),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
+)
+def test_wrong_drafts_are_told_apart(name, how, one_round, two_rounds):
+    """A declared law other than the drawn one, and dropping a drawn token whose q is small."""
+    drafting, deciding = Drawn(DRAFT, up_to(2), **how), ByRule(RULES[name])
+    distances = [distance(TARGET, drafting, deciding, rounds, 2) for rounds in (1, 2)]
+    assert min(distances) > 0.01
+    assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
+
+
+# How much is accepted -----------------------------------------------------------------------------
+
+
+def accepted(target: Source, drafting: Drafting, deciding: Deciding) -> np.ndarray:
+    """Expected number of draft tokens kept in a round, by the state that it begins in."""
+    rounds = Rounds(target, drafting, deciding)
+    return np.array([rounds.expected_accepted(state) for state in range(NUM_STATES)])
+
+
+@given(shape=strategies.shapes, data=st.data())
+def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
+    """In expectation, in every state, for any pair of laws; and as much at K = 1."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Drawn(draft, up_to(num_draft))
+    by_token, by_block = (
+        accepted(target, drafting, ByRule(RULES[name])) for name in ("rejection", "block")
+    )
+    assert np.all(by_block >= by_token - EXACT)
+    if num_draft == 1:
+        np.testing.assert_allclose(by_block, by_token, atol=EXACT)
+
+
+def test_block_accepts_more_on_the_stated_example():
+    """Kept of 3 drawn tokens: 0.515 by match, 1.533 token by token, 1.761 as a block."""
+    drafting = Drawn(DRAFT, up_to(3))
+    ways = [ByMatch(), ByRule(RULES["rejection"]), ByRule(RULES["block"])]
+    kept = [accepted(TARGET, drafting, way)[0] for way in ways]
+    assert kept == pytest.approx([0.515, 1.533, 1.761], abs=5e-4)
+
+
+@given(shape=strategies.shapes, data=st.data())
+def test_one_token_is_accepted_as_the_formulas_say(shape, data):
+    """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match."""
+    target, draft = data.draw(strategies.source_pairs(shape[0]))
+    drafting = Drawn(draft, up_to(1))
+    common = np.minimum(target.laws, draft.laws).sum(axis=1)
+    for rule in RULES.values():
+        np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), common, atol=EXACT)
+    product = (target.laws * draft.laws).sum(axis=1)
+    np.testing.assert_allclose(accepted(target, drafting, ByMatch()), product, atol=EXACT)
+    assert np.all(product <= common + EXACT)
+
+
+@given(shape=st.tuples(st.integers(2, 4), st.integers(1, 3)), data=st.data())
+def test_all_rules_accept_copies_alike(shape, data):
+    """For point masses match, rejection and block keep equally many on average."""
+    vocab_size, num_draft = shape
+    target, _ = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Copied(data.draw(strategies.copies(vocab_size, num_draft)), vocab_size)
+    by_match = accepted(target, drafting, ByMatch())
+    for rule in RULES.values():
+        np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), by_match, atol=EXACT)
+
+
+@every_rule
+@given(shape=strategies.shapes, data=st.data())
+def test_a_perfect_drafter_is_accepted_whole(name, shape, data):
+    """p = q: every draft token is kept, with certainty."""
+    vocab_size, num_draft = shape
+    target, _ = data.draw(strategies.source_pairs(vocab_size))
+    kept = accepted(target, Drawn(target, up_to(num_draft)), ByRule(RULES[name]))
+    np.testing.assert_allclose(kept, num_draft, atol=EXACT)

@@ -1,0 +1,276 @@
+"""Every architecture of mlx-lm: speculative decoding writes what plain decoding writes.
+
+One case per file that defines a model, found by listing the folder; see `lossless.Case` for what
+is run. Tests are grouped by architecture, so that each model is built once and run once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+import tiny
+from lossless import (
+    INEXACT,
+    NEAR_TIE,
+    PROMPT,
+    ROUGH,
+    SECOND_PROMPT,
+    TOLERANCE,
+    Case,
+    Row,
+    Text,
+    largest_difference,
+    page,
+    plain_text,
+    rows_of,
+    spoken,
+)
+from scripted import Recorder
+from specdec_mlx import ModelDrafter, Token
+from specdec_mlx.cache import Rollback
+
+RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
+EXACT = [name for name in RUNS if name not in INEXACT]
+PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+
+on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
+
+
+@pytest.fixture(scope="module", params=EXACT)
+def case(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+@pytest.fixture(scope="module", params=sorted(INEXACT))
+def inexact(request: pytest.FixtureRequest) -> Case:
+    return Case(request.param)
+
+
+def test_every_architecture_file_has_a_configuration() -> None:
+    """A new file of a later mlx-lm fails here until it has a row in tests/tiny."""
+    assert set(tiny.architecture_files()) == set(tiny.CONFIGS) | set(tiny.CANNOT_RUN)
+    assert set(INEXACT) | set(ROUGH) <= set(RUNS)
+    assert len(EXACT) >= 115
+
+
+def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
+    """Whatever is drafted, and however much of it: the text is equal, the log-probabilities to
+    1e-3. No position of the reference is near a tie, so no difference needs an excuse."""
+    assert case.plain.smallest_gap > NEAR_TIE
+    failed = {run: d for run, d in case.deviations.items() if case.has_failed(d)}
+    assert not failed
+
+
+def test_the_drafters_did_what_they_are_for(case: Case) -> None:
+    """The oracle has between half and all of its drafts accepted, the wrong one none."""
+    stats = {run: items[-1].stats for run, items in case.runs.items()}
+    assert 0.3 < stats["oracle", 4].acceptance_rate < 1
+    for length in (1, 4, 7):
+        assert stats["always wrong", length].drafted > 50
+        assert stats["always wrong", length].accepted == 0
+
+
+def test_without_rollback_it_is_not(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: if nothing is rolled back the same comparison fails."""
+
+    def pretend(tape: Rollback, position: int) -> int:
+        tape.position = min(tape.position, position)
+        return tape.position
+
+    monkeypatch.setattr(Rollback, "rewind_to", pretend)
+    assert case.has_failed(spoken(case.speculate(case.oracle(), 4)).deviation(case.plain))
+
+
+def test_a_second_turn_goes_on_from_the_same_caches(case: Case) -> None:
+    """A generation cut by max_tokens leaves caches of exactly prompt + emitted."""
+    caches = make_prompt_cache(case.model)
+    length = case.inside_a_block()
+    first = spoken(case.speculate(case.oracle(), 7, max_tokens=length, prompt_cache=caches))
+    assert first.tokens == case.plain.tokens[:length]
+    assert case.continued(length, caches) <= case.tolerance
+
+
+def test_a_second_turn_goes_on_after_close_inside_a_block(case: Case) -> None:
+    """A caller who stops at a token has caches of exactly prompt + the tokens up to it, although
+    the pass after the next was under way."""
+    caches = make_prompt_cache(case.model)
+    length = case.inside_a_block()
+    first = case.speculate(case.oracle(), 7, prompt_cache=caches)
+    take(first, length)
+    assert case.continued(length, caches) <= case.tolerance
+
+
+def take(items: Iterator[Token], number: int) -> list[Token]:
+    """The first items of a generator, which is then closed."""
+    taken = [next(items) for _ in range(number)]
+    items.close()
+    return taken
+
+
+def test_the_page_has_the_row_that_was_measured(case: Case) -> None:
+    """docs/architectures.md says of each architecture what this run has found."""
+    assert case.row in rows_of(PAGE.read_text()), "run docs/generate_architectures.py"
+
+
+def test_the_page_is_written_by_its_generator() -> None:
+    """Nobody edited the page by hand, and it has every architecture."""
+    text = PAGE.read_text()
+    assert text == page(rows_of(text)), "run docs/generate_architectures.py"
+    assert [row.architecture for row in rows_of(text)] == tiny.architecture_files()
+
+
+@on_cpu
+@pytest.mark.parametrize("name", sorted(tiny.CANNOT_RUN))
+def test_what_cannot_run_fails_for_the_reason_in_the_table(name: str) -> None:
+    """Each entry raises, here and now, what the table says."""
+    kind, _, message = tiny.CANNOT_RUN[name].partition(". ")[0].partition(": ")
+    with pytest.raises(BaseException) as raised:  # noqa: PT011
+        run_once(name)
+    assert type(raised.value).__name__ == kind
+    assert message in str(raised.value)
+    assert Case(name).row in rows_of(PAGE.read_text())
+
+
+def run_once(name: str) -> None:
+    model = tiny.build(name)
+    mx.eval(model(mx.array([[1, 2]]), cache=make_prompt_cache(model)))
+
+
+def test_what_is_inexact_is_so_without_speculation(inexact: Case) -> None:
+    """A pass of five positions is far from five passes of one, on caches never rolled back."""
+    assert inexact.width_deviation > 1e-2
+
+
+def test_what_is_exact_is_so_without_speculation(case: Case) -> None:
+    """The control for the table of the inexact: nothing else belongs there."""
+    assert case.width_deviation <= case.tolerance
+
+
+def test_what_is_inexact_is_written_without_drafts(inexact: Case) -> None:
+    """Where several positions at once are not exact nothing is drafted, and the text is right."""
+    with pytest.warns(UserWarning, match="draft"):
+        assert not any(map(inexact.has_failed, inexact.deviations.values()))
+    assert all(items[-1].stats.drafted == 0 for items in inexact.runs.values())
+    assert inexact.row in rows_of(PAGE.read_text())
+
+
+@pytest.mark.parametrize("name", sorted(ROUGH))
+def test_what_is_rough_is_so_for_the_reason_in_the_table(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the rounding of activations the tolerance of the others is kept."""
+    assert oracle_deviation(name) > TOLERANCE
+    module = f"mlx_lm.models.{name}"
+    monkeypatch.setattr(f"{module}._fake_quant_fp8", lambda x, *args, **kwargs: x)
+    monkeypatch.setattr(f"{module}._fake_quant_fp4", lambda x, *args, **kwargs: x)
+    assert oracle_deviation(name) <= TOLERANCE
+
+
+def oracle_deviation(name: str) -> float:
+    case = Case(name)
+    return spoken(case.speculate(case.oracle(), 4)).deviation(case.plain)
+
+
+@on_cpu
+@pytest.mark.parametrize("name", EXACT)
+def test_bfloat16_text_is_plain_decodings_up_to_a_tie(name: str) -> None:
+    """Bit for bit with plain key-value caches. With others, which round otherwise in a wide pass,
+    up to the first position whose two best tokens are as close as that rounding. Mixtures of
+    experts run on a CPU in float32 only."""
+    case = Case(name, mx.bfloat16)
+    if has_experts(case.model):
+        with pytest.raises(RuntimeError, match=r"GatherMM.* only supports float32"):
+            _ = case.plain
+        return
+    said = spoken(case.speculate(case.oracle(), 4))
+    if all(type(cache) is KVCache for cache in make_prompt_cache(case.model)):
+        assert said.deviation(case.plain) == 0
+    else:
+        assert deviation_before_a_tie(said, case.plain, tie=0.1) < 0.2
+
+
+def has_experts(model: nn.Module) -> bool:
+    experts = (SwitchLinear, QuantizedSwitchLinear)
+    return any(isinstance(module, experts) for module in model.modules())
+
+
+def deviation_before_a_tie(said: Text, plain: Text, tie: float) -> float:
+    """Deviation of the parts before the texts part, if they do so at a tie; else infinite."""
+    pairs = zip(said.tokens, plain.tokens, strict=True)
+    end = next((i for i, (a, b) in enumerate(pairs) if a != b), len(plain))
+    if end < len(plain) and gap(plain.logprobs[end]) > tie:
+        return math.inf
+    return largest_difference(said.logprobs[:end], plain.logprobs[:end])
+
+
+def gap(logprobs: mx.array) -> float:
+    second, best = sorted(logprobs.astype(mx.float32).tolist())[-2:]
+    return best - second
+
+
+DRAFT_MODELS = [
+    "llama",  # KVCache and RotatingKVCache
+    "gemma3_text",
+    "llama4",  # ChunkedKVCache
+    "mamba",  # ArraysCache
+    "rwkv7",
+    "qwen3_next",  # ArraysCache and KVCache
+    "falcon_h1",  # CacheList of both
+    "deepseek_v41",  # its own
+]
+
+
+@pytest.mark.parametrize("name", DRAFT_MODELS)
+def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
+    """Its own drafts are accepted, all of them, long past the window."""
+    case = Case(name)
+    items = list(case.speculate(ModelDrafter(case.model), 4))
+    assert spoken(items).deviation(case.plain) <= case.tolerance
+    assert items[-1].stats.acceptance_rate == 1
+
+
+@pytest.mark.parametrize("name", DRAFT_MODELS)
+def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
+    """What a draft model proposes is what it would write after reading the text afresh, however
+    often it was rejected before; and a second turn finds its caches in step."""
+    case = Case(name)
+    draft_model = perturbed(name)
+    caches = make_prompt_cache(case.model) + make_prompt_cache(draft_model)
+    recorder = Recorder(ModelDrafter(draft_model))
+    items = take(case.speculate(recorder, 4, prompt_cache=caches), 50)
+    assert 0 < items[-1].stats.acceptance_rate < 0.9
+    for text, proposed in recorder.proposals[3::3]:
+        assert proposed == plain_text(draft_model, text, len(proposed)).tokens
+    again = Recorder(ModelDrafter(draft_model))
+    take(case.speculate(again, 4, prompt_tokens=SECOND_PROMPT, prompt_cache=caches), 1)
+    said = PROMPT + case.plain.tokens[:50] + SECOND_PROMPT
+    _, proposed = again.proposals[0]
+    assert proposed == plain_text(draft_model, said, len(proposed)).tokens
+
+
+def perturbed(name: str, share: float = 0.1) -> nn.Module:
+    """The architecture's model with weights near its own, so that it is right now and then."""
+    model = tiny.build(name)
+    others = tree_flatten(tiny.build(name, seed=1).parameters())
+    own = tree_flatten(model.parameters())
+    mixed = [
+        (path, a + share * (b - a))
+        for (path, a), (_, b) in zip(own, others, strict=True)
+        if mx.issubdtype(a.dtype, mx.floating)
+    ]
+    model.update(tree_unflatten(mixed))
+    return model
+
+
+def test_a_row_is_read_as_it_was_written() -> None:
+    row = Row("llama", "KVCache", "trim", "right", "**wrong, in silence**")
+    assert rows_of(page([row])) == [row]

@@ -1,0 +1,472 @@
+"""Benchmarks: what is compared, what is counted, and that a wrong loop does not get through."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import narrow
+import specdec_mlx as sd
+from specdec_mlx.bench import identity, run
+from specdec_mlx.bench.contenders import (
+    MLX_LM_SPECULATION,
+    PLAIN,
+    Contender,
+    drafter_from_spec,
+    make_contenders,
+    parse_draft_length,
+)
+from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
+from specdec_mlx.bench.machine import describe_dtype, describe_machine
+from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat, read_prompts
+from specdec_mlx.bench.record import Record, load_record, save_record
+from specdec_mlx.bench.report import format_record, markdown_table
+from specdec_mlx.bench.summary import ALL, Result, Speeds, bootstrap_interval, throughput_ratio
+from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.verifier import LazyBlock
+
+SETTINGS = Settings(max_tokens=24, repeats=2)
+
+
+def bench(
+    drafters: Sequence[str] = ("prompt-lookup",),
+    lengths: Sequence[str] = ("3",),
+    settings: Settings = SETTINGS,
+    temp: float = 0.0,
+    draft_model: Any = None,
+) -> Record:
+    contenders = make_contenders(narrow.model(), drafters, lengths, temp, draft_model=draft_model)
+    return run.run_bench(
+        narrow.model(), narrow.tasks(), contenders, settings, temp=temp, measure_cost=False
+    )
+
+
+@cache
+def usual() -> Record:
+    """Prompt lookup with K = 3 on all tasks, twice."""
+    return bench()
+
+
+def only(record: Record, drafter: str, category: str = ALL) -> Result:
+    (result,) = (r for r in record.results if (r.drafter, r.category) == (drafter, category))
+    return result
+
+
+@pytest.fixture
+def wrong_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loop that accepts one token too many: the first rejected draft token stays in the text."""
+    read = LazyBlock.read
+
+    def lenient(self: LazyBlock) -> tuple[list[int], int]:
+        tokens, n = read(self)
+        if n == len(self.draft):
+            return tokens, n
+        return [*self.draft.tokens[: n + 1], tokens[-1]], n + 1
+
+    monkeypatch.setattr(LazyBlock, "read", lenient)
+
+
+def test_texts_are_identical_and_counts_add_up() -> None:
+    """Greedy: every text is plain decoding's. Sums over categories are those of "all"."""
+    record = bench(["prompt-lookup", "ngram", "none"], ["2", "5"])
+    assert {r.identical for r in record.results if r.category == ALL} == {4}
+    assert record.differences == []
+    for key in {(r.drafter, r.draft_length) for r in record.results}:
+        own = [r for r in record.results if (r.drafter, r.draft_length) == key]
+        (total,) = (r for r in own if r.category == ALL)
+        for count in ("texts", "tokens", "target_passes", "drafted", "accepted", "identical"):
+            parts = sum(getattr(r, count) for r in own if r.category != ALL)
+            assert getattr(total, count) == parts, count
+        assert total.tokens == 4 * SETTINGS.max_tokens
+        assert total.tokens_per_pass == 2 * total.tokens / total.target_passes
+        assert total.acceptance_rate == (total.accepted / total.drafted if total.drafted else 0)
+    assert only(record, "none").drafting_share == 0
+    assert only(record, PLAIN).tokens_per_pass == only(record, "none").tokens_per_pass == 1
+    assert only(record, PLAIN).ratio == 1
+    assert any(r.drafted > r.accepted > 0 for r in record.results)
+
+
+def test_what_is_recorded_can_be_replayed() -> None:
+    """Prompts, texts and settings are in the record."""
+    record = usual()
+    assert [t.prompt for t in record.texts] == [t.prompt for t in narrow.tasks()]
+    assert all(len(t.generated) == SETTINGS.max_tokens for t in record.texts)
+    assert record.settings["max_tokens"] == SETTINGS.max_tokens
+    assert record.settings["vocab_size"] == narrow.VOCAB
+    assert record.settings["dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("wrong_loop")
+def test_a_wrong_loop_is_found_out() -> None:
+    """Texts of a lenient loop are counted as different, with the place and no excuse."""
+    record = bench()
+    result = only(record, "prompt-lookup")
+    assert result.identical is not None
+    assert result.identical < 4
+    assert result.excused == 0
+    assert only(record, PLAIN).identical == 4
+    references = {t.id: t.generated for t in record.texts}
+    for difference in record.differences:
+        assert not difference.excused
+        sample = next(
+            s
+            for s in record.samples
+            if (s.id, s.key, s.repeat) == (difference.id, ("prompt-lookup", "3"), difference.repeat)
+        )
+        at = difference.position
+        assert sample.tokens[:at] == references[difference.id][:at]
+        assert sample.tokens[at] != references[difference.id][at]
+
+
+def test_a_near_tie_is_an_excuse_and_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a difference is excused depends on the target's own top two there, nothing else."""
+    task = narrow.tasks(1)[0]
+    plain = Sample("task 0", "kind 0", PLAIN, "", 0, [1, 2, 3], 1, 1.0, 1.0, 3, 0, 0, 0, None, 0)
+    parted = dataclasses.replace(plain, drafter="d", tokens=[1, 0, 3])
+    for gap, excused in ((1e-5, True), (1e-3, False)):
+        monkeypatch.setattr(identity, "top_two_gap", lambda *args, gap=gap: gap)
+        (found,) = identity.find_differences(narrow.model(), [task], [plain, parted])
+        assert (found.position, found.top_two_gap, found.excused) == (1, gap, excused)
+
+
+def test_first_difference() -> None:
+    """None for equal texts; of a beginning and the whole, the shorter one's length."""
+    assert identity.first_difference([1, 2], [1, 2]) is None
+    assert identity.first_difference([1, 2], [1, 3]) == 1
+    assert identity.first_difference([1], [1, 3]) == 1
+    assert identity.first_difference([1, 3, 4], [1, 3]) == 2
+
+
+def test_top_two_gap_is_that_of_the_logits() -> None:
+    """The gap by plain decoding equals that of one pass over prompt and text."""
+    task = narrow.tasks(1)[0]
+    steps = sd.speculate(narrow.model(), task.prompt, None, max_tokens=6)
+    text = [t.token for t in steps]
+    logits = narrow.model()(mx.array([task.prompt + text[:5]]))[0, -1]
+    second, best = sorted(logits.tolist())[-2:]  # type: ignore[type-var, arg-type]
+    gap = identity.top_two_gap(narrow.model(), task.prompt, 5)
+    assert gap == pytest.approx(best - second, abs=1e-4)  # type: ignore[operator]
+
+
+def test_contenders_take_turns() -> None:
+    """A B C A B C on the first text, then on the next; a sweep between texts."""
+    contenders = make_contenders(narrow.model(), ["prompt-lookup", "none"], ["2"])
+    order: list[Any] = []
+    run_interleaved(
+        narrow.tasks(2),
+        contenders,
+        Settings(max_tokens=3, repeats=2),
+        on_sample=lambda s: order.append((s.id, s.repeat, s.drafter)),
+        between_tasks=lambda: order.append("sweep"),
+    )
+    names = [PLAIN, "prompt-lookup", "none"]
+    expected: list[Any] = []
+    for i in range(2):
+        expected += ["sweep", *((f"task {i}", r, name) for r in range(2) for name in names)]
+    assert order == expected
+
+
+def test_texts_end_with_their_end_token() -> None:
+    """The end token is the last of the text, for every contender."""
+    free = usual()
+    counts = [token for text in free.texts for token in text.generated[5:]]
+    end = min(set(counts), key=counts.count)
+    record = bench(["prompt-lookup"], ["3"], dataclasses.replace(SETTINGS, end_tokens={end}))
+    for free_text, text in zip(free.texts, record.texts, strict=True):
+        whole = free_text.generated
+        assert text.generated == (whole[: whole.index(end) + 1] if end in whole else whole)
+    assert any(len(t.generated) < SETTINGS.max_tokens for t in record.texts)
+    assert only(record, "prompt-lookup").identical == 4
+    for sample in record.samples:
+        assert sample.passes + sample.accepted >= len(sample.tokens)
+
+
+def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
+    """A draft model that is the target: all of its tokens are accepted, in both loops."""
+    record = bench(["model"], ["3"], draft_model=narrow.model())
+    for name in (MLX_LM_SPECULATION, "model"):
+        result = only(record, name)
+        assert result.identical == 4
+        assert result.accepted == result.drafted > 0
+        assert result.tokens_per_pass == 4  # 24 tokens in 6 rounds of 3 + 1
+    assert only(record, MLX_LM_SPECULATION).host_ms_per_round is None
+    assert only(record, "model").host_ms_per_round is not None
+
+
+def test_counts_of_mlx_lms_speculation_follow_its_rounds() -> None:
+    """With a draft model of other weights: drafted is K a round, fewer only at the end."""
+    record = bench(["none"], ["3"], draft_model=narrow.model(seed=1))
+    for sample in record.samples:
+        if sample.drafter == MLX_LM_SPECULATION:
+            assert 3 * (sample.passes - 1) <= sample.drafted <= 3 * sample.passes
+            assert sample.passes + sample.accepted in (24, 25)
+    assert 0 < only(record, MLX_LM_SPECULATION).acceptance_rate < 1
+
+
+def test_random_texts_are_not_compared() -> None:
+    """Above temperature 0 the draws differ, so identity says nothing."""
+    record = bench(["prompt-lookup"], ["3"], temp=1.0)
+    assert {r.identical for r in record.results} == {None}
+    assert record.differences == []
+    first, second = (s for s in record.samples if s.drafter == PLAIN and s.id == "task 0")
+    assert first.tokens != second.tokens, "repeats take different seeds"
+
+
+def test_throughput_ratio_is_total_over_total() -> None:
+    """Long texts weigh more than short ones."""
+    ours = Speeds(np.array([10.0, 90.0]), np.array([1.0, 3.0]), np.array([1.0, 3.0]))
+    plain = Speeds(np.array([10.0, 90.0]), np.array([1.0, 9.0]), np.array([1.0, 9.0]))
+    assert throughput_ratio(ours, plain) == pytest.approx(10 / 4)
+    low, high = bootstrap_interval(ours, plain)
+    assert (low, high) == (pytest.approx(1), pytest.approx(3))
+
+
+def test_bootstrap_interval_covers() -> None:
+    """Of 300 made-up benchmarks of 60 texts, the interval holds the true ratio in 90% to 98.5%.
+
+    A percentile interval of so few texts holds it in about 93%; the chance to leave these bounds
+    is then below 3%, and the seed is fixed.
+    """
+    rng = np.random.default_rng(3)
+    covered = 0
+    for i in range(300):
+        seconds = rng.uniform(1, 3, 60)
+        ratios = rng.lognormal(0.3, 0.4, 60)
+        ours = Speeds(np.full(60, 50.0), seconds / ratios, seconds)
+        plain = Speeds(np.full(60, 50.0), seconds, seconds)
+        low, high = bootstrap_interval(ours, plain, seed=i, num_resamples=500)
+        covered += low <= np.exp(0.3 - 0.4**2 / 2) <= high  # 1 / E[1 / ratio]
+    assert 270 <= covered <= 295
+
+
+def test_texts_of_a_single_round_have_no_speed() -> None:
+    """A text that came with its first round is compared and counted, but not timed."""
+    record = bench(settings=Settings(max_tokens=1))
+    result = only(record, "prompt-lookup")
+    assert (result.ratio, result.tokens_per_second, result.end_to_end_ratio) == (None, None, None)
+    assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
+    assert "- to -" in format_record(record)
+
+
+def test_record_survives_json(tmp_path: Path) -> None:
+    """All but the samples' tokens comes back; the keys that others read are there."""
+    record = dataclasses.replace(usual(), cost=linear_cost(0.1))
+    save_record(record, tmp_path / "record.json")
+    loaded = load_record(tmp_path / "record.json")
+    assert loaded == dataclasses.replace(record, samples=[])
+    data = json.loads((tmp_path / "record.json").read_text())
+    assert {"command", "machine", "settings", "texts", "results", "cost", "samples"} <= set(data)
+    keys = {"drafter", "draft_length", "category", "ratio", "tokens_per_pass", "identical", "texts"}
+    assert all(keys <= set(result) for result in data["results"])
+    assert {r["category"] for r in data["results"]} == {"kind 0", "kind 1", ALL}
+    assert loaded.live_ratio("prompt-lookup", "3", ALL) == only(record, "prompt-lookup").ratio
+    assert loaded.live_ratio("prompt-lookup", "9", ALL) is None
+
+
+def test_another_file_is_no_record(tmp_path: Path) -> None:
+    for text in ("[]", "{}", "no JSON"):
+        (tmp_path / "other").write_text(text)
+        with pytest.raises(ValueError, match="no record of a benchmark"):
+            load_record(tmp_path / "other")
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    run.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.fixture
+def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
+    """The command line loads the narrow model, whatever it is asked for."""
+    tokenizer = narrow.FakeTokenizer()
+    monkeypatch.setattr(run, "load", lambda name: (narrow.model(), tokenizer))
+    return tokenizer
+
+
+@pytest.fixture
+def prompts_file(tmp_path: Path) -> Path:
+    rows = [
+        {"id": f"{c}{i}", "category": c, "turns": [f"{c} please number {i}", "again"]}
+        for c in ("edit", "chat")
+        for i in range(4)
+    ]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_the_command_runs_and_reports(
+    loaded: narrow.FakeTokenizer,
+    prompts_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Every flag has its effect; the report and the file say the same."""
+    out = tmp_path / "out.json"
+    arguments = [
+        *("--model", "anything", "--prompts", str(prompts_file), "--per-category", "2"),
+        *("--drafter", "prompt-lookup:max_ngram=3", "--drafter", "none"),
+        *("--draft-length", "2", "--draft-length", "4", "--max-tokens", "12", "--repeats", "1"),
+        *("--json", str(out)),
+    ]
+    assert run.main(parse(*arguments)) == 0
+    report = capsys.readouterr().out
+    record = load_record(out)
+    assert [t.id for t in record.texts] == ["edit0", "edit2", "chat0", "chat2"]
+    assert loaded.seen[0] == [{"role": "user", "content": "edit please number 0"}]
+    keys = {(r.drafter, r.draft_length) for r in record.results}
+    lookups = {("prompt-lookup:max_ngram=3", "2"), ("prompt-lookup:max_ngram=3", "4")}
+    assert keys == {(PLAIN, ""), ("none", ""), *lookups}
+    assert record.cost is not None
+    for part in ("mlx 0", "max_tokens 12", "identical", "4 of 4", "positions", "float32"):
+        assert part in report
+
+
+@pytest.mark.usefixtures("loaded", "wrong_loop")
+def test_the_command_fails_for_a_wrong_loop(
+    prompts_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--prompts", str(prompts_file), "--no-cost", "--max-tokens", "24", "--model", "x"]
+    assert run.main(parse(*arguments)) == 1
+    assert " NO |" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_draft_model_brings_both_speculations(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--draft-model", "any", "--no-cost", "--max-tokens", "6", "--model", "x"]
+    assert run.main(parse(*arguments, "--categories", "chat", "--per-category", "1")) == 0
+    report = capsys.readouterr().out
+    assert MLX_LM_SPECULATION in report
+    assert "| model " in report
+
+
+def test_prompts_are_spread_evenly() -> None:
+    prompts = [Prompt(str(i), "ab"[i % 2], "") for i in range(20)]
+    assert [p.id for p in choose(prompts, per_category=2)] == ["0", "10", "1", "11"]
+    assert [p.id for p in choose(prompts, ["b"], 1)] == ["1"]
+    assert choose(prompts[:1], per_category=5) == prompts[:1]
+    with pytest.raises(ValueError, match=r"Unknown category 'c'.*a, b"):
+        choose(prompts, ["c"])
+
+
+def test_builtin_prompts_are_distinct() -> None:
+    prompts = builtin_prompts()
+    assert len({p.id for p in prompts}) == len({p.text for p in prompts}) == len(prompts)
+    assert len({p.category for p in prompts}) >= 5
+
+
+@pytest.mark.parametrize("line", ["no JSON", '{"turns": []}', '{"text": "x"}', "[1]"])
+def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "fine"}\n\n' + line)
+    with pytest.raises(ValueError, match="line 3"):
+        read_prompts(path)
+
+
+def test_chat_template_is_used_where_there_is_one() -> None:
+    assert encode_chat(narrow.FakeTokenizer(), "a") == [0, ord("a") % 4, 1]
+    assert encode_chat(narrow.FakeTokenizer(has_chat_template=False), "a") == [ord("a") % 4]
+
+
+def test_drafters_by_name() -> None:
+    assert drafter_from_spec("none") is None
+    assert drafter_from_spec("ngram:max_order=3") == sd.NGramDrafter(max_order=3)
+    drafter = drafter_from_spec("model:greedy=true", narrow.model())
+    assert isinstance(drafter, sd.ModelDrafter)
+    assert drafter.greedy
+    with pytest.raises(ValueError, match="needs --draft-model"):
+        drafter_from_spec("model")
+    assert [parse_draft_length(text) for text in ("4", "auto", "")] == [4, "auto", 0]
+
+
+def test_what_auto_learned_is_kept_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One memory per contender and repeat: texts seen before must not help."""
+    seen: list[Any] = []
+    speculate = sd.speculate
+
+    def spy(*args: Any, tuning: Any, **kwargs: Any) -> Any:
+        seen.append(tuning)
+        return speculate(*args, tuning=tuning, **kwargs)
+
+    monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
+    contenders = make_contenders(narrow.model(), ["prompt-lookup", "ngram"], ["auto"])
+    run_interleaved(narrow.tasks(2), contenders, Settings(max_tokens=4, repeats=2))
+    timed = seen[2:]  # behind the warm-up of both
+    first, second = timed[:4], timed[4:]
+    assert [id(t) for t in first] == [id(t) for t in second]
+    assert len({id(t) for t in seen}) == 6
+
+
+def test_cost_curve_runs_through_its_points() -> None:
+    """Straight lines between points; the last slope goes on."""
+    curve = CostCurve("c", (1, 2, 4), (1.0, 1.5, 1.7))
+    assert [curve(m) for m in (1, 2, 3, 4, 6)] == pytest.approx([1, 1.5, 1.6, 1.7, 1.9])
+    assert CostCurve("c", (1,), (2.0,))(7) == 2
+    assert curve.relative() == (1, 1.5, 1.7)
+
+
+def test_cost_curves_from_text() -> None:
+    measured = CostCurve("measured", (1, 2), (0.1, 0.15))
+    assert parse_cost("measured", measured) is measured
+    assert parse_cost("linear:0.5", measured)(3) == pytest.approx(0.2)
+    assert parse_cost("2,3,5", measured)(3) == pytest.approx(0.25)
+    for text in ("measured", "linear:x", "quadratic", "1,x", "linear:-1", "1,0", ""):
+        with pytest.raises(ValueError, match=r"[Cc]ost"):
+            parse_cost(text, None)
+    for positions, costs in [((2, 1), (1, 1)), ((2,), (1,)), ((1, 2), (1,)), ((), ())]:
+        with pytest.raises(ValueError, match="expected increasing positions from 1"):
+            CostCurve("c", positions, costs)
+
+
+def test_cost_meter_leaves_the_cache_as_it_was() -> None:
+    """A sweep is undone, but for the single token of the pass over one position."""
+    meter = CostMeter(narrow.model(), [1, 2, 3], widths=(1, 2, 5))
+    tape = meter._verifier.tape
+    before = tape.position
+    meter.sweep()
+    assert tape.position == before + 1
+    assert {cache.offset for cache in tape.caches} == {tape.position}
+    curve = meter.curve()
+    assert curve.positions == (1, 2, 5)
+    assert min(curve.seconds) > 0
+
+
+def test_machine_and_dtype_are_described() -> None:
+    machine = describe_machine()
+    assert {"platform", "device", "blas", "mlx", "mlx-lm", "python", "load"} <= set(machine)
+    assert all(machine.values())
+    assert describe_dtype(narrow.model()) == "float32"
+
+
+def test_tables_are_markdown() -> None:
+    """Every line has the same width and number of cells; numbers stand to the right."""
+    lines = markdown_table(["name", "n"], [["a", "1"], ["long name", "100"]], 1).splitlines()
+    assert {len(line) for line in lines} == {len(lines[0])}
+    assert lines[1] == "| --------- | --: |"
+    report = format_record(usual())
+    widths = [len(line.split("|")) for line in report.splitlines() if line.startswith("|")]
+    assert len(set(widths)) == 2
+
+
+def test_report_lists_differences() -> None:
+    record = usual()
+    difference = identity.Difference("t", "c", "d", "4", 0, 17, 3e-5, True)
+    report = format_record(dataclasses.replace(record, differences=[difference]))
+    assert "3.00e-05" in report
+    assert "Texts that differ" not in format_record(record)
+
+
+def test_first_contender_is_plain() -> None:
+    contenders: list[Contender] = make_contenders(narrow.model(), ["none"], ["4"])
+    with pytest.raises(AssertionError):
+        run.run_bench(narrow.model(), narrow.tasks(), contenders[1:], SETTINGS)

@@ -1,0 +1,408 @@
+"""Going back leaves no trace: every cache class against one that was never drafted on."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+from mlx.utils import tree_unflatten
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models import deepseek_v41, qwen3
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
+
+import tiny
+from lossless import largest_difference
+from specdec_mlx.cache import STRATEGIES, Rollback, leaves, strategy_for
+from specdec_mlx.errors import CacheRollbackError
+
+WINDOW = 8
+VOCAB = 128
+
+
+@cache
+def attention_model() -> nn.Module:
+    """Two layers of plain attention; heads are wide enough for caches to be quantized."""
+    shape = {
+        "model_type": "qwen3",
+        "hidden_size": 64,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "vocab_size": VOCAB,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": False,
+    }
+    mx.random.seed(0)
+    model = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
+    model.update(tree_unflatten(tiny.randomised(model)))
+    return model
+
+
+def attention(make: Callable[[], Any]) -> Callable[[], tuple[nn.Module, list[Any]]]:
+    return lambda: (attention_model(), [make(), make()])
+
+
+build = cache(tiny.build)
+
+
+def architecture(name: str) -> Callable[[], tuple[nn.Module, list[Any]]]:
+    return lambda: (build(name), make_prompt_cache(build(name)))
+
+
+SUBJECTS: dict[str, Callable[[], tuple[nn.Module, list[Any]]]] = {
+    "KVCache": attention(KVCache),
+    "QuantizedKVCache": attention(lambda: QuantizedKVCache(group_size=32, bits=8)),
+    "ConcatenateKVCache": attention(ConcatenateKVCache),
+    "RotatingKVCache": attention(lambda: RotatingKVCache(WINDOW)),
+    "RotatingKVCache with keep": attention(lambda: RotatingKVCache(WINDOW, keep=4)),
+    "ChunkedKVCache": architecture("llama4"),
+    "ArraysCache": architecture("mamba2"),
+    "CacheList of arrays and keys": architecture("falcon_h1"),
+    "CacheList of arrays and a window": architecture("baichuan_m1"),
+    "LayerCache": architecture("deepseek_v41"),
+}
+"""A model and fresh caches, for every class that mlx-lm's architectures make."""
+
+tokens = st.integers(1, VOCAB - 28)
+drafts = st.lists(tokens, min_size=1, max_size=WINDOW + 4)
+shares = st.floats(0, 1)
+
+
+class Speculation(RuleBasedStateMachine):
+    """Caches that are drafted on and rolled back, beside caches that only ever see single tokens.
+
+    text: tokens that both have been given. references: for each position of the text the logits
+    there and a copy of the plain caches, so that going back is to forget the later copies.
+    """
+
+    def __init__(self, subject: str) -> None:
+        super().__init__()
+        self.make = SUBJECTS[subject]
+        self.model, caches = self.make()
+        self.tape = Rollback(caches)
+        self.start = 0  # position in the text at which the tape was made
+        self.text: list[int] = []
+        self.references: list[tuple[mx.array, list[Any]]] = []
+
+    @rule(new=st.lists(tokens, min_size=1, max_size=5))
+    def decode_plainly(self, new: list[int]) -> None:
+        """A prompt, or tokens without a draft."""
+        self.text += new
+        self.feed_pending()
+        self.tape.forget()
+
+    @rule(token=tokens, draft=drafts, share=shares)
+    def verify_a_draft(self, token: int, draft: list[int], share: float) -> None:
+        """A round, in which a share of the draft is accepted."""
+        self.round(token, draft, share)
+
+    @rule(token=tokens, drafts=st.tuples(drafts, drafts), share=shares, taken=shares)
+    def stop_inside_a_block(
+        self, token: int, drafts: tuple[list[int], list[int]], share: float, taken: float
+    ) -> None:
+        """The next round is under way when the caller closes, some tokens into the last one."""
+        before = len(self.text)
+        self.round(token, drafts[0], share)
+        after = len(self.text)
+        self.launch(token, drafts[1])
+        self.go_back(before + 1 + int(taken * (after - before - 1)))
+
+    @rule(token=tokens, draft=drafts)
+    def stop_before_the_pass(self, token: int, draft: list[int]) -> None:
+        """A pass is taken back whole."""
+        length = len(self.text)
+        self.launch(token, draft)
+        self.go_back(length)
+
+    @rule()
+    def start_another_turn(self) -> None:
+        """Bring the caches to the end of the text, and use them for the next generation."""
+        self.feed_pending()
+        self.start = len(self.text)
+        self.tape = Rollback(self.tape.caches)
+
+    def teardown(self) -> None:
+        """Whatever was done last, the next token is right."""
+        self.decode_plainly([1])
+
+    def round(self, token: int, draft: list[int], share: float) -> None:
+        draft = self.launch(token, draft)
+        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
+
+    def launch(self, token: int, draft: list[int]) -> list[int]:
+        """Feed what is pending, a token and as much of the draft as the caches can take."""
+        self.text.append(token)
+        room = self.tape.widest_pass()
+        if room is not None:
+            draft = draft[: max(0, room - len(self.pending))]
+        if len(self.pending) + len(draft) > (room or 99):
+            self.feed_pending()
+            return []
+        self.tape.mark()
+        self.text += draft
+        self.feed(len(self.pending))
+        return draft
+
+    def go_back(self, length: int) -> None:
+        asked = length - self.start
+        reached = self.tape.rewind_to(asked)
+        assert reached == self.tape.position <= asked
+        del self.text[length:], self.references[length:]
+
+    @property
+    def position(self) -> int:
+        """Tokens of the text that the caches hold."""
+        return self.start + self.tape.position
+
+    @property
+    def pending(self) -> list[int]:
+        return self.text[self.position :]
+
+    def feed_pending(self) -> None:
+        while self.pending:
+            self.feed(min(len(self.pending), self.tape.widest_pass() or 99))
+
+    def feed(self, size: int) -> None:
+        """One pass, and the same tokens one by one beside it."""
+        start = self.position
+        ids = mx.array([self.text[start : start + size]])
+        logits = self.model(ids, cache=self.tape.caches)[0]
+        self.tape.fed(size)
+        expected = mx.stack([self.reference(start + i) for i in range(size)])
+        assert largest_difference(logits, expected) < 1e-3
+        offsets = {c.offset for c in leaves(self.tape.caches) if hasattr(c, "offset")}
+        assert offsets <= {self.position}
+
+    def reference(self, index: int) -> mx.array:
+        """Logits after the token at `index`, from single tokens alone."""
+        while len(self.references) <= index:
+            token = self.text[len(self.references)]
+            earlier = self.references[-1][1] if self.references else self.make()[1]
+            caches = copy.deepcopy(earlier)
+            logits = self.model(mx.array([[token]]), cache=caches)[0, 0]
+            mx.eval(logits)
+            self.references.append((logits, caches))
+        return self.references[index][0]
+
+
+def explore(subject: str, max_examples: int = 15) -> None:
+    run_state_machine_as_test(
+        lambda: Speculation(subject),
+        settings=settings(
+            max_examples=max_examples,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            phases=[Phase.generate],  # a failing history is short enough to read as it is
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _smooth(monkeypatch: pytest.MonkeyPatch) -> None:
+    """deepseek_v41 rounds activations to 8 and 4 bits, which makes jumps out of 1e-7."""
+    for name in ("_fake_quant_fp8", "_fake_quant_fp4"):
+        monkeypatch.setattr(deepseek_v41, name, lambda x, *args, **kwargs: x)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_drafting_leaves_no_trace(subject: str) -> None:
+    """After any sequence of passes, drafts, rollbacks and turns the logits are those of caches
+    that saw only the tokens that were kept, one at a time."""
+    explore(subject)
+
+
+@pytest.mark.parametrize("subject", SUBJECTS)
+def test_without_rollback_drafting_leaves_a_trace(
+    subject: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: a rollback that only counts is found out."""
+
+    def pretend(tape: Rollback, position: int) -> int:
+        tape.position = min(tape.position, position)
+        return tape.position
+
+    monkeypatch.setattr(Rollback, "rewind_to", pretend)
+    with pytest.raises(AssertionError):
+        explore(subject)
+
+
+def test_every_cache_class_has_a_strategy() -> None:
+    """A class that a later mlx-lm adds fails here. Batched ones belong to its batch generator."""
+    classes = {
+        kind
+        for _, kind in inspect.getmembers(mlx_lm_cache, inspect.isclass)
+        if issubclass(kind, mlx_lm_cache._BaseCache) and kind is not mlx_lm_cache._BaseCache
+    }
+    single = {kind for kind in classes if not kind.__name__.startswith("Batch")}
+    assert single - {CacheList} <= set(STRATEGIES)
+
+
+def test_leaves_of_nested_lists_come_in_order() -> None:
+    """A CacheList in a CacheList is a branch, not a leaf."""
+    a, b, c, d = KVCache(), ArraysCache(1), KVCache(), RotatingKVCache(WINDOW)
+    assert list(leaves([a, CacheList(b, CacheList(c)), d])) == [a, b, c, d]
+
+
+def rows(*values: int) -> mx.array:
+    """Keys [1, 1, n, 1] that can be told apart."""
+    return mx.array(values, mx.float32).reshape(1, 1, -1, 1)
+
+
+def fed(kept: Any, *values: int) -> list[int]:
+    """Append rows to a cache, and what it then attends to."""
+    keys, _ = kept.update_and_fetch(rows(*values), rows(*values))
+    return keys.reshape(-1).tolist()
+
+
+def test_nested_lists_go_back_together() -> None:
+    """Where one child has to be restored all children end at the same position."""
+    inner, state, outer = KVCache(), ArraysCache(1), KVCache()
+    tape = Rollback([CacheList(CacheList(inner, state), outer)])
+    fed(inner, 1), fed(outer, 1)
+    state[0] = mx.array([1.0])
+    tape.fed(1)
+    tape.mark()
+    fed(inner, 2, 3), fed(outer, 2, 3)
+    state[0] = mx.array([3.0])
+    tape.fed(2)
+    assert tape.rewind_to(2) == 1
+    assert state[0].item() == 1
+    assert fed(inner, 9) == fed(outer, 9) == [1, 9]
+
+
+class Full(RotatingKVCache):
+    """A class that is not in the table: it can be trimmed until its window is full."""
+
+
+class Boxed(ArraysCache):
+    """A class that is not in the table and cannot be trimmed."""
+
+
+def test_a_class_that_sometimes_trims_is_asked_each_time() -> None:
+    """Before the window is full it is trimmed, past it restored."""
+    kept = Full(4)
+    tape = Rollback([kept])
+    fed(kept, 1, 2)
+    tape.fed(2)
+    tape.mark()
+    fed(kept, 3)
+    tape.fed(1)
+    assert tape.rewind_to(2) == 2
+    assert fed(kept, 4, 5) == [1, 2, 4, 5]
+    tape.fed(2)
+    tape.mark()
+    fed(kept, 6, 7)
+    tape.fed(2)
+    assert tape.rewind_to(5) == 4
+    assert fed(kept, 8) == [8, 2, 4, 5]  # the window as it is stored
+
+
+def test_a_class_that_never_trims_is_restored() -> None:
+    """What was saved is not what the pass writes to, even in place."""
+    kept = Boxed(1)
+    kept[0] = mx.array([1.0, 2.0])
+    tape = Rollback([kept])
+    tape.mark()
+    kept[0][0] = 7.0
+    tape.fed(3)
+    assert tape.rewind_to(2) == 0
+    assert kept[0].tolist() == [1.0, 2.0]
+
+
+class Opaque:
+    """A class without attributes that could be saved."""
+
+    __slots__ = ()
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
+def test_a_class_with_no_way_back_is_never_drafted_on() -> None:
+    """Single tokens only, with a warning that names the class."""
+    with pytest.warns(UserWarning, match="Opaque has no known way back"):
+        assert strategy_for(Opaque()).widest_pass(Opaque()) == 1
+
+
+class Liar(KVCache):
+    """Says that it trims, and does not."""
+
+    def trim(self, n: int) -> int:
+        return 0
+
+
+def test_a_trim_that_did_nothing_is_an_error() -> None:
+    """mlx-lm's own trims return 0 in silence; here the count is checked."""
+    kept = Liar()
+    tape = Rollback([kept])
+    tape.mark()
+    fed(kept, 1, 2)
+    tape.fed(2)
+    with pytest.raises(CacheRollbackError, match=r"Cache 0 \(Liar\) gave back 0 of 1"):
+        tape.rewind_to(1)
+
+
+def test_without_a_mark_there_is_no_way_back_for_state() -> None:
+    """The error names the class and what to do."""
+    tape = Rollback([ArraysCache(1)])
+    tape.fed(2)
+    with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
+        tape.rewind_to(1)
+
+
+def test_forgetting_lets_go_of_every_handle() -> None:
+    """No handle on a buffer outlives its round."""
+    tape = Rollback([KVCache(), RotatingKVCache(WINDOW), ArraysCache(1)])
+    tape.mark()
+    tape.mark()
+    tape.forget()
+    assert tape == Rollback(tape.caches)
+
+
+class HandleOn(KVCache):
+    """Treated as unknown, so that its state is kept in a mark."""
+
+
+@pytest.mark.parametrize("make", [KVCache, HandleOn], ids=["as it is", "control"])
+def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
+    """A round over 8,192 cached tokens needs no second buffer; one handle on it, and it does."""
+    kept = make()
+    tape = Rollback([kept])
+    many = mx.zeros((1, 1, 8192 - 100, 64))
+    mx.eval(kept.update_and_fetch(many, many))
+    one_more = mx.zeros((1, 1, 5, 64))
+    mx.eval(one_more, kept.keys, kept.values)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    for _ in range(5):
+        tape.mark()
+        kept.update_and_fetch(one_more, one_more)
+        mx.eval(kept.keys, kept.values)
+        tape.fed(5)
+        tape.rewind_to(tape.position - 3)
+    copied = mx.get_peak_memory() - before > kept.keys.nbytes / 2
+    assert copied == (make is HandleOn)

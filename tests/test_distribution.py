@@ -1,0 +1,431 @@
+"""The text that comes out follows the target's law: the whole path, in MLX, by chi-square.
+
+The joint law of the first three tokens after a prompt is known exactly, from the model's own
+single-token passes over all 6 x 6 x 6 texts. 20,000 generations are held against it: every drafter
+and rule, at temperature 1 and with top-p, top-k and min-p, from fixed seeds.
+
+A fifth of them run a tiny random Llama. The rest run the same Llama from a table of its logits,
+since otherwise nearly all the time would go into passes whose outcome is known; loop, caches,
+laws, rules and noise are the same.
+
+False alarms: with other seeds one of the tests here would fail with a chance of 1e-4 while nothing
+is wrong (Bonferroni's share for each). Power, at the numbers of runs given, against
+
+    a residual replaced by p        0.0
+    a bonus at temperature 0.5      0.0
+    p and q swapped                 0.0
+    lenience 1.2                    0.0
+    a declared q other than drawn   0.0
+    a drawn token dropped           0.0
+
+from the noncentral chi-square law, its parameter estimated from 40,000 runs of each. All six are
+run, and all must be found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_unflatten
+from mlx_lm.generate import speculative_generate_step
+from mlx_lm.models import llama
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from scipy.stats import chi2
+
+import specdec_mlx as sd
+import tiny
+from exact import WRONG_RULES
+from specdec_mlx.acceptance import RULES
+from specdec_mlx.noise import Noise
+
+V = 6
+LENGTH = 3
+PROMPT = [1, 4, 1]  # look-ups find 4, 1, 4
+
+SETTINGS = {
+    "temperature 1": sd.Sampling(temp=1.0),
+    "top-p": sd.Sampling(temp=0.8, top_p=0.8),
+    "top-k": sd.Sampling(temp=1.2, top_k=3),
+    "min-p": sd.Sampling(temp=0.8, min_p=0.2),
+}
+CASES = {
+    "prompt lookup": (lambda model: sd.PromptLookupDrafter(), "auto"),
+    "n-gram": (lambda model: sd.NGramDrafter(), "auto"),
+    "n-gram, drawn": (lambda model: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
+    "model": (sd.ModelDrafter, "auto"),
+    "model, in blocks": (sd.ModelDrafter, "block"),
+    "model, greedy": (partial(sd.ModelDrafter, greedy=True), "auto"),
+}
+FALSE_ALARM = 1e-4 / (2 * len(CASES) + 2)
+RUNS_OF_LLAMA = 170
+RUNS_OF_TABLE = 350
+MORE_RUNS_OF_TABLE = 4000
+"""Where q matters most: drafts of a model at temperature 1."""
+
+
+# The models ---------------------------------------------------------------------------------------
+
+
+@cache
+def tiny_llama(seed: int) -> nn.Module:
+    """One layer, width 32, six tokens."""
+    arguments = llama.ModelArgs(
+        model_type="llama",
+        hidden_size=32,
+        num_hidden_layers=1,
+        intermediate_size=32,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        rms_norm_eps=1e-5,
+        vocab_size=V,
+        tie_word_embeddings=False,
+    )
+    mx.random.seed(seed)
+    model = llama.Model(arguments)
+    model.update(tree_unflatten(tiny.randomised(model)))
+    mx.eval(model.parameters())
+    return model
+
+
+def all_texts(length: int) -> mx.array:
+    """The prompt and every continuation by `length` tokens; [V ** length, n]."""
+    grid = np.stack(np.meshgrid(*[range(V)] * length, indexing="ij"), -1) if length else np.zeros(0)
+    continuations = grid.reshape(V**length, length).astype(int)
+    return mx.array(np.hstack([np.tile(PROMPT, (V**length, 1)), continuations]))
+
+
+def next_logits(model: nn.Module, texts: mx.array) -> mx.array:
+    """Logits [B, V] after texts [B, n], by single-token passes."""
+    caches = make_prompt_cache(model)
+    for i in range(texts.shape[1]):
+        logits = model(texts[:, i : i + 1], cache=caches)[:, -1]
+    return logits
+
+
+class Table(nn.Module):
+    """A model's logits after every text of up to three tokens beyond the prompt, looked up.
+
+    Its cache is an ordinary `KVCache` whose keys are the digits, to the base V + 1, of the text's
+    row in the table; a cache that was not rolled back leads to a wrong row.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.layers = [None]
+        rows = np.zeros(((V + 1) ** LENGTH, V), np.float32)
+        for length in range(LENGTH + 1):
+            texts = np.array(all_texts(length))[:, len(PROMPT) :]
+            rows[((texts + 1) * (V + 1) ** np.arange(length)).sum(-1)] = next_logits(
+                model, all_texts(length)
+            )
+        self._rows = mx.array(rows)
+        self._places = mx.array(
+            [0] * len(PROMPT) + [(V + 1) ** i for i in range(LENGTH)] + [0] * 1000
+        )
+
+    def make_cache(self) -> list[KVCache]:
+        return [KVCache()]
+
+    def __call__(self, ids: mx.array, cache: list[KVCache]) -> mx.array:
+        start = cache[0].offset
+        digits = (ids + 1) * self._places[start : start + ids.shape[1]]
+        digits = digits.astype(mx.float32)[:, None, :, None]
+        keys, _ = cache[0].update_and_fetch(digits, digits)
+        return self._rows[mx.cumsum(keys[:, 0, :, 0], axis=-1)[:, start:].astype(mx.int32)]
+
+
+TARGET, DRAFT = 0, 1
+"""Seeds of the two models."""
+
+
+@cache
+def table(seed: int) -> Table:
+    return Table(tiny_llama(seed))
+
+
+def test_the_table_is_the_model():
+    """Bit for bit, in one pass over several tokens and after a rollback."""
+    for ids in all_texts(LENGTH)[:: V + 1]:
+        looked_up, computed = [
+            model(ids[None], cache=make_prompt_cache(model))[0, len(PROMPT) - 1 :]
+            for model in (table(TARGET), tiny_llama(TARGET))
+        ]
+        assert mx.array_equal(looked_up, computed)
+    caches = make_prompt_cache(table(TARGET))
+    table(TARGET)(mx.array([[*PROMPT, 5, 5]]), cache=caches)
+    caches[0].trim(2)
+    again = table(TARGET)(mx.array([[2]]), cache=caches)[0]
+    assert mx.array_equal(again, next_logits(tiny_llama(TARGET), mx.array([[*PROMPT, 2]])))
+
+
+# The comparison -----------------------------------------------------------------------------------
+
+
+def law_of(logits: mx.array, sampling: sd.Sampling) -> np.ndarray:
+    """Law [..., V] in float64."""
+    law = np.exp(np.array(sampling.law(logits), np.float64))
+    return law / law.sum(-1, keepdims=True)
+
+
+@cache
+def joint_law(sampling: sd.Sampling) -> np.ndarray:
+    """Exact law [V, V, V] of the target's first three tokens."""
+    joint = np.ones(())
+    for length in range(LENGTH):
+        laws = law_of(next_logits(tiny_llama(TARGET), all_texts(length)), sampling)
+        joint = joint[..., None] * laws.reshape((V,) * (length + 1))
+    return joint
+
+
+@dataclass
+class Count:
+    """Texts [V, V, V] that were generated, and how many draft tokens were kept and not."""
+
+    texts: np.ndarray
+    accepted: int = 0
+    rejected: int = 0
+
+
+def generate(
+    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: str = "auto"
+) -> Count:
+    """Three tokens from each of the seeds 0 ... runs - 1."""
+    count = Count(np.zeros((V,) * LENGTH))
+    for seed in range(runs):
+        items = list(
+            sd.speculate(
+                model,
+                PROMPT,
+                drafter,
+                max_tokens=LENGTH,
+                sampling=sampling,
+                seed=seed,
+                rule=rule,
+                draft_length=LENGTH,
+            )
+        )
+        count.texts[tuple(item.token for item in items)] += 1
+        count.accepted += items[-1].stats.accepted
+        count.rejected += items[-1].stats.drafted - items[-1].stats.accepted
+    return count
+
+
+def chi_square(seen: np.ndarray, law: np.ndarray) -> tuple[float, int]:
+    """Pearson's statistic and its degrees of freedom; infinite where the law allows no such text.
+
+    Cells are joined, the rarest first, until each expects 5 texts.
+    """
+    if seen[law == 0].any():
+        return np.inf, 1
+    order = np.argsort(law, axis=None)
+    order = order[law.ravel()[order] > 0]
+    expected = law.ravel()[order] * seen.sum()
+    bins = pooled(expected)
+    expected = np.bincount(bins, expected)
+    observed = np.bincount(bins, seen.ravel()[order])
+    return float(((observed - expected) ** 2 / expected).sum()), len(expected) - 1
+
+
+def pooled(expected: np.ndarray, least: float = 5.0) -> np.ndarray:
+    """Bin of each cell, so that every bin expects `least`."""
+    bins, mass, current = [], 0.0, 0
+    for i, cell in enumerate(expected):
+        bins.append(current)
+        mass += cell
+        if mass >= least and expected[i + 1 :].sum() >= least:
+            current, mass = current + 1, 0.0
+    return np.array(bins)
+
+
+def p_value(counts: list[tuple[Count, sd.Sampling]]) -> float:
+    """Chance of statistics as large as these, added up, under the target's own law."""
+    statistics, degrees = zip(
+        *[chi_square(count.texts, joint_law(sampling)) for count, sampling in counts], strict=True
+    )
+    return float(chi2.sf(sum(statistics), sum(degrees)))
+
+
+# The tests ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", ["llama", "table"])
+@pytest.mark.parametrize("case", list(CASES))
+def test_text_follows_the_targets_law(case, passes):
+    """Chi-square of the joint of 3 tokens, added up over the settings; nothing filtered comes."""
+    make_drafter, rule = CASES[case]
+    models = tiny_llama if passes == "llama" else table
+    drafter = make_drafter(models(DRAFT))
+    counts = []
+    for name, sampling in SETTINGS.items():
+        runs = RUNS_OF_LLAMA if passes == "llama" else RUNS_OF_TABLE
+        if passes == "table" and name == "temperature 1" and case in ("model", "model, in blocks"):
+            runs = MORE_RUNS_OF_TABLE
+        count = generate(models(TARGET), drafter, sampling, runs, rule)
+        assert count.accepted > 0
+        assert count.rejected > 0
+        counts.append((count, sampling))
+    assert p_value(counts) > FALSE_ALARM
+
+
+def test_enough_is_generated():
+    """20,000 texts in the test above."""
+    more = 2 * (MORE_RUNS_OF_TABLE - RUNS_OF_TABLE)
+    assert len(CASES) * len(SETTINGS) * (RUNS_OF_LLAMA + RUNS_OF_TABLE) + more >= 19_500
+
+
+def rejects(drafter: Any, runs: int) -> bool:
+    """Whether the test above would fail at temperature 1, on so many runs of the table."""
+    sampling = SETTINGS["temperature 1"]
+    return p_value([(generate(table(TARGET), drafter, sampling, runs), sampling)]) < FALSE_ALARM
+
+
+@pytest.mark.parametrize(
+    ("name", "runs"),
+    [
+        ("residual replaced by p", 1000),
+        ("bonus at temperature 0.5", 1000),
+        ("p and q swapped", 300),
+        ("lenience 1.2", 4000),
+    ],
+)
+def test_wrong_rules_are_found(name, runs, monkeypatch):
+    """The same test rejects them."""
+    monkeypatch.setitem(RULES, "rejection", WRONG_RULES[name])
+    assert rejects(sd.ModelDrafter(table(DRAFT)), runs)
+
+
+@dataclass(frozen=True, eq=False)
+class Altered:
+    """A model's drafts, changed before they are handed over."""
+
+    alter: Any
+
+    def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
+        session = sd.ModelDrafter(table(DRAFT)).begin(prompt, context)
+        propose = session.propose
+        session.propose = lambda limit: self.alter(propose(limit))
+        return session
+
+
+def misdeclared(draft: sd.Draft) -> sd.Draft:
+    """Wrong: the law handed over is one at temperature 0.7, and was not drawn from."""
+    logprobs = draft.logprobs / 0.7
+    return sd.Draft(draft.tokens, logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True))
+
+
+def dropped(draft: sd.Draft) -> sd.Draft:
+    """Wrong: a token drawn by less than a chance of 0.2 is taken back, and all after it."""
+    own = mx.take_along_axis(draft.logprobs, draft.tokens[:, None].astype(mx.int32), axis=-1)
+    sure = (mx.exp(own[:, 0]) >= 0.2).astype(mx.int32)
+    return draft.head(int(mx.cumprod(sure).sum().item()))
+
+
+@pytest.mark.parametrize(("alter", "runs"), [(misdeclared, 2000), (dropped, 600)])
+def test_wrong_drafts_are_found(alter, runs):
+    """The same test rejects them."""
+    assert rejects(Altered(alter), runs)
+
+
+# Model drafters -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("setting", list(SETTINGS))
+def test_a_models_drafts_follow_the_law_it_declares(setting):
+    """2,000 drafts of 2 tokens: chi-square of their joint, false-alarm rate 1e-6.
+
+    The declared laws are those of the draft model's own single-token passes.
+    """
+    sampling = SETTINGS[setting]
+    seen = np.zeros((V, V))
+    first, second = np.zeros((V,)), np.zeros((V, V))
+    for seed in range(2000):
+        context = sd.DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=V)
+        draft = sd.ModelDrafter(table(DRAFT)).begin(PROMPT, context).propose(2)
+        x, y = draft.tokens.tolist()
+        seen[x, y] += 1
+        first, second[x] = np.exp(np.array(draft.logprobs, np.float64))
+    own = [law_of(next_logits(tiny_llama(DRAFT), all_texts(i)), sampling) for i in (0, 1)]
+    np.testing.assert_allclose(first, own[0][0], atol=1e-6)
+    np.testing.assert_allclose(second[first > 0], own[1][first > 0], atol=1e-6)
+    statistic, degrees = chi_square(seen, own[0][0][:, None] * own[1])
+    assert chi2.sf(statistic, degrees) > 1e-6
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
+def test_a_models_law_is_right_after_any_verdict(num_accepted):
+    """However much of a draft was kept, the next one continues what was really emitted."""
+    sampling = SETTINGS["top-p"]
+    context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
+    session = sd.ModelDrafter(tiny_llama(DRAFT)).begin(PROMPT, context)
+    text = list(PROMPT)
+    for _ in range(3):
+        kept = session.propose(3).tokens.tolist()[:num_accepted]
+        emitted = [*kept, (sum(text) + 2) % V]
+        session.observe(emitted)
+        text += emitted
+    draft = session.propose(2)
+    first = draft.tokens[0].item()
+    for row, seen in zip(draft.logprobs, (text, [*text, first]), strict=True):
+        own = law_of(next_logits(tiny_llama(DRAFT), mx.array([seen]))[0], sampling)
+        np.testing.assert_allclose(np.exp(np.array(row, np.float64)), own, atol=1e-6)
+
+
+NUM_TOKENS = 200
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block", "auto"])
+def test_a_model_that_drafts_for_itself_is_always_right(rule):
+    """p = q: all drafts are kept over 200 tokens at temperature 1."""
+    model = tiny.build("llama")
+    *_, last = sd.speculate(
+        model,
+        [3, 1, 2],
+        sd.ModelDrafter(model),
+        max_tokens=NUM_TOKENS,
+        sampling=sd.Sampling(temp=1.0),
+        seed=0,
+        rule=rule,
+        draft_length=4,
+    )
+    assert last.stats.emitted == NUM_TOKENS
+    assert last.stats.acceptance_rate == 1.0
+
+
+def host_acceptance(model: nn.Module, num_draft: int) -> float:
+    """Share of its drafts that mlx-lm's own speculative decoding keeps."""
+    mx.random.seed(0)
+    steps: Iterator[Any] = speculative_generate_step(
+        mx.array([3, 1, 2]),
+        model,
+        model,
+        num_draft_tokens=num_draft,
+        max_tokens=NUM_TOKENS,
+        sampler=make_sampler(temp=1.0),
+    )
+    from_draft = [bool(step[2]) for step in steps]
+    return sum(from_draft) / (num_draft * from_draft.count(False))
+
+
+def test_accept_iff_equal_is_not():
+    """Two draws from one law often differ: `match` keeps sum p^2 of them, and so does mlx-lm."""
+    model = tiny.build("llama")
+    *_, last = sd.speculate(
+        model,
+        [3, 1, 2],
+        sd.ModelDrafter(model),
+        max_tokens=NUM_TOKENS,
+        sampling=sd.Sampling(temp=1.0),
+        seed=0,
+        rule="match",
+        draft_length=4,
+    )
+    assert last.stats.acceptance_rate < 0.9
+    assert host_acceptance(model, 4) < 0.9

@@ -1,0 +1,285 @@
+"""Replay: the counts of a live run, the seconds of a curve, and bounds that are bounds."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import narrow
+import scripted
+import specdec_mlx as sd
+from specdec_mlx.bench import replay
+from specdec_mlx.bench.contenders import make_contenders, ours
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.oracles import length_oracle, text_oracle
+from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.run import run_bench
+from specdec_mlx.bench.summary import ALL
+from specdec_mlx.bench.timing import Settings, time_generation
+from specdec_mlx.draft_length import Fixed, make_draft_length
+from specdec_mlx.types import Draft, DraftContext, RoundRecord
+
+FLAT = linear_cost(0.0)
+END = {3}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Eager:
+    """Prompt lookup that is not cheap, so that the loop may not look ahead with it."""
+
+    inner: sd.PromptLookupDrafter = dataclasses.field(default_factory=sd.PromptLookupDrafter)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = self.inner.begin(prompt, context)
+        session.cheap = False
+        return session
+
+
+DRAFTERS: dict[str, Any] = {
+    "prompt lookup": sd.PromptLookupDrafter(),
+    "short matches": sd.PromptLookupDrafter(max_ngram=1),
+    "n-gram": sd.NGramDrafter(),
+    "long matches": sd.PromptLookupDrafter(min_ngram=3),
+    "long matches, not cheap": Eager(sd.PromptLookupDrafter(min_ngram=3)),
+    "model": sd.ModelDrafter(narrow.model(seed=1)),
+    "none": None,
+}
+
+
+@cache
+def record(max_tokens: int = 32, ends: bool = False) -> Record:
+    """A live benchmark of a few texts."""
+    settings = Settings(max_tokens=max_tokens, end_tokens=END if ends else ())
+    return run_bench(
+        narrow.model(),
+        narrow.tasks(),
+        make_contenders(narrow.model(), ["prompt-lookup"], ["4"]),
+        settings,
+        measure_cost=False,
+    )
+
+
+def replayed(
+    text: Text, drafter: Any, length: Any = 4, cost: CostCurve = FLAT, max_tokens: int = 32
+) -> Modelled:
+    return replay_text(
+        text,
+        drafter,
+        make_draft_length(length),
+        cost,
+        max_tokens=max_tokens,
+        vocab_size=narrow.VOCAB,
+    )
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("length", ["0", "1", "2", "4", "8", "heuristic"])
+@pytest.mark.parametrize("ends", [False, True])
+def test_counts_are_those_of_a_live_run(name: str, length: str, ends: bool) -> None:
+    """At temperature 0: target passes, drafted and accepted tokens, text by text."""
+    drafter = DRAFTERS[name]
+    live = ours(narrow.model(), drafter, name, length)
+    settings = Settings(max_tokens=32, end_tokens=END if ends else ())
+    for task, text in zip(narrow.tasks(), record(ends=ends).texts, strict=True):
+        sample = time_generation(live, task, settings, 0)
+        assert sample.tokens == text.generated
+        choice = int(length) if length.isdecimal() else length
+        model = replayed(text, drafter, choice)
+        assert (model.passes, model.drafted, model.accepted) == (
+            sample.passes,
+            sample.drafted,
+            sample.accepted,
+        )
+
+
+def test_the_texts_put_replay_to_the_test() -> None:
+    """Some texts end with an end token, and drafts are accepted and rejected in them."""
+    lengths = {len(text.generated) for text in record(ends=True).texts}
+    assert min(lengths) < 32
+    models = [replayed(text, DRAFTERS["prompt lookup"]) for text in record().texts]
+    assert sum(m.drafted for m in models) > sum(m.accepted for m in models) > 0
+
+
+def test_the_gears_are_those_of_the_loop() -> None:
+    """Whether the loop may look ahead changes the counts, so that these tests would notice."""
+    cheap, eager = (
+        [replayed(text, DRAFTERS[name], 1).drafted for text in record().texts]
+        for name in ("long matches", "long matches, not cheap")
+    )
+    assert cheap != eager
+
+
+def test_seconds_are_read_off_the_curve() -> None:
+    """A drafter that knows the text: 32 tokens in 8 passes of 4 positions."""
+    text = record().texts[0]
+    oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
+    curve = CostCurve("c", (1, 4), (1.0, 1.5))
+    model = replayed(text, oracle, 3, curve)
+    assert (model.passes, model.drafted, model.accepted) == (8, 24, 24)
+    assert model.seconds == pytest.approx(8 * 1.5)
+    assert model.plain_seconds == pytest.approx(32)
+
+
+def test_drafting_is_billed() -> None:
+    """Every draft token costs what it is said to cost."""
+    text = record().texts[0]
+    oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
+    length = make_draft_length(3)
+    model = replay_text(
+        text,
+        oracle,
+        length,
+        FLAT,
+        max_tokens=32,
+        vocab_size=narrow.VOCAB,
+        draft_seconds=FLAT(1) / 10,
+    )
+    assert model.seconds == pytest.approx(FLAT(1) * (8 + 24 / 10))
+
+
+def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
+    """A policy that learns costs learns those of the curve."""
+
+    class Listener(Fixed):
+        def __init__(self) -> None:
+            super().__init__(4)
+            self.heard: list[RoundRecord] = []
+
+        def record(self, round_: RoundRecord) -> None:
+            self.heard.append(round_)
+
+    length = Listener()
+    curve = linear_cost(0.5)
+    replayed(record().texts[0], DRAFTERS["prompt lookup"], length, curve)
+    assert len({r.fed for r in length.heard}) > 1
+    for r in length.heard:
+        assert r.seconds == r.verify_seconds == curve(r.fed)
+        assert r.draft_seconds == 0
+
+
+def test_plain_decoding_is_the_unit() -> None:
+    """Without drafts, or with drafts of length 0, the speedup is 1 on any curve."""
+    for curve in (FLAT, linear_cost(0.7)):
+        for drafter, length in ((None, 4), (DRAFTERS["n-gram"], 0)):
+            model = replayed(record().texts[0], drafter, length, curve)
+            assert model.seconds == pytest.approx(model.plain_seconds)
+
+
+def test_on_a_flat_curve_speedup_is_tokens_per_pass() -> None:
+    scores = replay.score_record(record(), {"ngram": DRAFTERS["n-gram"]}, ["2", "4"], FLAT)
+    assert all(score.speedup == pytest.approx(score.tokens_per_pass) for score in scores)
+
+
+def test_length_oracle_wastes_nothing() -> None:
+    """It accepts all that it drafts, and is no slower than drafting as much without knowing."""
+    for text in record().texts:
+        for name in ("prompt lookup", "n-gram"):
+            for curve in (FLAT, linear_cost(0.24), linear_cost(1.0)):
+                bound = length_oracle(text, DRAFTERS[name], curve, vocab_size=narrow.VOCAB)
+                assert bound.drafted == bound.accepted
+                assert bound.passes + bound.accepted == bound.tokens == 32
+                assert bound.seconds <= replayed(text, DRAFTERS[name], 15, curve).seconds + 1e-9
+
+
+@pytest.mark.parametrize(
+    "curve",
+    [FLAT, linear_cost(0.24), linear_cost(1.0), CostCurve("steps", (1, 2, 3, 4), (2, 3, 3.1, 9))],
+)
+@pytest.mark.parametrize("longest", [0, 2, 15])
+def test_text_oracle_is_the_cheapest_way(curve: CostCurve, longest: int) -> None:
+    """No way to cut 9 tokens into passes is cheaper, by trying all 256."""
+    text = Text("t", "c", [0], [1] * 9)
+    cuts = itertools.product([False, True], repeat=8)
+    ways = [_widths(cut) for cut in cuts]
+    allowed = [way for way in ways if max(way) <= longest + 1]
+    cheapest = min(sum(curve(m) for m in way) for way in allowed)
+    bound = text_oracle(text, curve, longest)
+    assert bound.seconds == pytest.approx(cheapest)
+    assert bound.passes + bound.accepted == 9
+
+
+def _widths(cut: Sequence[bool]) -> list[int]:
+    widths = [1]
+    for new in cut:
+        if new:
+            widths.append(1)
+        else:
+            widths[-1] += 1
+    return widths
+
+
+def test_random_drafts_are_refused() -> None:
+    """Whether a draft drawn at random is accepted is not known from the text."""
+
+    class Random:
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+            import mlx.core as mx
+
+            session = scripted.ScriptedSession(lambda start, limit: [0])
+            session.propose = lambda limit: Draft([0], mx.zeros((1, 1)))  # type: ignore[method-assign]
+            return session
+
+    with pytest.raises(ValueError, match="not random"):
+        replayed(record().texts[0], Random())
+
+
+def test_scores_add_up_and_carry_the_live_ratio() -> None:
+    """Category "all" sums the others; live ratios belong to the measured curve alone."""
+    measured = dataclasses.replace(linear_cost(0.1), name="measured")
+    drafters = {"prompt-lookup": DRAFTERS["prompt lookup"], "none": None}
+    scores = replay.score_record(record(), drafters, ["4", "auto"], measured)
+    keys = {(s.drafter, s.draft_length) for s in scores}
+    lookups = {("prompt-lookup", k) for k in ("4", "auto", replay.LENGTH_ORACLE)}
+    assert keys == {*lookups, ("none", ""), (replay.TEXT_ORACLE, "")}
+    for key in keys:
+        own = {s.category: s for s in scores if (s.drafter, s.draft_length) == key}
+        for count in ("texts", "tokens", "target_passes", "drafted", "accepted"):
+            parts = sum(getattr(s, count) for s in own.values() if s.category != ALL)
+            assert getattr(own[ALL], count) == parts
+        live = record().live_ratio(*key, ALL)
+        assert own[ALL].live_ratio == live
+        assert (live is not None) == (key == ("prompt-lookup", "4"))
+    other = replay.score_record(record(), drafters, ["4"], FLAT)
+    assert {score.live_ratio for score in other} == {None}
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    return parser.parse_args(arguments)
+
+
+def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table per curve, and the same numbers in the file."""
+    save_record(record(), tmp_path / "record.json")
+    arguments = [
+        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
+        *("--cost", "linear:0", "--cost", "1,1.5,2", "--longest", "3", "--draft-cost", "0.1"),
+        *("--json", str(tmp_path / "scores.json")),
+    ]
+    assert replay.main(parse(*arguments)) == 0
+    report = capsys.readouterr().out
+    assert report.count("| drafter") == 2
+    assert "kind 0" in report
+    assert replay.TEXT_ORACLE in report
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert {s["cost"] for s in scores} == {"linear:0", "1,1.5,2"}
+    oracle = [s for s in scores if s["drafter"] == replay.TEXT_ORACLE and s["category"] == ALL]
+    assert [s["tokens_per_pass"] for s in oracle] == [4, 4]  # 3 drafts and a token on each curve
+
+
+def test_without_a_measured_curve_replay_falls_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_record(record(), tmp_path / "record.json")
+    assert replay.main(parse(str(tmp_path / "record.json"))) == 0
+    assert "cost linear:0.24" in capsys.readouterr().out

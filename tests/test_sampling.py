@@ -1,0 +1,234 @@
+"""`Sampling` is mlx-lm's sampler, as a law."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx_lm.sample_utils
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_sampler
+from scipy.special import softmax
+from scipy.stats import chisquare
+
+import strategies
+from specdec_mlx import Sampling
+from specdec_mlx.noise import Noise
+
+FLOAT32 = 1e-5
+TINY = 1e-37  # the mixture over XTC's coin is formed in float32, which ends here
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _uncompiled():
+    """mlx-lm's filters would be compiled anew for each of many settings."""
+    mx.disable_compile()
+    yield
+    mx.enable_compile()
+
+
+def normalised(logits: mx.array) -> mx.array:
+    """Log-probabilities as mlx-lm's loop hands them to a sampler."""
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+
+
+def host_law(logprobs: mx.array, **arguments) -> np.ndarray:
+    """Law [..., V], float64, that mlx-lm's sampler draws from; XTC's coin decides nothing in it.
+
+    The logits that reach the draw are caught on their way, and turned into a law by NumPy.
+    """
+    caught = []
+
+    def catch(logits: mx.array, temp: float) -> mx.array:
+        caught.append(np.array(logits, np.float64) / temp)
+        return mx.zeros(logits.shape[:-1])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mlx_lm.sample_utils, "categorical_sampling", catch)
+        make_sampler(**arguments)(logprobs)
+    return softmax(caught[0], axis=-1)
+
+
+def host_mixture(logprobs: mx.array, sampling: Sampling) -> np.ndarray:
+    """Law of mlx-lm's sampler with the same arguments, over both outcomes of XTC's coin."""
+    arguments = vars(sampling) | {"xtc_special_tokens": list(sampling.xtc_special_tokens)}
+    share = arguments.pop("xtc_probability")
+    plain = host_law(logprobs, **arguments, xtc_probability=0.0)
+    if share == 0:
+        return plain
+    return (1 - share) * plain + share * host_law(logprobs, **arguments, xtc_probability=1.0)
+
+
+def state() -> list[int]:
+    """MLX's global random state."""
+    return mx.random.state[0].tolist()
+
+
+@given(logits=strategies.logit_rows(), data=st.data())
+@settings(max_examples=300)
+def test_law_is_that_of_the_host_sampler(logits, data):
+    """The same law and the same support, for any logits and settings."""
+    sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
+    logprobs = normalised(logits)
+    law = np.exp(np.array(sampling.law(logprobs), np.float64))
+    expected = host_mixture(logprobs, sampling)
+    np.testing.assert_allclose(law, expected, atol=FLOAT32)
+    assert np.all(law[expected == 0] == 0)
+    assert np.all(law[expected > TINY] > 0)
+
+
+@given(logits=strategies.logit_rows(), data=st.data())
+def test_law_is_normalised_and_finite(logits, data):
+    """Sums to 1, float32, no NaN, and never more support than the logits have."""
+    law = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1]))).law(logits)
+    assert law.dtype == mx.float32
+    assert mx.exp(law).sum().item() == pytest.approx(1, abs=FLOAT32)
+    assert not mx.any(mx.isnan(law)).item()
+    assert not mx.any((law > -mx.inf) & (logits == -mx.inf)).item()
+
+
+@given(logits=strategies.logit_rows(), data=st.data())
+def test_law_takes_rows_one_by_one(logits, data):
+    """A batch [..., V] has the law of each of its rows, XTC included: one coin a row."""
+    sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
+    rows = mx.concatenate([logits, logits[:, ::-1], mx.zeros_like(logits)])
+    together = sampling.law(rows[None])[0]
+    for row, law in zip(rows, together, strict=True):
+        np.testing.assert_allclose(np.exp(law), np.exp(sampling.law(row[None])[0]), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
+def test_half_precision_is_computed_in_float32(dtype):
+    """The law of 16-bit log-probabilities is that of the same numbers in float32."""
+    logits = mx.random.normal((1, 50), key=mx.random.key(0)).astype(dtype)
+    sampling = Sampling(temp=0.7, top_p=0.8, min_p=0.05)
+    assert mx.array_equal(sampling.law(logits), sampling.law(logits.astype(mx.float32)))
+
+
+@given(logits=strategies.logit_rows())
+def test_greedy_is_the_first_argmax(logits):
+    """temp = 0: all mass on the first of the largest, and every way to draw gives that token."""
+    best = int(np.argmax(np.array(logits[0])))
+    one_hot = np.where(np.arange(logits.shape[-1]) == best, 0.0, -np.inf)
+    sampling = Sampling(temp=0.0, top_p=0.9, min_p=0.1, top_k=1)
+    assert sampling.greedy
+    assert np.array_equal(sampling.law(logits)[0], one_hot)
+    assert sampling.draw(logits, None).item() == best
+    assert sampling(logits).item() == best
+    assert make_sampler(temp=0.0)(logits).item() == best
+
+
+@given(logits=strategies.logit_rows(), data=st.data())
+def test_draw_is_the_argmax_of_law_and_noise(logits, data):
+    """The Gumbel-max trick; a token without mass is never drawn."""
+    sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
+    gumbel = Noise(data.draw(st.integers(0, 100))).gumbel("target", 0, logits.shape[-1])[None]
+    law = np.array(sampling.law(logits))[0]
+    token = sampling.draw(logits, gumbel).item()
+    assert token == np.argmax(law + np.array(gumbel)[0])
+    assert law[token] > -np.inf
+
+
+LOGITS = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
+XTC = Sampling(temp=1.3, min_p=0.05, xtc_probability=0.4, xtc_threshold=0.15)
+
+
+def test_draws_follow_the_law():
+    """20,000 draws, by noise and from the global state: chi-square at a false-alarm rate of 1e-6.
+
+    A law that is off by a total variation of 0.03 fails with a chance above 0.99.
+    """
+    count = 20_000
+    rows = mx.broadcast_to(LOGITS, (count, 7))
+    law = np.exp(np.array(XTC.law(LOGITS), np.float64))
+    gumbel = mx.random.gumbel((count, 7), key=Noise(3).key("target", 0))
+    mx.random.seed(3)
+    for tokens in (XTC.draw(rows, gumbel), XTC(rows)):
+        seen = np.bincount(np.array(tokens), minlength=7)
+        assert seen[law == 0].sum() == 0
+        assert chisquare(seen[law > 0], count * law[law > 0] / law.sum()).pvalue > 1e-6
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temp=1.0, top_p=0.9), XTC])
+def test_law_and_draw_leave_the_global_state_alone(sampling):
+    """Neither reads nor moves `mx.random.state`, even where mlx-lm's filters toss a coin."""
+    mx.random.seed(1)
+    before = state()
+    law = sampling.law(LOGITS)
+    token = sampling.draw(LOGITS, mx.zeros((7,)))
+    mx.eval(law, token)
+    assert state() == before
+    mx.random.uniform()
+    assert state() != before
+    assert mx.array_equal(sampling.law(LOGITS), law)
+
+
+def test_calling_it_draws_from_the_global_state():
+    """As mlx-lm's samplers do: `mx.random.seed` makes it repeatable, and calls differ."""
+    rows = mx.broadcast_to(LOGITS, (50, 7))
+    sampling = Sampling(temp=1.0)
+    mx.random.seed(5)
+    first, second = sampling(rows), sampling(rows)
+    mx.random.seed(5)
+    assert mx.array_equal(sampling(rows), first)
+    assert not mx.array_equal(first, second)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temp", -0.1),
+        ("temp", float("nan")),
+        ("top_p", -0.1),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+        ("min_tokens_to_keep", 0),
+        ("top_k", -1),
+        ("xtc_probability", -0.1),
+        ("xtc_probability", 1.1),
+        ("xtc_threshold", -0.1),
+        ("xtc_threshold", 0.6),
+    ],
+)
+def test_arguments_out_of_range_are_refused(name, value):
+    """A ValueError that names the argument and what was given, before the first token."""
+    with pytest.raises(ValueError, match=rf"Sampling\({name}={value}\): expected "):
+        Sampling(**{name: value})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"temp": 0.0},
+        {"top_p": 0.0},
+        {"top_p": 1.0},
+        {"min_p": 0.0},
+        {"min_p": 1.0},
+        {"min_tokens_to_keep": 1},
+        {"top_k": 0},
+        {"xtc_probability": 0.0},
+        {"xtc_probability": 1.0},
+        {"xtc_threshold": 0.0},
+        {"xtc_threshold": 0.5},
+    ],
+)
+def test_ends_of_the_ranges_are_allowed(arguments):
+    """The ends mean something: off, greedy, or always."""
+    assert Sampling(**arguments).law(LOGITS).shape == (7,)
+
+
+def test_top_k_of_the_whole_vocabulary_is_refused():
+    """As by mlx-lm, which takes 0 < top_k < V; it can only be known with the logits."""
+    with pytest.raises(ValueError, match="below the vocabulary size, 7"):
+        Sampling(temp=1.0, top_k=7).law(LOGITS)
+    with pytest.raises(ValueError, match="interval"):
+        make_sampler(temp=1.0, top_k=7)(LOGITS[None])
+    assert (Sampling(temp=1.0, top_k=6).law(LOGITS) > -mx.inf).sum().item() == 6
+
+
+def test_special_tokens_may_come_in_any_sequence():
+    """A list, as mlx-lm takes it; the instance stays hashable."""
+    assert Sampling(xtc_special_tokens=[3, 4]) == Sampling(xtc_special_tokens=(3, 4))
+    assert hash(Sampling(xtc_special_tokens=[3])) == hash(Sampling(xtc_special_tokens=(3,)))

@@ -1,0 +1,151 @@
+"""The paper's formulas: its own numbers, its limits, and dice."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_mlx import theory
+
+chances = st.floats(0, 1)
+lengths = st.integers(0, 20)
+
+TABLE_1 = [
+    (0.6, 2, 1.53, 1.96),
+    (0.7, 3, 1.58, 2.53),
+    (0.8, 2, 1.23, 2.44),
+    (0.8, 5, 1.63, 3.69),
+    (0.9, 2, 1.11, 2.71),
+    (0.9, 10, 1.60, 6.86),
+]
+
+TABLE_4 = [  # acceptance, K, c, expected speedup
+    (0.75, 7, 0.02, 3.2),
+    (0.8, 7, 0.04, 3.3),
+    (0.82, 7, 0.11, 2.5),
+    (0.71, 3, 0.11, 2.0),
+    (0.53, 5, 0.02, 1.9),
+]
+
+
+@pytest.mark.parametrize(("acceptance", "draft_length", "operations", "speed"), TABLE_1)
+def test_table_1_of_the_paper(
+    acceptance: float, draft_length: int, operations: float, speed: float
+) -> None:
+    """Leviathan et al. 2023, Table 1, at c = 0, to the two digits printed."""
+    assert theory.expected_speedup(acceptance, draft_length) == pytest.approx(speed, abs=0.006)
+    assert theory.expected_operations(acceptance, draft_length) == pytest.approx(
+        operations, abs=0.006
+    )
+
+
+@pytest.mark.parametrize(("acceptance", "draft_length", "draft_cost", "speed"), TABLE_4)
+def test_table_4_of_the_paper(
+    acceptance: float, draft_length: int, draft_cost: float, speed: float
+) -> None:
+    """Leviathan et al. 2023, Table 4, column Exp, as far as the rounded inputs tell."""
+    low = theory.expected_speedup(acceptance - 0.005, draft_length, draft_cost + 0.005)
+    high = theory.expected_speedup(acceptance + 0.005, draft_length, draft_cost - 0.005)
+    assert low <= speed + 0.05
+    assert high >= speed - 0.05
+    assert high - low < 0.4
+
+
+@pytest.mark.parametrize(("acceptance", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
+def test_expected_accepted_is_the_geometric_sum(acceptance: float, accepted: float) -> None:
+    """Of 4 draft tokens, the i-th is accepted with chance alpha^i."""
+    by_hand = sum(acceptance**i for i in range(1, 5))
+    assert theory.expected_accepted(acceptance, 4) == pytest.approx(by_hand)
+    assert by_hand == pytest.approx(accepted, abs=0.006)
+
+
+@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.97])
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 9])
+def test_expected_tokens_against_dice(acceptance: float, draft_length: int) -> None:
+    """100,000 simulated rounds: within 5 standard errors of equation 1."""
+    rounds = 100_000
+    coins = np.random.default_rng(0).random((rounds, draft_length)) < acceptance
+    tokens = 1 + np.cumprod(coins, axis=1).sum(axis=1)
+    error = tokens.std() / math.sqrt(rounds)
+    assert abs(tokens.mean() - theory.expected_tokens(acceptance, draft_length)) <= 5 * error
+
+
+def test_acceptance_is_recovered_from_counts() -> None:
+    """The likeliest alpha after simulated rounds is the one that they were simulated with."""
+    coins = np.random.default_rng(1).random((50_000, 4)) < 0.7
+    accepted = np.cumprod(coins, axis=1).sum(axis=1)
+    rejections = int((accepted < 4).sum())
+    got = theory.acceptance_from_counts(int(accepted.sum()), rejections)
+    assert got == pytest.approx(0.7, abs=0.01)
+    assert theory.acceptance_from_counts(0, 0) == 0
+
+
+@given(chances, lengths)
+def test_expected_tokens_stays_in_bounds_and_grows(acceptance: float, draft_length: int) -> None:
+    """Between 1 and K + 1; a longer draft never brings fewer tokens."""
+    tokens = theory.expected_tokens(acceptance, draft_length)
+    assert 1 <= tokens <= draft_length + 1 + 1e-12
+    assert theory.expected_tokens(acceptance, draft_length + 1) >= tokens - 1e-12
+
+
+@given(chances, st.floats(0, 1))
+def test_some_draft_pays_where_acceptance_exceeds_its_cost(
+    acceptance: float, draft_cost: float
+) -> None:
+    """Corollary 3.9: if alpha > c there is a gain, at least (1 + alpha) / (1 + c); else none."""
+    best = theory.best_draft_length(acceptance, draft_cost)
+    speedup = theory.expected_speedup(acceptance, best, draft_cost)
+    if acceptance > draft_cost:
+        assert speedup >= (1 + acceptance) / (1 + draft_cost) - 1e-12
+    else:
+        assert speedup == pytest.approx(1)
+
+
+@given(chances, lengths, st.floats(0, 1))
+def test_a_flat_curve_is_theorem_3_8(
+    acceptance: float, draft_length: int, draft_cost: float
+) -> None:
+    """Measured costs that do not grow with the positions give the paper's formula."""
+    on_curve = theory.expected_speedup_on_curve(acceptance, draft_length, lambda m: 1.0, draft_cost)
+    assert on_curve == pytest.approx(theory.expected_speedup(acceptance, draft_length, draft_cost))
+
+
+def test_best_draft_length_on_a_curve_with_steps() -> None:
+    """Where rows come in tiles of 5, the best K fills a tile; where nothing is saved, it is 0."""
+
+    def tiles(num_positions: int) -> float:
+        return 1 + 0.6 * ((num_positions - 1) // 5)
+
+    assert theory.best_draft_length_on_curve(0.8, tiles) == 4
+    assert theory.best_draft_length_on_curve(0.97, tiles) in (9, 14, 19)
+    assert theory.best_draft_length_on_curve(0.99, float) == 0
+
+
+def test_best_draft_length_is_the_best() -> None:
+    """No other K is better, and of equals the shortest is taken."""
+    for acceptance in (0.2, 0.6, 0.9):
+        for draft_cost in (0.0, 0.05, 0.3):
+            best = theory.best_draft_length(acceptance, draft_cost, longest=30)
+            speeds = [theory.expected_speedup(acceptance, K, draft_cost) for K in range(31)]
+            assert speeds[best] == max(speeds)
+    assert theory.best_draft_length(0.0, 0.0) == 0
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: theory.expected_tokens(1.1, 2),
+        lambda: theory.expected_tokens(-0.1, 2),
+        lambda: theory.expected_tokens(0.5, -1),
+        lambda: theory.expected_speedup(0.5, 1, -0.1),
+        lambda: theory.expected_operations(0.5, 1, -0.1),
+        lambda: theory.acceptance_from_counts(-1, 0),
+    ],
+)
+def test_impossible_numbers_are_refused(call: object) -> None:
+    with pytest.raises(ValueError, match=r"expected|>= 0"):
+        call()  # type: ignore[operator]
