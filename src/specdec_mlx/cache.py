@@ -133,7 +133,7 @@ class Window(Handles):
             return True
         rows = cache.keys.shape[2]
         in_order = cache._idx == rows
-        return in_order and (rows == cache.offset or rows - back >= cache.max_size)
+        return bool(in_order and (rows == cache.offset or rows - back >= cache.max_size))
 
     def trim(self, cache: Any, back: int) -> int:
         back = min(back, cache.offset)

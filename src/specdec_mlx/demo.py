@@ -15,6 +15,8 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.generate import stream_generate as plain_stream_generate
 
+from specdec_mlx.bench.machine import blas_name
+from specdec_mlx.bench.prompts import encode_chat
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -97,7 +99,7 @@ def run_demo(model_path: Path | str, max_tokens: int, repeats: int) -> bool:
 
 def show_live(model: nn.Module, tokenizer: Any, drafter: Drafter, max_tokens: int) -> None:
     """Stream the code edit; accepted draft tokens are underlined on a terminal."""
-    prompt = chat_prompt(tokenizer, PROMPTS["edit code"])
+    prompt = encode_chat(tokenizer, PROMPTS["edit code"])
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"Live, with prompt lookup{' (accepted drafts underlined)' if on else ''}:\n")
     for response in stream_generate(model, tokenizer, prompt, max_tokens, drafter=drafter):
@@ -118,7 +120,7 @@ def compare(
     """Rows for one prompt: plain mlx-lm and each drafter in turn, `repeats` times over."""
     from tqdm import tqdm
 
-    ids = chat_prompt(tokenizer, prompt)
+    ids = encode_chat(tokenizer, prompt)
     runs: dict[str, list[Run]] = {key: [] for key in ("plain", *drafters)}
     bar = tqdm(total=repeats * len(runs), desc=name, leave=False, file=sys.stderr)
     for _ in range(repeats):
@@ -161,14 +163,6 @@ def timed(stream: Iterator[Any]) -> Run:
     return Run(tokens, seconds, getattr(response, "stats", None))
 
 
-def chat_prompt(tokenizer: Any, prompt: str) -> list[int]:
-    """Token ids of one user message in the model's chat template, if it has one."""
-    if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(prompt))
-    message = {"role": "user", "content": prompt}
-    return list(tokenizer.apply_chat_template([message], add_generation_prompt=True))
-
-
 def four_bit_copy(model_path: Path | str) -> nn.Module:
     """The same model with 4-bit weights: a draft model that is at hand for any target."""
     model: nn.Module = load(str(model_path))[0]
@@ -199,22 +193,15 @@ def format_table(rows: Sequence[Row]) -> str:
 def timing_note() -> str:
     """What the time column means on this machine."""
     note = "time: relative to plain mlx-lm, first token to last; below 1 is sooner."
-    if mx.metal.is_available() or mx.default_device() == mx.gpu:
+    if mx.default_device() == mx.gpu:
         return note
-    blas = "OpenBLAS" if has_openblas() else "MLX's reference BLAS"
-    if blas == "OpenBLAS":
+    if (blas := blas_name()) != "reference BLAS":
         return (
             f"{note}\nThis is a CPU with {blas}: float32 is bandwidth-bound as on a Mac; 4-bit "
             "weights are not, so the draft model's time says nothing about a Mac."
         )
     return (
-        f"{note}\nThis is a CPU with {blas}, where a pass over m positions costs m times one, so "
-        "that no drafting can pay and the time column says nothing about a Mac.\nWith Debian's "
-        "libopenblas0-pthread and LD_PRELOAD=libopenblas.so.0 it does."
+        f"{note}\nThis is a CPU with MLX's {blas}, where a pass over m positions costs m times "
+        "one, so that no drafting can pay and the time column says nothing about a Mac.\nWith "
+        "Debian's libopenblas0-pthread and LD_PRELOAD=libopenblas.so.0 it does."
     )
-
-
-def has_openblas() -> bool:
-    """Whether OpenBLAS is loaded into this process (Linux)."""
-    maps = Path("/proc/self/maps")
-    return maps.exists() and "libopenblas" in maps.read_text()

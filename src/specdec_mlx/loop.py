@@ -161,6 +161,11 @@ class _UnderWay:
     launch_seconds: float
     overlapped: bool = False
 
+    @property
+    def seconds(self) -> float:
+        """Host time until it was under way."""
+        return self.draft_seconds + self.launch_seconds
+
 
 @dataclass
 class Generation:
@@ -186,6 +191,7 @@ class Generation:
     plain_gear: bool = True
     is_prefilled: bool = False
     last_read_at: float = 0.0
+    waited: float = 0.0
 
     def __post_init__(self, prompt: list[int]) -> None:
         """Start with the prompt as the text."""
@@ -200,14 +206,16 @@ class Generation:
             if drafter is not None:
                 vocab_size = self.verifier.find_vocab_size()
                 self.session = drafter.begin(self.text, replace(context, vocab_size=vocab_size))
-            resumed = self.last_read_at = time.perf_counter()
+            self.last_read_at = time.perf_counter()
             current = self.launch_with_draft()
+            resumed = time.perf_counter()
             while current is not None:
                 following = self.run_ahead(current.block)
                 origins = self.read(current, is_ahead=following is not None)
                 if following is None:
                     following = self.launch_with_draft()
-                self.stats.loop_seconds += time.perf_counter() - resumed
+                spent = time.perf_counter() - resumed - self.waited
+                self.stats.other_seconds += spent - (following.seconds if following else 0.0)
                 yield from self.hand_out(origins, current.block.logprobs)
                 resumed = time.perf_counter()
                 if following is not None and not len(following.block.draft):
@@ -289,6 +297,7 @@ class Generation:
         with mx.stream(self.stream):
             tokens, num_accepted = block.read()
         now = time.perf_counter()
+        self.waited = now - started
         if self.num_read == 0:
             self.on_progress(self.prompt_length, self.prompt_length)
         origins = _origins(len(block.draft), num_accepted)
@@ -310,7 +319,7 @@ class Generation:
             tokens=tokens,
             seconds=now - self.last_read_at,
             draft_seconds=launched.draft_seconds,
-            verify_seconds=launched.launch_seconds + now - started,
+            verify_seconds=launched.launch_seconds + self.waited,
             overlapped=launched.overlapped,
         )
         self.last_read_at = now

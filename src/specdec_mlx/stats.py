@@ -23,9 +23,9 @@ class SpeculationStats:
     emitted: tokens produced. cut: tokens verified but beyond max_tokens.
     accept_histogram: [n] rounds that accepted exactly n draft tokens.
     drafted_at, accepted_at: [i] rounds that drafted, and accepted, position i of the draft.
-    prefill_seconds, draft_seconds, verify_seconds, loop_seconds: host time; the last is all of it
-        but the prefill and what the caller does with the tokens. A draft model's lazy steps are
-        computed inside the verifying pass and count there.
+    prefill_seconds, draft_seconds, verify_seconds, other_seconds: host time; the last is what the
+        loop needs besides, without what the caller does with the tokens. A draft model's lazy
+        steps are computed inside the verifying pass and count there.
     """
 
     target_passes: int = 0
@@ -40,7 +40,7 @@ class SpeculationStats:
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    loop_seconds: float = 0.0
+    other_seconds: float = 0.0
 
     def record(self, round_: RoundRecord) -> None:
         """Add one round."""
@@ -55,11 +55,6 @@ class SpeculationStats:
         _count(self.accept_histogram, [round_.accepted])
         _count(self.drafted_at, range(round_.drafted))
         _count(self.accepted_at, range(round_.accepted))
-
-    @property
-    def other_seconds(self) -> float:
-        """Host time of the loop outside drafting and verifying."""
-        return max(0.0, self.loop_seconds - self.draft_seconds - self.verify_seconds)
 
     @property
     def tokens_per_pass(self) -> float:
@@ -85,7 +80,6 @@ class SpeculationStats:
             "acceptance_by_position": self.acceptance_by_position,
             "tokens_per_pass": self.tokens_per_pass,
             "acceptance_rate": self.acceptance_rate,
-            "other_seconds": self.other_seconds,
         }
 
     def __str__(self) -> str:

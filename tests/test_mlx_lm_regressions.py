@@ -1,0 +1,418 @@
+"""What goes wrong in mlx-lm's own speculation, row by row: ours does it right.
+
+Where it is cheap a test also runs mlx-lm's own step, and sees it fail. On a later mlx-lm that has
+repaired a row, the test passes with a warning that the row can be retired.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+
+SEEN_ON = "0.32.2"
+VOCAB = 128
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42, 5, 17]
+NUM_TOKENS = 60
+"""Enough to fill the windows of 16 tokens and go on."""
+
+
+def stock_fails(row: int, failed: bool) -> None:
+    """Assert that mlx-lm's own speculation failed where we saw it fail; say so on a later one."""
+    if mlx_lm.__version__ == SEEN_ON:
+        assert failed, f"Row {row}: mlx-lm {SEEN_ON} was seen to fail here, and did not."
+    elif not failed:
+        warnings.warn(
+            f"mlx-lm {mlx_lm.__version__} is right where {SEEN_ON} was wrong: row {row} of "
+            "tests/test_mlx_lm_regressions.py can be retired.",
+            stacklevel=2,
+        )
+
+
+def raises(call: Callable[[], Any]) -> bool:
+    """Whether the call ends in an error."""
+    try:
+        call()
+    except Exception:
+        return True
+    return False
+
+
+@cache
+def model(name: str = "qwen2", seed: int = 0) -> nn.Module:
+    return tiny.build(name, seed=seed)
+
+
+def plain(
+    target: nn.Module, prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **options: Any
+) -> list[int]:
+    """What mlx-lm writes without speculation."""
+    steps = generate_step(mx.array(prompt), target, max_tokens=num_tokens, **options)
+    return [int(token) for token, _ in steps]
+
+
+def oracle(
+    target: nn.Module, wrong: float = 0.3, num_tokens: int = NUM_TOKENS + 10, **options: Any
+) -> scripted.OracleDrafter:
+    """A drafter that knows the text and errs in a share of positions."""
+    return scripted.OracleDrafter(plain(target, num_tokens=num_tokens, **options), VOCAB, wrong)
+
+
+def ours(
+    target: nn.Module, drafter: Any, prompt: Sequence[int] = PROMPT, **options: Any
+) -> list[int]:
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 4} | options
+    return [t.token for t in sd.speculate(target, prompt, drafter, **options)]
+
+
+def stock(
+    target: nn.Module, draft_model: Any, prompt: Sequence[int] = PROMPT, **options: Any
+) -> list[int]:
+    """What mlx-lm's own speculation writes."""
+    options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": 4} | options
+    steps = speculative_generate_step(mx.array(prompt), target, draft_model, **options)
+    return [int(token) for token, _, _ in steps]
+
+
+def stock_oracle(drafter: scripted.OracleDrafter) -> Any:
+    """The same drafter as a draft model."""
+    return scripted.scripted_model(PROMPT, drafter)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "olmo3"])
+def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
+    """Rejected tokens leave a window that has wrapped."""
+    target = model(name)
+    expected = plain(target)
+    assert ours(target, oracle(target)) == expected
+    stock_fails(1, stock(target, stock_oracle(oracle(target))) != expected)
+
+
+@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "lfm2", "falcon_h1"])
+def test_row_2_recurrent_state_is_drafted_for(name: str) -> None:
+    """Not refused, and right."""
+    target = model(name)
+    tokens = list(
+        sd.speculate(target, PROMPT, oracle(target), max_tokens=NUM_TOKENS, draft_length=4)
+    )
+    assert [t.token for t in tokens] == plain(target)
+    assert tokens[-1].stats.accepted > 0
+    stock_fails(2, raises(lambda: stock(target, stock_oracle(oracle(target)))))
+
+
+def test_row_3_no_limit_is_no_error() -> None:
+    """max_tokens=-1 goes on until the caller stops."""
+    target = model()
+    generation = sd.speculate(target, PROMPT, oracle(target), max_tokens=-1, draft_length=4)
+    assert [next(generation).token for _ in range(30)] == plain(target, num_tokens=30)
+    steps = speculative_generate_step(mx.array(PROMPT), target, target, max_tokens=-1)
+    stock_fails(3, raises(lambda: [next(steps) for _ in range(30)]))
+
+
+def penalty() -> dict[str, Any]:
+    return {
+        "logits_processors": make_logits_processors(
+            repetition_penalty=1.8, repetition_context_size=12
+        )
+    }
+
+
+def test_row_4_processors_see_the_prompt() -> None:
+    """A repetition penalty counts the prompt's tokens from the first token on."""
+    target = model()
+    expected = plain(target, **penalty())
+    assert expected != plain(target)
+    assert ours(target, oracle(target, **penalty()), **penalty()) == expected
+    stock_fails(4, stock(target, target, **penalty()) != expected)
+
+
+def test_row_5_a_draft_length_of_0_keeps_the_processors_history() -> None:
+    """Each processor sees the prompt and all that was emitted, also when nothing is drafted.
+
+    With a prompt of one token mlx-lm's history is right at first, so this is not row 4.
+    """
+    target, prompt = model(), PROMPT[:1]
+    seen: list[int] = []
+
+    def spy(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.size)
+        return logits
+
+    text = ours(target, oracle(target), prompt, draft_length=0, logits_processors=[spy])
+    assert text == plain(target, prompt)
+    assert seen[:20] == list(range(1, 21))
+    seen.clear()
+    stock(target, target, prompt, num_draft_tokens=0, logits_processors=[spy], max_tokens=20)
+    stock_fails(5, seen != list(range(1, 21)))
+
+
+def test_row_6_a_prompt_cache_may_be_the_targets_alone(tmp_path: Path) -> None:
+    """Such as one from a prompt-cache file."""
+    target, draft = model(), model(seed=7)
+    caches = make_prompt_cache(target)
+    plain(target, PROMPT[:6], 0, prompt_cache=caches)
+    save_prompt_cache(str(tmp_path / "prompt.safetensors"), caches)
+
+    def loaded() -> list[Any]:
+        return load_prompt_cache(str(tmp_path / "prompt.safetensors"))
+
+    assert loaded()[0].offset == 6
+    for drafter in (sd.ModelDrafter(draft), sd.PromptLookupDrafter()):
+        text = ours(target, drafter, PROMPT[6:], prompt_cache=loaded())
+        assert text == plain(target)
+    stock_fails(6, raises(lambda: stock(target, draft, PROMPT[6:], prompt_cache=loaded())))
+
+
+@pytest.mark.parametrize("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
+def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: str) -> None:
+    """Target's and draft model's caches in one list are told apart by how many there are."""
+    target = model(name)
+    both = make_prompt_cache(target) + make_prompt_cache(target)
+    assert len(make_prompt_cache(target)) != len(target.layers)
+    expected = plain(target, num_tokens=24)
+    drafter = sd.ModelDrafter(target)
+    assert ours(target, drafter, max_tokens=24, prompt_cache=both) == expected
+
+    def wrong() -> bool:
+        caches = make_prompt_cache(target) + make_prompt_cache(target)
+        # Which cache went where shows in how full each is.
+        stock(target, target, max_tokens=6, prompt_cache=caches)
+        return len({c.offset for c in caches if isinstance(c, KVCache)}) > 1
+
+    stock_fails(7, raises(wrong) or wrong())
+
+
+def test_row_8_the_callers_caches_are_the_quantized_ones() -> None:
+    """With kv_bits the caller's list ends with what was generated with."""
+    target = model()
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
+    if target.layers[0].self_attn.k_proj.weight.shape[0] % 32:
+        options["kv_group_size"] = 32
+
+    def caches() -> list[Any]:
+        return make_prompt_cache(target) + make_prompt_cache(target)
+
+    mine, theirs = caches(), caches()
+    num_caches = len(make_prompt_cache(target))
+    text = ours(target, sd.ModelDrafter(target), prompt_cache=mine, max_tokens=20, **options)
+    assert text == plain(target, num_tokens=20, **options)
+    assert all(isinstance(c, QuantizedKVCache) for c in mine[:num_caches])
+    assert {c.offset for c in mine[:num_caches]} == {len(PROMPT) + 20}
+    stock(target, target, prompt_cache=theirs, max_tokens=20, **options)
+    stock_fails(8, not all(isinstance(c, QuantizedKVCache) for c in theirs[:num_caches]))
+
+
+def ends_of_both(generate: Callable[..., Any], lengths: Iterable[int]) -> set[tuple[int, int]]:
+    """How far target's and draft model's caches are from prompt + emitted, over several lengths."""
+    target, draft = model(), model(seed=7)
+    num_caches = len(make_prompt_cache(target))
+    gaps = set()
+    for num_tokens in lengths:
+        caches = make_prompt_cache(target) + make_prompt_cache(draft)
+        text = generate(target, draft, prompt_cache=caches, max_tokens=num_tokens)
+        end = len(PROMPT) + len(text)
+        offsets = [c.offset for c in caches]
+        gaps.add((end - offsets[0], end - offsets[num_caches]))
+        assert len(set(offsets[:num_caches])) == len(set(offsets[num_caches:])) == 1
+    return gaps
+
+
+def test_rows_9_and_10_both_caches_end_at_prompt_and_emitted() -> None:
+    """Whatever the last token was, so a second turn needs nothing but its own tokens."""
+
+    def run(target: Any, draft: Any, **options: Any) -> list[int]:
+        return ours(target, sd.ModelDrafter(draft), **options)
+
+    assert ends_of_both(run, range(1, 9)) == {(0, 0)}
+    gaps = ends_of_both(stock, range(1, 9))
+    stock_fails(9, any(target for target, _ in gaps))
+    stock_fails(10, any(draft for _, draft in gaps))
+
+
+def test_row_9_the_second_turn_is_that_of_a_fresh_run() -> None:
+    """Prompt, answer, question on one list of caches."""
+    target = model()
+    expected_first = plain(target, num_tokens=11)
+    expected = plain(target, [*PROMPT, *expected_first, 9, 8], 20)
+    caches = make_prompt_cache(target)
+    assert ours(target, oracle(target), prompt_cache=caches, max_tokens=11) == expected_first
+    assert ours(target, None, [9, 8], prompt_cache=caches, max_tokens=20) == expected
+
+
+class Interrupted:
+    """A draft model that is interrupted in its n-th pass after the prompt."""
+
+    def __init__(self, inner: Any, after: int) -> None:
+        self.inner, self.left = inner, after
+        self.layers = inner.layers
+        self.make_cache = inner.make_cache
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        if ids.shape[1] < 3:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+        return self.inner(ids, cache=cache)
+
+
+def test_row_11_an_interrupt_while_drafting_leaves_the_cache_in_order() -> None:
+    """The target's cache holds prompt + emitted, and can be continued from."""
+
+    def interrupted(after: int) -> Interrupted:
+        return Interrupted(stock_oracle(oracle(target, wrong=0.3)), after)
+
+    def run(steps: Iterable[Any]) -> int:
+        emitted = 0
+        with pytest.raises(KeyboardInterrupt):
+            for _ in steps:
+                emitted += 1
+        return emitted
+
+    target = model()
+    negative = []
+    for after in range(3, 20, 3):
+        mine, theirs = make_prompt_cache(target), make_prompt_cache(target)
+        drafter = sd.ModelDrafter(interrupted(after))
+        emitted = run(
+            sd.speculate(target, PROMPT, drafter, prompt_cache=mine, draft_length=4)
+        )
+        assert {c.offset for c in mine} == {len(PROMPT) + emitted}
+        text = plain(target)[:emitted]
+        again = ours(target, None, [9], prompt_cache=mine, max_tokens=8)
+        assert again == plain(target, [*PROMPT, *text, 9], 8)
+        steps = speculative_generate_step(
+            mx.array(PROMPT),
+            target,
+            interrupted(after),
+            num_draft_tokens=4,
+            prompt_cache=theirs + interrupted(0).make_cache(),
+        )
+        emitted = run(steps)
+        negative.append(theirs[0].offset not in (len(PROMPT) + emitted, len(PROMPT) + emitted - 1))
+    stock_fails(11, any(negative))
+
+
+class TwoChoices:
+    """A model whose every position gives 0.6 to token 1 and 0.4 to token 2."""
+
+    def __init__(self) -> None:
+        self.layers = [None]
+
+    def make_cache(self) -> list[Any]:
+        return [scripted._Position()]
+
+    def __call__(self, ids: mx.array, cache: Any) -> mx.array:
+        cache[0].offset += ids.shape[1]
+        law = mx.array([1e-9, 0.6, 0.4, 1e-9])
+        return mx.broadcast_to(mx.log(law), (1, ids.shape[1], 4))
+
+
+def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
+    """XTC at probability 1/2 removes token 1: each token is a fair coin, whatever was drafted.
+
+    With one coin a round of 1 + 4 positions, the runs of token 1 come in fives.
+    """
+    sampler = make_sampler(temp=0.01, xtc_probability=0.5, xtc_threshold=0.1)
+    law = sd.Sampling(temp=0.01, xtc_probability=0.5, xtc_threshold=0.1)
+
+    def runs_of_1(text: Sequence[int]) -> list[int]:
+        runs = [len(list(group)) for token, group in groupby(text) if token == 1]
+        return runs[:-1]  # the last may have been cut by max_tokens
+
+    target = TwoChoices()
+    always_1 = scripted.ScriptedDrafter(lambda start, limit: [1] * limit)
+    text = ours(target, always_1, [1], sampling=law, seed=1, max_tokens=400, probe=False)
+    assert set(text) == {1, 2}
+    assert abs(text.count(1) - 200) < 60  # six standard deviations
+    assert any(run % 5 for run in runs_of_1(text))
+    mx.random.seed(1)
+    theirs = stock(target, target, [1], sampler=lambda x: sampler(x), max_tokens=400)
+    stock_fails(12, all(run % 5 == 0 for run in runs_of_1(theirs)) and 1 in theirs)
+
+
+def test_row_13_a_draft_model_with_a_window_forgets_what_was_rejected() -> None:
+    """Its proposals are those of a fresh run of the draft model, long after its window is full."""
+    target, draft = model(), model("llama")
+    recorder = scripted.Recorder(sd.ModelDrafter(draft))
+    assert ours(target, recorder, max_tokens=40) == plain(target, num_tokens=40)
+    for text, proposal in recorder.proposals[::4]:
+        assert plain(draft, text, len(proposal)) == proposal
+    caches = make_prompt_cache(target) + make_prompt_cache(draft)
+    stock(target, draft, prompt_cache=caches, max_tokens=40)
+    stock_fails(13, max(c.offset for c in caches) > len(PROMPT) + 40)
+
+
+def test_row_14_an_empty_prompt_is_refused_in_words() -> None:
+    """And mlx-lm's error is about a reshape."""
+    target = model()
+    with pytest.raises(sd.PromptError, match="prompt is empty"):
+        ours(target, sd.ModelDrafter(target), [])
+    with pytest.raises(ValueError) as caught:
+        stock(target, target, [])
+    stock_fails(14, "prompt" not in str(caught.value).lower())
+
+
+class Words:
+    """A tokenizer whose vocabulary is a list of words."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = list(words)
+        self.vocab_size = len(words)
+        self.bos_token_id = self.eos_token_id = 0
+
+    def get_vocab(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        return [0]
+
+
+def test_row_15_tokenizers_are_compared_by_content() -> None:
+    """Two of one size that differ in two words are not the same."""
+    this, other = Words(["<s>", "a", "b"]), Words(["<s>", "b", "a"])
+    check_same_tokenizer(this, Words(this.words))
+    assert this.vocab_size == other.vocab_size
+    with pytest.raises(sd.TokenizerMismatchError, match="'a' has id 1 there and 2 here"):
+        check_same_tokenizer(this, other)
+    target = model()
+    drafter = sd.ModelDrafter(target, other)
+    with pytest.raises(sd.TokenizerMismatchError):
+        ours(target, drafter, tokenizer=this)
+
+
+def test_row_16_max_kv_size_and_progress_are_honoured() -> None:
+    """With a draft model too."""
+    target = model()
+    assert not hasattr(target, "make_cache")
+    calls: list[tuple[int, int]] = []
+    text = ours(
+        target,
+        sd.ModelDrafter(target),
+        max_tokens=30,
+        max_kv_size=16,
+        prompt_progress_callback=lambda done, total: calls.append((done, total)),
+    )
+    assert text == plain(target, num_tokens=30, max_kv_size=16)
+    assert text != plain(target, num_tokens=30)
+    assert calls[0] == (0, len(PROMPT))
+    assert calls[-1] == (len(PROMPT), len(PROMPT))
+    taken = inspect.signature(speculative_generate_step).parameters
+    stock_fails(16, not {"max_kv_size", "prompt_progress_callback"} <= taken.keys())
