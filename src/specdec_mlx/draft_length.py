@@ -8,7 +8,7 @@ from typing import Protocol
 
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.tuning import AcceptanceHistory, Tuning
+from specdec_mlx.tuning import AcceptanceHistory, Learned, Tuning
 from specdec_mlx.types import Draft, RoundRecord
 
 DEFAULT_LENGTH = 4
@@ -106,17 +106,22 @@ class Auto:
 
     tuning: Tuning = field(default_factory=Tuning)
     drafter: str = "drafter"
+    learned: Learned = field(init=False)
     _open: _OpenDraft | None = None
     _rounds_parked: int = 0
     _tokens: float = 0.0
     _cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Look up what was learned with this kind of drafter."""
+        self.learned = self.tuning.of(self.drafter)
 
     def limit(self, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
         if cheap:
             return LENGTHS[-1]
         best = self._best([0] * LENGTHS[-1])
-        if best == 0 and self._rounds_parked * PROBE_SHARE >= self.tuning.costs.ratio(1) - 1:
+        if best == 0 and self._rounds_parked * PROBE_SHARE >= self.learned.costs.ratio(1) - 1:
             return 1
         return best
 
@@ -133,12 +138,12 @@ class Auto:
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""
-        costs = self.tuning.costs
+        costs = self.learned.costs
         costs.observe(round_.drafted, round_.seconds, overlapped=round_.overlapped)
         self._tokens = RATE_MEMORY * self._tokens + round_.emitted
         self._cost = RATE_MEMORY * self._cost + costs.ratio(round_.drafted)
         self._rounds_parked = 0 if round_.drafted else self._rounds_parked + 1
-        history = self.tuning.history(self.drafter)
+        history = self.learned.acceptance
         if self._open is not None and self._open.tokens:
             if self._open.score(round_.tokens, history):
                 self._open = None
@@ -154,7 +159,7 @@ class Auto:
 
     def _best(self, evidence: Sequence[int]) -> int:
         """Length of the largest value; 0 if none is worth more than plain decoding."""
-        history, costs = self.tuning.history(self.drafter), self.tuning.costs
+        history, costs = self.learned.acceptance, self.learned.costs
         rate, longest = self.rate, costs.longest_to_try()
         best, best_value = 0, 1.0 - rate
         reach, expected = 1.0, 1.0

@@ -33,7 +33,7 @@ class RoundCosts:
     lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them
     best, starting from a prior.
 
-    step, slope: the prior line; see `prior_costs`.
+    step, slope: the prior line; see `Tuning.for_model`.
     """
 
     step: float = 0.05
@@ -148,19 +148,62 @@ class AcceptanceHistory:
 
 
 @dataclass
+class Learned:
+    """What was learned about one kind of drafter on one model."""
+
+    costs: RoundCosts = field(default_factory=RoundCosts)
+    acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {
+            "plain": list(self.costs.plain),
+            "ratios": {str(length): list(r) for length, r in self.costs.ratios.items()},
+            "acceptance": {f"{k},{p}": counts for (k, p), counts in self.acceptance.cells.items()},
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `as_dict` gave."""
+        self.costs.plain.extend(float(seconds) for seconds in saved["plain"])
+        for length, ratios in saved["ratios"].items():
+            self.costs.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
+        for cell, counts in saved["acceptance"].items():
+            kind, position = cell.split(",")
+            self.acceptance.cells[int(kind), int(position)] = [float(x) for x in counts]
+
+
+@dataclass
 class Tuning:
     """What was learned about one loaded model, for `draft_length="auto"`.
 
-    costs: price of rounds. acceptance: a history for each drafter, by its kind. Pass the same
-    object to several generations to go on learning; `save` and `load` keep it as JSON.
+    step, slope: the prior line of `RoundCosts`. drafters: kind of drafter -> what was learned with
+    it. Pass the same object to several generations to go on learning; `save` and `load` keep it
+    as JSON.
     """
 
-    costs: RoundCosts = field(default_factory=RoundCosts)
-    acceptance: dict[str, AcceptanceHistory] = field(default_factory=dict)
+    step: float = 0.05
+    slope: float = 0.05
+    drafters: dict[str, Learned] = field(default_factory=dict)
 
-    def history(self, drafter: str) -> AcceptanceHistory:
-        """The history of a kind of drafter."""
-        return self.acceptance.setdefault(drafter, AcceptanceHistory())
+    @classmethod
+    def for_model(cls, model: nn.Module) -> Tuning:
+        """Nothing learned yet, with a prior for the kind of model.
+
+        A pass over m rows costs little more than one row as long as reading the weights limits it.
+        From users' reports on Apple GPUs: bfloat16 is nearly flat, 4-bit weights cost about 0.24
+        of a plain step for each further row, and mixtures of experts pay for more experts with
+        every row.
+        """
+        layers = model.modules()
+        quantized = any(hasattr(layer, "bits") for layer in layers)
+        experts = any("Switch" in type(layer).__name__ for layer in layers)
+        return cls(slope=0.05 + 0.15 * quantized + 0.2 * experts)
+
+    def of(self, drafter: str) -> Learned:
+        """What was learned with a kind of drafter."""
+        if drafter not in self.drafters:
+            self.drafters[drafter] = Learned(RoundCosts(self.step, self.slope))
+        return self.drafters[drafter]
 
     def save(self, path: Path | str) -> None:
         """Write as JSON; the file appears whole or not at all."""
@@ -172,55 +215,24 @@ class Tuning:
 
     def as_dict(self) -> dict[str, Any]:
         """All that was learned, ready for JSON."""
-        costs = self.costs
         return {
-            "costs": {
-                "step": costs.step,
-                "slope": costs.slope,
-                "plain": list(costs.plain),
-                "ratios": {str(k): list(v) for k, v in costs.ratios.items()},
-            },
-            "acceptance": {
-                name: {f"{kind},{position}": counts for (kind, position), counts in h.cells.items()}
-                for name, h in self.acceptance.items()
-            },
+            "step": self.step,
+            "slope": self.slope,
+            "drafters": {name: learned.as_dict() for name, learned in self.drafters.items()},
         }
 
     @classmethod
     def load(cls, path: Path | str) -> Tuning:
         """Read what `save` wrote. Raises ValueError for another kind of file."""
         try:
-            return cls.from_dict(json.loads(Path(path).read_text()))
-        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} is not a saved Tuning: {error!r}. Delete it.") from error
-
-    @classmethod
-    def from_dict(cls, saved: dict[str, Any]) -> Tuning:
-        """The inverse of `as_dict`."""
-        costs = RoundCosts(saved["costs"]["step"], saved["costs"]["slope"])
-        costs.plain.extend(saved["costs"]["plain"])
-        for length, ratios in saved["costs"]["ratios"].items():
-            costs.ratios[int(length)] = deque(ratios, maxlen=NUM_SAMPLES)
-        tuning = cls(costs)
-        for name, cells in saved["acceptance"].items():
-            for key, counts in cells.items():
-                kind, position = key.split(",")
-                tuning.history(name).cells[int(kind), int(position)] = [float(x) for x in counts]
+            saved = json.loads(Path(path).read_text())
+            tuning = cls(float(saved["step"]), float(saved["slope"]))
+            for name, learned in saved["drafters"].items():
+                tuning.of(name).restore(learned)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise ValueError(f"{path} is not a saved Tuning ({error!r}). Delete it.") from error
         return tuning
 
 
-def prior_costs(model: nn.Module) -> RoundCosts:
-    """What rounds cost before any was measured, by the kind of model.
-
-    A pass over m rows costs little more than one row as long as reading the weights limits it.
-    From users' reports on Apple GPUs: bfloat16 is nearly flat, 4-bit weights cost about 0.24 of a
-    plain step for each further row, and mixtures of experts pay for more experts with every row.
-    """
-    layers = model.modules()
-    quantized = any(hasattr(layer, "bits") for layer in layers)
-    experts = any("Switch" in type(layer).__name__ for layer in layers)
-    return RoundCosts(slope=0.05 + 0.15 * quantized + 0.2 * experts)
-
-
-tuning_for = PerModel(lambda model: Tuning(prior_costs(model)))
+tuning_for = PerModel(Tuning.for_model)
 """The tuning that is kept with a loaded model for as long as the model lives."""

@@ -338,7 +338,7 @@ class Verifier:
     @staticmethod
     def _bad_law(draft: Draft, drafted: mx.array) -> mx.array:
         """1 + index of the first draft token whose law is none, 0 if all are laws."""
-        if draft.logprobs is None:
+        if draft.logprobs is None or not len(draft):
             return mx.array(0)
         mass = mx.sum(mx.exp(draft.logprobs), axis=-1)
         own = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)[:, 0]

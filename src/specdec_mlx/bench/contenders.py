@@ -17,7 +17,7 @@ from specdec_mlx.drafters.registry import make_drafter, parse_options
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats import SpeculationStats
-from specdec_mlx.tuning import Tuning, prior_costs
+from specdec_mlx.tuning import Tuning
 from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"
@@ -117,7 +117,7 @@ def ours(
             sampling=Sampling(temp),
             seed=seed,
             draft_length=length,
-            tuning=tunings.setdefault(seed, Tuning(prior_costs(model))),
+            tuning=tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )
         with closing(tokens):
