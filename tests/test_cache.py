@@ -117,6 +117,17 @@ class Speculation(RuleBasedStateMachine):
         """A round, in which a share of the draft is accepted."""
         self.round(token, draft, share)
 
+    @rule(token=tokens, draft=drafts, share=shares)
+    def draft_one_by_one(self, token: int, draft: list[int], share: float) -> None:
+        """The draft model's side of a round: single tokens after the mark."""
+        self.text.append(token)
+        self.feed_pending()
+        self.tape.mark()
+        for proposed in draft:
+            self.text.append(proposed)
+            self.feed(1)
+        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
+
     @rule(token=tokens, drafts=st.tuples(drafts, drafts), share=shares, taken=shares)
     def stop_inside_a_block(
         self, token: int, drafts: tuple[list[int], list[int]], share: float, taken: float

@@ -218,13 +218,14 @@ def test_the_draft_models_caches_are_kept_in_step_for_a_second_turn() -> None:
 
 
 class _Failing:
-    """Drafts rightly, and fails in the given call."""
+    """Drafts as another drafter does, and fails in the given call."""
 
-    def __init__(self, method: str, after: int) -> None:
-        self.method, self.after = method, after
+    def __init__(self, method: str, after: int, drafter: Any = None) -> None:
+        self.method, self.after, self.drafter = method, after, drafter or oracle()
 
     def begin(self, prompt: Sequence[int], context: Any) -> Any:
-        session = oracle().begin(prompt, context)
+        session = self.drafter.begin(prompt, context)
+        session.cheap = True
         original = getattr(session, self.method)
         left = iter(range(self.after))
 
@@ -256,6 +257,23 @@ def test_an_exception_in_a_drafter_leaves_the_caches_usable(method: str) -> None
     assert tokens == plain(num_tokens=30)[: len(tokens)]
     again = emitted(None, [9], prompt_cache=caches)
     assert again == plain([*PROMPT, *tokens, 9])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "mamba2", "gemma3_text", "llama4"])
+def test_an_exception_in_the_plain_gear_leaves_the_caches_usable(name: str) -> None:
+    """The token that was read is handed out first, so that nothing has to be taken back."""
+    model, prompt = target(name), [*PROMPT, *PROMPT, *PROMPT]
+    caches = make_prompt_cache(model)
+    nothing = scripted.ScriptedDrafter(lambda n, k: [])
+    tokens = []
+    with pytest.raises(RuntimeError, match="drafter broke"):
+        for item in sd.speculate(
+            model, prompt, _Failing("observe", 4, nothing), prompt_cache=caches, draft_length=4
+        ):
+            tokens.append(item.token)
+    assert tokens == plain(prompt, model=model)[: len(tokens)]
+    again = emitted(None, [9], model=model, prompt_cache=caches)
+    assert again == plain([*prompt, *tokens, 9], model=model)
 
 
 def test_an_interrupted_prefill_leaves_the_caches_as_before() -> None:

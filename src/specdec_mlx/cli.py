@@ -9,15 +9,22 @@ from collections.abc import Sequence
 import specdec_mlx
 from specdec_mlx.drafters.registry import drafter_names
 
+MLX_LM_COMMANDS = {
+    "generate": "mlx-lm's generate command, with drafters",
+    "chat": "mlx-lm's chat command, with drafters",
+    "server": "mlx-lm's OpenAI-compatible server, with drafters",
+    "benchmark": "mlx-lm's benchmark command, with drafters",
+}
+"""Run with all of mlx-lm's own flags, and ours beside them."""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["generate"]:
-        from specdec_mlx.mlx_lm_plugin import run_generate
+    if arguments and arguments[0] in MLX_LM_COMMANDS:
+        from specdec_mlx.mlx_lm_plugin import run_command
 
-        run_generate(arguments[1:])
-        return 0
+        return run_command(arguments[0], arguments[1:])
     args = make_parser().parse_args(arguments)
     try:
         return int(args.run(args))
@@ -33,9 +40,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    commands.add_parser(
-        "generate", help="mlx-lm's generate command, with --drafter", add_help=False
-    )
+    for name, text in MLX_LM_COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
     _add_demo(commands)
     _add_bench(commands)
     _add_replay(commands)

@@ -107,6 +107,7 @@ class Auto:
     tuning: Tuning = field(default_factory=Tuning)
     drafter: str = "drafter"
     learned: Learned = field(init=False)
+    _is_cheap: bool = False
     _open: _OpenDraft | None = None
     _rounds_parked: int = 0
     _tokens: float = 0.0
@@ -118,6 +119,7 @@ class Auto:
 
     def limit(self, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
+        self._is_cheap = cheap
         if cheap:
             return LENGTHS[-1]
         best = self._best([0] * LENGTHS[-1])
@@ -129,10 +131,11 @@ class Auto:
         """The length that pays best for this draft."""
         if not len(draft):
             return 0
-        evidence = list(draft.evidence or [0] * len(draft))
-        kept = self._best(evidence) if draft.evidence is not None else len(draft)
+        evidence = [0] * len(draft) if draft.evidence is None else list(draft.evidence)
+        is_judged = self._is_cheap or draft.evidence is not None  # else `limit` chose the length
+        kept = self._best(evidence) if is_judged else len(draft)
         if kept or self._open is None:
-            tokens = [] if draft.evidence is None else to_list(draft.tokens)
+            tokens = to_list(draft.tokens) if is_judged else []
             self._open = _OpenDraft(tokens, evidence)
         return kept
 

@@ -212,11 +212,16 @@ class Generation:
             while current is not None:
                 following = self.run_ahead(current.block)
                 origins = self.read(current, is_ahead=following is not None)
-                if following is None:
-                    following = self.launch_with_draft()
+                failure: Exception | None = None
+                try:
+                    following = self.follow_up(following)
+                except Exception as error:  # of the drafter; what was read is handed out first
+                    failure = error
                 spent = time.perf_counter() - resumed - self.waited
                 self.stats.other_seconds += spent - (following.seconds if following else 0.0)
                 yield from self.hand_out(origins, current.block.logprobs)
+                if failure is not None:
+                    raise failure
                 resumed = time.perf_counter()
                 if following is not None and not len(following.block.draft):
                     self.tape.forget()
@@ -288,7 +293,7 @@ class Generation:
         return max(0, limit)
 
     def read(self, launched: _UnderWay, *, is_ahead: bool) -> list[Origin]:
-        """Wait for a pass; roll the caches back, tell the drafter, and count.
+        """Wait for a pass, roll the caches back, and count.
 
         Adds the round's tokens to the text, cut at max_tokens, and says where each came from.
         """
@@ -309,8 +314,6 @@ class Generation:
             self.tape.rewind_to(len(self.text) - 1)
         if not is_ahead:
             self.verifier.observe(tokens)
-        if self.session is not None:
-            self.session.observe(tokens)
         record = RoundRecord(
             drafted=len(block.draft),
             accepted=num_accepted,
@@ -325,17 +328,21 @@ class Generation:
         self.last_read_at = now
         self.length.record(record)
         self.stats.record(record)
-        if is_ahead:
-            self.look_for_draft()
         return origins[: len(tokens)]
 
-    def look_for_draft(self) -> None:
-        """Leave the plain gear when there is something to draft again.
+    def follow_up(self, ahead: _UnderWay | None) -> _UnderWay | None:
+        """Tell the drafter what was read, and start the next pass if none is under way.
 
-        A pass is already under way then; the draft itself is made when its token is known.
+        If one is, look whether there is something to draft again, and leave the plain gear then:
+        the draft itself is made when that pass's token is known.
         """
+        if self.session is not None:
+            self.session.observe(self.text[self.prompt_length + self.num_handed_out :])
+        if ahead is None:
+            return self.launch_with_draft()
         if self.session is not None and self.draft_limit() > 0:
             self.plain_gear = self.is_cheap and len(self.propose()) == 0
+        return ahead
 
     @property
     def is_cheap(self) -> bool:

@@ -25,11 +25,11 @@ WIDTHS = (2, 5, 9)
 CONTEXT = 12
 STEP = 2048
 
-ROUNDING = {mx.float32: 1e-3, mx.bfloat16: 5e-2, mx.float16: 2e-2}
+ROUNDING = {mx.float32: 1e-3, mx.bfloat16: 0.25, mx.float16: 0.05}
 """Difference that rounding explains, relative to the spread of the logits; a wrong mask is above.
 
-Measured on 126 tiny architectures in float32, the exact ones stay below 1e-4 and the others are
-above 0.1; 16-bit kernels differ by a few units in the last place, amplified by the layers.
+Measured on 123 tiny architectures: in float32 the exact ones stay below 1e-4 and the others reach
+0.7 and 1.6; in bfloat16 the roughest of the exact ones, plamo2, reaches 0.15.
 """
 
 
