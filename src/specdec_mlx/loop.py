@@ -24,7 +24,6 @@ from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.acceptance import COUPLED
 from specdec_mlx.cache import Rollback
 from specdec_mlx.draft_length import DraftLength, make_draft_length
 from specdec_mlx.errors import CacheRollbackError, PromptError
@@ -42,7 +41,7 @@ from specdec_mlx.types import (
     Origin,
     RoundRecord,
 )
-from specdec_mlx.verifier import Block, Verifier, is_pure
+from specdec_mlx.verifier import Block, Verifier
 
 
 @dataclass(frozen=True)
@@ -98,13 +97,12 @@ def speculate(
     greedy if None; any mlx-lm sampler will do. seed: makes the draws reproducible; None takes one
     from MLX's global random state. rule: acceptance rule; "auto" takes match for greedy decoding,
     opaque samplers and point-mass drafts, and rejection for drafts drawn at random; "coupled" gives
-    one text for a seed, with any drafter and draft length. draft_length:
-    most tokens to draft a round, K; "auto" takes what pays, 0 included, from measured cost and
-    acceptance; "heuristic" follows the last verdict. tuning: what "auto" has learned and goes on
-    learning; None takes the one that is kept with the loaded model. tokenizer: the target's, for
-    drafters that want to compare it. probe: measure once, for each loaded model, whether passes
-    over several positions are exact, and do not draft where they are not. The rest is as in
-    mlx-lm's `generate_step`.
+    one text for a seed, with any drafter and draft length. draft_length: most tokens to draft a
+    round, K; "auto" takes what pays, 0 included, from measured cost and acceptance; "heuristic"
+    follows the last verdict. tuning: what "auto" has learned and goes on learning; None takes the
+    one that is kept with the loaded model. tokenizer: the target's, for drafters that compare it.
+    probe: measure once, for each loaded model, whether passes over several positions are exact,
+    and do not draft where they are not. The rest is as in mlx-lm's `generate_step`.
 
     prompt_cache may hold the target's caches alone or, as mlx-lm lays them out, the target's and
     then a draft model's. However the generation ends (length, close, an exception), the caches
@@ -116,27 +114,17 @@ def speculate(
     if max_tokens < -1:
         raise ValueError(f"max_tokens={max_tokens}: expected an int >= 0, or -1 for no limit.")
     caches, draft_cache = _split_cache(model, prompt_cache, max_kv_size)
-    noise = Noise.from_global_state() if seed is None else Noise(seed)
     verifier = Verifier(
         model,
         Rollback(caches),
         sampler=Sampling() if sampling is None else sampling,
         processors=logits_processors or (),
         rule=rule,
-        noise=noise,
+        noise=Noise.from_global_state() if seed is None else Noise(seed),
         kv_bits=kv_bits,
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
         probe=probe and drafter is not None,
-    )
-    context = DraftContext(
-        sampling=verifier.sampling,
-        noise=noise,
-        coupled=rule == COUPLED,
-        logits_processors=[f for f in verifier.processors if is_pure(f)],
-        tokenizer=tokenizer,
-        draft_cache=draft_cache,
-        prefill_step_size=prefill_step_size,
     )
     generation = Generation(
         verifier=verifier,
@@ -149,7 +137,9 @@ def speculate(
         stream=stream,
         callers_cache=prompt_cache,
     )
-    return generation.run(drafter, context)
+    return generation.run(
+        drafter, verifier.draft_context(tokenizer, draft_cache, prefill_step_size)
+    )
 
 
 @dataclass

@@ -26,7 +26,7 @@ from specdec_mlx.noise import Noise
 from specdec_mlx.probe import is_exact
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import Draft, LogitsProcessor, Verdict
+from specdec_mlx.types import Draft, DraftContext, LogitsProcessor, Verdict
 
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
@@ -168,6 +168,20 @@ class Verifier:
     def sampling(self) -> Sampling | None:
         """The law of the next token, None if only a sampler is known."""
         return self.sampler if isinstance(self.sampler, Sampling) else None
+
+    def draft_context(
+        self, tokenizer: Any, draft_cache: list[Any] | None, prefill_step_size: int
+    ) -> DraftContext:
+        """What a drafter may know of this target; V is filled in once it is known."""
+        return DraftContext(
+            sampling=self.sampling,
+            noise=self.noise,
+            coupled=self.rule == COUPLED,
+            logits_processors=[f for f in self.processors if is_pure(f)],
+            tokenizer=tokenizer,
+            draft_cache=draft_cache,
+            prefill_step_size=prefill_step_size,
+        )
 
     def widest_pass(self) -> int | None:
         """Most positions that the next pass may have; None for any number.
