@@ -23,46 +23,79 @@ from specdec_mlx.per_model import PerModel
 NUM_SAMPLES = 7
 """Rounds that a median is taken over: other programs use the machine too."""
 
+AFTERMATH_SAMPLES = 20
+"""Drafting rounds over which the cost of the round after is averaged."""
+
+FADE_AFTER = 256
+"""Plain rounds in a row after which what was measured fades: trying again costs 1 in hundreds."""
+
+FADE = 0.25
+"""Share of the way back to the prior that it fades."""
+
 
 @dataclass
 class RoundCosts:
     """Seconds of a round that drafts K tokens, relative to a plain one.
 
     Everything between two readings of a result counts: drafting, the pass, replays of recurrent
-    caches, and the overlap that the plain gear has and a speculative round has not. Measured
-    lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them
-    best, starting from a prior.
+    caches, and the overlap that the plain gear has and a speculative round has not, nor the plain
+    round that comes after one. Measured lengths speak for themselves; the others lie on the line
+    1 + step + slope K that fits them best, starting from a prior. While nothing is drafted, what
+    was measured fades, so that one bad moment of the machine does not count for ever.
 
-    step, slope: the prior line; see `Tuning.for_model`.
+    step, slope: the prior line; see `Tuning.for_model`. plain: seconds of plain rounds. ratios: K
+    -> rounds that drafted K, over plain ones. aftermath: what the round after each of those cost
+    more than a plain one, 0 if it drafted again.
     """
 
     step: float = 0.05
     slope: float = 0.05
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
+    aftermath: deque[float] = field(default_factory=lambda: deque(maxlen=AFTERMATH_SAMPLES))
     _line: tuple[float, float] | None = None
+    _drafted_before: bool = False
+    _idle: int = 0
 
     def observe(self, num_drafted: int, seconds: float, *, overlapped: bool) -> None:
         """Learn from a round; a plain one counts only if it ran in the plain gear."""
         if seconds <= 0:
             return
-        if num_drafted == 0:
-            if overlapped:
-                self.plain.append(seconds)
-        elif self.plain:
-            ratio = seconds / statistics.median(self.plain)
-            self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES)).append(ratio)
-            self._line = None
+        if self.plain:
+            relative = seconds / statistics.median(self.plain)
+            if self._drafted_before and not overlapped:
+                self.aftermath.append(0.0 if num_drafted else relative - 1.0)
+            if num_drafted:
+                self._samples(num_drafted).append(relative)
+                self._line = None
+        if overlapped:
+            self.plain.append(seconds)
+        self._drafted_before = num_drafted > 0
+        self._idle = 0 if num_drafted else self._idle + 1
+        if self._idle == FADE_AFTER:
+            self._fade()
 
     def ratio(self, num_drafted: int) -> float:
         """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
         if num_drafted == 0:
             return 1.0
-        samples = self.ratios.get(num_drafted)
-        if samples:
-            return max(1.0, _typical(samples))
+        after = max(0.0, statistics.fmean(self.aftermath)) if self.aftermath else 0.0
+        if samples := self.ratios.get(num_drafted):
+            return max(1.0, _typical(samples) + after)
         step, slope = self.line()
-        return max(1.0, 1.0 + step + slope * num_drafted)
+        return max(1.0, 1.0 + step + slope * num_drafted + after)
+
+    def _samples(self, num_drafted: int) -> deque[float]:
+        return self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
+
+    def _fade(self) -> None:
+        """Move what was measured some way back to the prior line, where that is cheaper."""
+        for length, samples in self.ratios.items():
+            prior = 1.0 + self.step + self.slope * length
+            for i, ratio in enumerate(samples):
+                samples[i] = min(ratio, ratio + FADE * (prior - ratio))
+        self._line = None
+        self._idle = 0
 
     def longest_to_try(self) -> float:
         """Twice the longest length measured, so that a prior that is wrong costs little.
