@@ -19,8 +19,13 @@ import mlx.nn as nn
 import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step, speculative_generate_step
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
-from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
+from mlx_lm.models.cache import (
+    KVCache,
+    QuantizedKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import scripted
@@ -47,13 +52,18 @@ def stock_fails(row: int, failed: bool) -> None:
         )
 
 
-def raises(call: Callable[[], Any]) -> bool:
-    """Whether the call ends in an error."""
+def error_of(call: Callable[[], Any]) -> str | None:
+    """What the call raises, in words; None if it raises nothing."""
     try:
         call()
-    except Exception:
-        return True
-    return False
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def raises(call: Callable[[], Any]) -> bool:
+    """Whether the call ends in an error."""
+    return error_of(call) is not None
 
 
 @cache
@@ -130,7 +140,7 @@ def test_row_3_no_limit_is_no_error() -> None:
 def penalty() -> dict[str, Any]:
     return {
         "logits_processors": make_logits_processors(
-            repetition_penalty=1.8, repetition_context_size=12
+            repetition_penalty=1.8, repetition_context_size=100
         )
     }
 
@@ -202,10 +212,8 @@ def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: st
 
 def test_row_8_the_callers_caches_are_the_quantized_ones() -> None:
     """With kv_bits the caller's list ends with what was generated with."""
-    target = model()
+    target = tiny.build("qwen2", hidden_size=128)  # heads of 32
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
-    if target.layers[0].self_attn.k_proj.weight.shape[0] % 32:
-        options["kv_group_size"] = 32
 
     def caches() -> list[Any]:
         return make_prompt_cache(target) + make_prompt_cache(target)
@@ -257,10 +265,11 @@ def test_row_9_the_second_turn_is_that_of_a_fresh_run() -> None:
     assert ours(target, None, [9, 8], prompt_cache=caches, max_tokens=20) == expected
 
 
-class Interrupted:
+class Interrupted(nn.Module):
     """A draft model that is interrupted in its n-th pass after the prompt."""
 
     def __init__(self, inner: Any, after: int) -> None:
+        super().__init__()
         self.inner, self.left = inner, after
         self.layers = inner.layers
         self.make_cache = inner.make_cache
@@ -291,9 +300,7 @@ def test_row_11_an_interrupt_while_drafting_leaves_the_cache_in_order() -> None:
     for after in range(3, 20, 3):
         mine, theirs = make_prompt_cache(target), make_prompt_cache(target)
         drafter = sd.ModelDrafter(interrupted(after))
-        emitted = run(
-            sd.speculate(target, PROMPT, drafter, prompt_cache=mine, draft_length=4)
-        )
+        emitted = run(sd.speculate(target, PROMPT, drafter, prompt_cache=mine, draft_length=4))
         assert {c.offset for c in mine} == {len(PROMPT) + emitted}
         text = plain(target)[:emitted]
         again = ours(target, None, [9], prompt_cache=mine, max_tokens=8)
@@ -310,19 +317,20 @@ def test_row_11_an_interrupt_while_drafting_leaves_the_cache_in_order() -> None:
     stock_fails(11, any(negative))
 
 
-class TwoChoices:
-    """A model whose every position gives 0.6 to token 1 and 0.4 to token 2."""
+class Unmoved(nn.Module):
+    """A model that gives the same law [4] at every position."""
 
-    def __init__(self) -> None:
+    def __init__(self, law: Sequence[float]) -> None:
+        super().__init__()
         self.layers = [None]
+        self.logits = mx.log(mx.array(law))
 
     def make_cache(self) -> list[Any]:
         return [scripted._Position()]
 
     def __call__(self, ids: mx.array, cache: Any) -> mx.array:
         cache[0].offset += ids.shape[1]
-        law = mx.array([1e-9, 0.6, 0.4, 1e-9])
-        return mx.broadcast_to(mx.log(law), (1, ids.shape[1], 4))
+        return mx.broadcast_to(self.logits, (1, ids.shape[1], 4))
 
 
 def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
@@ -337,14 +345,14 @@ def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
         runs = [len(list(group)) for token, group in groupby(text) if token == 1]
         return runs[:-1]  # the last may have been cut by max_tokens
 
-    target = TwoChoices()
+    target, draft = Unmoved([1e-9, 0.6, 0.4, 1e-9]), Unmoved([1e-9, 1.0, 1e-9, 1e-9])
     always_1 = scripted.ScriptedDrafter(lambda start, limit: [1] * limit)
     text = ours(target, always_1, [1], sampling=law, seed=1, max_tokens=400, probe=False)
     assert set(text) == {1, 2}
     assert abs(text.count(1) - 200) < 60  # six standard deviations
     assert any(run % 5 for run in runs_of_1(text))
     mx.random.seed(1)
-    theirs = stock(target, target, [1], sampler=lambda x: sampler(x), max_tokens=400)
+    theirs = stock(target, draft, [1], sampler=sampler, max_tokens=400)
     stock_fails(12, all(run % 5 == 0 for run in runs_of_1(theirs)) and 1 in theirs)
 
 
@@ -365,9 +373,8 @@ def test_row_14_an_empty_prompt_is_refused_in_words() -> None:
     target = model()
     with pytest.raises(sd.PromptError, match="prompt is empty"):
         ours(target, sd.ModelDrafter(target), [])
-    with pytest.raises(ValueError) as caught:
-        stock(target, target, [])
-    stock_fails(14, "prompt" not in str(caught.value).lower())
+    error = error_of(lambda: stock(target, target, []))
+    stock_fails(14, error is not None and "prompt" not in error.lower())
 
 
 class Words:

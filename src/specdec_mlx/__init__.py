@@ -1,6 +1,7 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
 from specdec_mlx.draft_length import DraftLength as DraftLength
+from specdec_mlx.drafters.first_of import FirstOf as FirstOf
 from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
@@ -18,6 +19,11 @@ from specdec_mlx.generate import generate as generate
 from specdec_mlx.generate import stream_generate as stream_generate
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate as speculate
+from specdec_mlx.mlx_lm_plugin import MlxLmVersionError as MlxLmVersionError
+from specdec_mlx.mlx_lm_plugin import Speculation as Speculation
+from specdec_mlx.mlx_lm_plugin import install as install
+from specdec_mlx.mlx_lm_plugin import installed as installed
+from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
 from specdec_mlx.probe import ProbeReport as ProbeReport
 from specdec_mlx.probe import probe as probe
 from specdec_mlx.sampling import Sampling as Sampling

@@ -232,6 +232,7 @@ class Generation:
                 mx.clear_cache()
             self.on_progress(self.tape.position, self.prompt_length)
         self.check_ids()
+        self.verifier.widest_pass()  # a model's first time is probed here, and not in a round
         self.tape.forget()
         self.is_prefilled = True
         self.verifier.observe(self.text)

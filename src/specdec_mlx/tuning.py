@@ -64,9 +64,10 @@ class RoundCosts:
         if self.plain:
             relative = seconds / statistics.median(self.plain)
             if self._drafted_before and not overlapped:
-                self.aftermath.append(0.0 if num_drafted else relative - 1.0)
+                self.aftermath.append(0.0 if num_drafted else min(relative - 1.0, 1.0))
             if num_drafted:
-                self._samples(num_drafted).append(relative)
+                # It brings K + 1 tokens at most, so that anything dearer is as good as K + 2.
+                self._samples(num_drafted).append(min(relative, num_drafted + 2.0))
                 self._line = None
         if overlapped:
             self.plain.append(seconds)
@@ -80,13 +81,10 @@ class RoundCosts:
         if num_drafted == 0:
             return 1.0
         after = max(0.0, statistics.fmean(self.aftermath)) if self.aftermath else 0.0
-        if samples := self.ratios.get(num_drafted):
+        if samples := self._measured().get(num_drafted):
             return max(1.0, _typical(samples) + after)
         step, slope = self.line()
         return max(1.0, 1.0 + step + slope * num_drafted + after)
-
-    def _samples(self, num_drafted: int) -> deque[float]:
-        return self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
 
     def _fade(self) -> None:
         """Move what was measured some way back to the prior line, where that is cheaper."""
@@ -94,6 +92,8 @@ class RoundCosts:
             prior = 1.0 + self.step + self.slope * length
             for i, ratio in enumerate(samples):
                 samples[i] = min(ratio, ratio + FADE * (prior - ratio))
+        for i, extra in enumerate(self.aftermath):
+            self.aftermath[i] = min(extra, (1 - FADE) * extra)
         self._line = None
         self._idle = 0
 
@@ -102,19 +102,26 @@ class RoundCosts:
 
         1 at first, and nothing before a plain round was measured to compare with.
         """
-        return 2 * max(self.ratios, default=0.5) if self.plain else 0
+        return 2 * max(self._measured(), default=0.5) if self.plain else 0
 
     def line(self) -> tuple[float, float]:
         """Step and slope that fit the measured lengths best, in the least squares sense."""
         if self._line is None:
-            points = [(k, _typical(samples) - 1.0) for k, samples in self.ratios.items() if samples]
+            points = [(k, _typical(samples) - 1.0) for k, samples in self._measured().items()]
             points += [(k, self.step + self.slope * k) for k in (1, 8)] if len(points) < 2 else []
             self._line = _fit(points)
         return self._line
 
+    def _samples(self, num_drafted: int) -> deque[float]:
+        return self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
+
+    def _measured(self) -> dict[int, deque[float]]:
+        """Lengths tried twice or more: the first round at a new width may compile kernels."""
+        return {length: samples for length, samples in self.ratios.items() if len(samples) > 1}
+
 
 def _typical(samples: Sequence[float]) -> float:
-    """Median; of two the smaller, since a first round at a new width may compile kernels."""
+    """Median; of two the smaller: a round is more often disturbed than quicker than it can be."""
     return min(samples) if len(samples) == 2 else statistics.median(samples)
 
 

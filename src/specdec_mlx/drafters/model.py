@@ -12,6 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.cache import Rollback
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext
@@ -108,7 +109,14 @@ class ModelSession:
         self.feed(to_ids(self.text[start : start + size]))
 
     def feed(self, ids: mx.array) -> mx.array:
-        """One pass of the draft model; logits [S, V], as wide as the target's."""
+        """One pass of the draft model; logits [S, V], as wide as the target's.
+
+        A token that only the target has is read as another one: reading past the end of the draft
+        model's embeddings is a crash, and a draft may be as wrong as it likes.
+        """
+        width = logit_width(self.model)
+        if self.context.vocab_size is None or width < self.context.vocab_size:
+            ids = mx.minimum(ids, width - 1)
         logits = self.model(ids[None], cache=self.tape.caches)[0]
         self.tape.fed(ids.shape[0])
         return fit_width(logits, self.context.vocab_size)
@@ -120,6 +128,12 @@ class ModelSession:
             while (left := length - self.tape.position) > 0:
                 self.feed_text(min(left, self.context.prefill_step_size))
             mx.async_eval([cache.state for cache in self.tape.caches])
+
+
+logit_width = PerModel(
+    lambda model: int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
+)
+"""V of a model, from the shape of logits that are never computed."""
 
 
 def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:

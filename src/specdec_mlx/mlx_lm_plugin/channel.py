@@ -1,0 +1,121 @@
+"""The way from the generation thread to one client, across a change from speculation to a batch.
+
+mlx-lm's server puts everything that happens to a request on a queue: a context, progress, one
+response a token, and None at the end. When other requests arrive, a request that was served alone
+goes on in a batch, as a new request that begins with what was said so far. Its client must not
+notice, so its queue is wrapped in a `Channel`, which hides the seam.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from mlx_lm.server import GenerationContext
+
+
+@dataclass
+class Continuation:
+    """A request in the place of one that is half served.
+
+    prompt: the tokens of its prompt and of what was said. It has no messages and no images.
+    """
+
+    prompt: list[int]
+    messages: Sequence[Any] = ()
+    request_type: str = "text"
+
+
+@dataclass(eq=False)
+class Channel:
+    """Stands in for a client's queue.
+
+    queue: where the client reads. context: what the client holds on to, and says stop by. tokens:
+    all that was said. num_before: how many of them by those who served it before. pausing: whether
+    the end of the current service is not the end of the request. finished: whether the client was
+    told the end.
+    """
+
+    queue: Any
+    context: GenerationContext | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_before: int = 0
+    pausing: bool = False
+    finished: bool = False
+    _later: GenerationContext | None = None
+    _detokenizer: Any = None
+    _matcher: Any = None
+
+    @property
+    def alive(self) -> bool:
+        """Whether somebody waits for more."""
+        hung_up = self.context is not None and self.context._should_stop
+        return not self.finished and not hung_up
+
+    @property
+    def num_said(self) -> int:
+        """Tokens said in the current service."""
+        return len(self.tokens) - self.num_before
+
+    def resume(self, detokenizer: Any, matcher: Any) -> None:
+        """Begin to hide that the request is served by others.
+
+        detokenizer, matcher: new ones; they are told what was said so far, so that a word or a
+        stop sequence may lie across the seam.
+        """
+        self.pausing = False
+        self.num_before = len(self.tokens)
+        for token in self.tokens:
+            detokenizer.add_token(token)
+            matcher.advance(token)
+        _ = detokenizer.last_segment  # the client has it
+        self._detokenizer, self._matcher = detokenizer, matcher
+
+    def put(self, item: Any) -> None:
+        """What the server calls."""
+        if self.finished:
+            return
+        if item is None or isinstance(item, Exception):
+            if item is not None or not self.pausing:
+                self._finish(item)
+        elif isinstance(item, GenerationContext):
+            self._take_context(item)
+        elif isinstance(item, tuple):
+            if self._detokenizer is None:
+                self.queue.put(item)
+        else:
+            self._take_response(item)
+
+    def _take_context(self, context: GenerationContext) -> None:
+        """The client keeps its first context; it stops the later ones."""
+        if self.context is None:
+            self.context = context
+            self.queue.put(context)
+        else:
+            self._later = context
+
+    def _take_response(self, response: Any) -> None:
+        self.tokens.append(response.token)
+        stopped = False
+        if self._detokenizer is not None:
+            stopped = self._matcher.advance(response.token) and response.finish_reason is None
+            response = self._respoken(response, "stop" if stopped else response.finish_reason)
+        self.queue.put(response)
+        if self._later is not None and (stopped or not self.alive):
+            self._later.stop()
+        if stopped:
+            self._finish(None)
+
+    def _respoken(self, response: Any, finish_reason: str | None) -> Any:
+        """The response with the text that follows what was said before the seam."""
+        if finish_reason != "stop":
+            self._detokenizer.add_token(response.token)
+        if finish_reason is not None:
+            self._detokenizer.finalize()
+        text = self._detokenizer.last_segment
+        return replace(response, text=text, finish_reason=finish_reason)
+
+    def _finish(self, item: Exception | None) -> None:
+        self.finished = True
+        self.queue.put(item)

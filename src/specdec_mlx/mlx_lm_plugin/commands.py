@@ -1,0 +1,178 @@
+"""mlx-lm's commands with our flags: `specdec-mlx generate | chat | server | benchmark`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from specdec_mlx.errors import PromptError, TokenizerMismatchError, UnknownNameError
+from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
+from specdec_mlx.mlx_lm_plugin.flags import (
+    Flags,
+    argparse_with_flags,
+    replaced_argv,
+    replaced_names,
+)
+from specdec_mlx.mlx_lm_plugin.install import Speculation, in_force
+
+OUR_ERRORS = (PromptError, TokenizerMismatchError, UnknownNameError)
+
+
+def run_command(name: str, arguments: Sequence[str]) -> int:
+    """Run mlx-lm's command of that name, one of `COMMANDS`; returns the exit status."""
+    try:
+        check_version()
+        COMMANDS[name](arguments)
+    except (MlxLmVersionError, *OUR_ERRORS) as error:
+        print(f"specdec-mlx: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+class Command:
+    """A command of mlx-lm that generates with one drafter from beginning to end.
+
+    name: of the command and its module. Attributes are known once the arguments were parsed.
+    """
+
+    def __init__(self, name: str) -> None:
+        """Nothing is parsed yet."""
+        self.name = name
+        self.module = importlib.import_module(f"mlx_lm.{name}")
+        self.flags = Flags()
+        self.arguments = argparse.Namespace()
+        self.speculation = Speculation(None)
+
+    def run(self, arguments: Sequence[str]) -> None:
+        """Let mlx-lm's `main` run with our parser, and its calls speculate."""
+        with ExitStack() as stack:
+
+            def on_flags(
+                parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
+            ) -> None:
+                self.flags, self.arguments = flags, namespace
+                self.check()
+                self.speculation.drafter = flags.drafter()
+                self.speculation.draft_length = flags.draft_length
+                self.speculation.rule = flags.rule
+                stack.enter_context(in_force(self.speculation))
+
+            names = {"argparse": argparse_with_flags(on_flags), **self.names()}
+            stack.enter_context(replaced_names(self.module, names))
+            stack.enter_context(replaced_argv([f"specdec-mlx {self.name}", *arguments]))
+            self.module.main()
+        self.close()
+
+    def names(self) -> dict[str, Any]:
+        """What else to replace in the command's module: `load`, to learn the tokenizer."""
+        return {"load": self._noting_tokenizer(self.module.load)}
+
+    def check(self) -> None:
+        """Raise ValueError for arguments that do not go together."""
+
+    def close(self) -> None:
+        """Print what is to be printed at the end."""
+
+    def _noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
+        """`load`, which also lets drafters compare their tokenizer with the target's."""
+
+        def loading(*args: Any, **kwargs: Any) -> Any:
+            loaded = load(*args, **kwargs)
+            self.speculation.tokenizer = loaded[1]
+            return loaded
+
+        return loading
+
+
+class Generate(Command):
+    """`generate`: mlx-lm's closing lines, and ours below them."""
+
+    def close(self) -> None:
+        """A line on what the speculation brought; the whole account with --stats."""
+        verbose = self.arguments.verbose
+        if verbose:
+            print(closing_line(self.speculation))
+        if self.flags.stats:
+            print_account(self.speculation, sys.stdout if verbose else sys.stderr)
+
+
+class Chat(Command):
+    """`chat`: with --stats a line after each turn."""
+
+    def names(self) -> dict[str, Any]:
+        """Also the user interface, which knows when a turn ends."""
+        command = self
+        interface: Any = self.module.ChatUI
+
+        class ChatUI(interface):  # type: ignore[misc]
+            def end_turn(self, response: Any) -> None:
+                super().end_turn(response)
+                if command.flags.stats:
+                    print(f"  {closing_line(command.speculation)}", flush=True)
+
+        return {**super().names(), "ChatUI": ChatUI}
+
+
+class Benchmark(Command):
+    """`benchmark`: mlx-lm's speeds, with speculation."""
+
+    def check(self) -> None:
+        """Refuse a batch: mlx-lm's batched loop has no place for a drafter."""
+        if self.arguments.batch_size != 1 and self.flags.asked:
+            raise ValueError(
+                "--batch-size: mlx-lm does not speculate in batches. Leave the drafter flags out, "
+                "or use --batch-size 1."
+            )
+
+    def close(self) -> None:
+        """The account of the last trial with --stats."""
+        if self.flags.stats:
+            print(f"Last trial. {closing_line(self.speculation)}")
+            print_account(self.speculation, sys.stdout)
+
+
+def closing_line(speculation: Speculation) -> str:
+    """Tokens per pass, accepted of drafted, and the time against the plain pace where known."""
+    stats = speculation.stats
+    if speculation.drafter is None or stats is None:
+        return "Speculation: none"
+    line = (
+        f"Speculation: {stats.tokens_per_pass:.2f} tokens per pass, "
+        f"accepted {stats.accepted} of {stats.drafted} drafted"
+    )
+    seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
+    if speculation.plain_seconds is None or seconds <= 0:
+        return line
+    pace = speculation.plain_seconds * stats.emitted / seconds
+    return f"{line}, {pace:.2f} times the plain pace"
+
+
+def print_account(speculation: Speculation, file: Any) -> None:
+    """The whole account of the latest generation."""
+    stats = speculation.stats
+    if stats is None:
+        return
+    print(stats, file=file)
+    rounds = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accept_histogram))
+    print(f"Rounds by accepted tokens: {rounds}", file=file)
+    rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position)
+    print(f"Acceptance by position: {rates or 'nothing drafted'}", file=file)
+
+
+def _run_server(arguments: Sequence[str]) -> None:
+    from specdec_mlx.mlx_lm_plugin.server import run_server
+
+    run_server(arguments)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
+    "generate": lambda arguments: Generate("generate").run(arguments),
+    "chat": lambda arguments: Chat("chat").run(arguments),
+    "server": _run_server,
+    "benchmark": lambda arguments: Benchmark("benchmark").run(arguments),
+}
+"""Commands of mlx-lm that are run with our flags."""

@@ -1,0 +1,194 @@
+"""Our flags on mlx-lm's own parsers.
+
+Every command of mlx-lm makes an `argparse.ArgumentParser` and calls `parse_args`. Under the name
+`argparse` its module is given a parser that adds our flags there and takes them out again, so that
+all flags of mlx-lm stay, those of later releases included, and its `main` sees none of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+from mlx_lm import load
+
+from specdec_mlx.acceptance import rule_names
+from specdec_mlx.draft_length import NAMES
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.registry import drafter_names, make_drafter
+from specdec_mlx.mlx_lm_plugin.install import DEFAULT_DRAFTER
+from specdec_mlx.types import Drafter
+
+NO_DRAFTER = "none"
+MODEL_DRAFTER = "model"
+
+
+@dataclass(frozen=True)
+class Flags:
+    """What our flags said.
+
+    drafters: as given, in order; empty for the default. draft_model: path or name. draft_length:
+    K, "auto" or "heuristic". stats: whether the whole account is wanted. asked: whether any flag
+    was given that asks for speculation.
+    """
+
+    drafters: Sequence[str] = ()
+    draft_model: str | None = None
+    draft_length: int | str = "auto"
+    rule: str = "auto"
+    stats: bool = False
+    asked: bool = False
+
+    @property
+    def names(self) -> list[str]:
+        """Drafters to try, in order; the draft model, if there is one, last unless it is named.
+
+        Without --drafter that is the draft model alone, or else the default.
+        """
+        given = [spec for spec in self.drafters if spec != NO_DRAFTER]
+        if not self.drafters:
+            return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
+        if self.draft_model is not None and MODEL_DRAFTER not in given:
+            given.append(MODEL_DRAFTER)
+        return given
+
+    def drafter(self) -> Drafter | None:
+        """The drafter to use, with the draft model loaded; None for plain decoding."""
+        return first_of([self.make(name) for name in self.names])
+
+    def make(self, spec: str) -> Drafter:
+        """The drafter of a name; raises UnknownNameError and ValueError."""
+        if spec != MODEL_DRAFTER:
+            return make_drafter(spec)
+        if self.draft_model is None:
+            raise ValueError("--drafter model needs a model. Name it with --draft-model.")
+        return ModelDrafter(*load(self.draft_model)[:2])
+
+
+def first_of(drafters: Sequence[Drafter]) -> Drafter | None:
+    """One drafter out of several, None out of none."""
+    if len(drafters) > 1:
+        return FirstOf(*drafters)
+    return drafters[0] if drafters else None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Our flags, but for those that the parser has already."""
+    taken = parser._option_string_actions
+    group = parser.add_argument_group("speculative decoding")
+    group.add_argument(
+        "--drafter",
+        action="append",
+        default=[],
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"Drafter: {', '.join(drafter_names())}, or {NO_DRAFTER}; given several times, the "
+        f"first that has a draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if "
+        "--draft-model is given)",
+    )
+    if "--draft-model" not in taken:
+        group.add_argument("--draft-model", default=None, help="A model to draft with.")
+    group.add_argument(
+        "--draft-length",
+        type=draft_length,
+        default=None,
+        metavar="K",
+        help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
+    )
+    group.add_argument(
+        "--rule",
+        default="auto",
+        choices=rule_names(),
+        help="Acceptance rule (default: %(default)s)",
+    )
+    group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
+
+
+def draft_length(text: str) -> int | str:
+    """K, or the name of a policy."""
+    if text in NAMES:
+        return text
+    try:
+        length = int(text)
+    except ValueError:
+        length = -1
+    if length < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
+    return length
+
+
+def take_flags(namespace: argparse.Namespace) -> Flags:
+    """Our flags out of what was parsed; mlx-lm's `main` sees no draft model then.
+
+    mlx-lm would compare the tokenizers by size alone. `--num-draft-tokens` is its name for the
+    draft length.
+    """
+    length = namespace.draft_length
+    if length is None:
+        length = getattr(namespace, "num_draft_tokens", None)
+    flags = Flags(
+        drafters=namespace.drafter,
+        draft_model=namespace.draft_model,
+        draft_length="auto" if length is None else length,
+        rule=namespace.rule,
+        stats=namespace.stats,
+        asked=bool(namespace.drafter or namespace.draft_model or length is not None),
+    )
+    namespace.draft_model = None
+    return flags
+
+
+OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
+
+
+def argparse_with_flags(on_flags: OnFlags) -> Any:
+    """A stand-in for the module `argparse` whose parsers take our flags.
+
+    on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
+    it raises as ValueError or OSError ends the command like any wrong argument.
+    """
+
+    class Parser(argparse.ArgumentParser):
+        def parse_args(self, *args: Any, **kwargs: Any) -> Any:
+            add_arguments(self)
+            theirs = self.get_default("num_draft_tokens")
+            self.set_defaults(num_draft_tokens=None)  # to see whether it was given
+            namespace = super().parse_args(*args, **kwargs)
+            try:
+                on_flags(self, namespace, take_flags(namespace))
+            except (ValueError, OSError) as error:
+                self.error(str(error))
+            if namespace.num_draft_tokens is None:
+                namespace.num_draft_tokens = theirs
+            return namespace
+
+    return SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
+
+
+@contextmanager
+def replaced_names(module: Any, names: dict[str, Any]) -> Iterator[None]:
+    """Bind names of a module to other objects, and restore them exactly."""
+    before = {name: getattr(module, name) for name in names}
+    for name, value in names.items():
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(module, name, value)
+
+
+@contextmanager
+def replaced_argv(argv: list[str]) -> Iterator[None]:
+    """Give a `main` that reads sys.argv other arguments."""
+    before = sys.argv
+    sys.argv = argv
+    try:
+        yield
+    finally:
+        sys.argv = before

@@ -1,0 +1,529 @@
+"""How many tokens to draft: policies in a simulated world, where time is a table of costs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.draft_length import LENGTHS, Auto, Fixed, Heuristic, make_draft_length
+from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.tuning import AcceptanceHistory, RoundCosts, Tuning
+from specdec_mlx.types import Draft, DraftContext, RoundRecord
+
+WRONG = -1
+
+
+def line(slope: float, step: float = 0.0) -> Callable[[int], float]:
+    """Cost of a round that drafts K tokens, in plain rounds: 1 + step + slope K, 1 at K = 0."""
+    return lambda k: 1 + step + slope * k if k else 1.0
+
+
+@dataclass
+class World:
+    """A text that is all known, a drafter that is right at some of its positions, and a clock.
+
+    is_right: position in the text -> whether the drafter proposes what comes there. cost: K ->
+    seconds of a round. cheap: whether proposing is free. evidence: for each token, None for none.
+    """
+
+    is_right: Callable[[int], bool]
+    cost: Callable[[int], float]
+    cheap: bool = True
+    evidence: int | None = 3
+    records: list[RoundRecord] = field(default_factory=list)
+    position: int = 0
+
+    def propose(self, policy: Any) -> Draft:
+        limit = policy.limit(self.cheap)
+        if limit == 0:
+            return Draft()
+        places = range(self.position, self.position + limit)
+        tokens = [self.token(i) if self.is_right(i) else WRONG for i in places]
+        draft = Draft(tokens, evidence=None if self.evidence is None else [self.evidence] * limit)
+        return draft.head(policy.cut(draft))
+
+    @staticmethod
+    def token(position: int) -> int:
+        return position % 100
+
+    def read(self, policy: Any, draft: Draft, overlapped: bool) -> None:
+        """A round's verdict, as the loop would report it."""
+        accepted = 0
+        while accepted < len(draft) and draft.tokens[accepted] != WRONG:
+            accepted += 1
+        tokens = [self.token(self.position + i) for i in range(accepted + 1)]
+        self.position += len(tokens)
+        record = RoundRecord(
+            drafted=len(draft),
+            accepted=accepted,
+            emitted=len(tokens),
+            fed=len(draft) + 1,
+            tokens=tokens,
+            seconds=self.cost(len(draft)),
+            overlapped=overlapped,
+        )
+        policy.record(record)
+        self.records.append(record)
+
+    def run(self, policy: Any, num_tokens: int) -> list[RoundRecord]:
+        """Go on until so many tokens more are there, changing gears like the loop.
+
+        In the plain gear a pass is under way before the last token is read, so that a draft that
+        is found then is made one round later.
+        """
+        start, end = len(self.records), self.position + num_tokens
+        draft, overlapped = self.propose(policy), False
+        plain_gear = not len(draft)
+        while self.position < end:
+            runs_ahead = plain_gear and not len(draft)
+            self.read(policy, draft, overlapped)
+            if runs_ahead:
+                draft, overlapped = Draft(), True
+                if policy.limit(self.cheap) > 0:
+                    plain_gear = self.cheap and not len(self.propose(policy))
+            else:
+                draft, overlapped = self.propose(policy), False
+                plain_gear = not len(draft)
+        return self.records[start:]
+
+
+def drafted(records: Sequence[RoundRecord]) -> list[int]:
+    return [r.drafted for r in records]
+
+
+def seconds(records: Sequence[RoundRecord]) -> float:
+    return sum(r.seconds for r in records)
+
+
+def emitted(records: Sequence[RoundRecord]) -> int:
+    return sum(r.emitted for r in records)
+
+
+def at_random(share: float, seed: int = 0) -> Callable[[int], bool]:
+    """Right at this share of the positions."""
+    coins = random.Random(seed)
+    table = [coins.random() < share for _ in range(20_000)]
+    return lambda position: table[position]
+
+
+NEVER, ALWAYS = (lambda position: False), (lambda position: True)
+KINDS: dict[str, dict[str, Any]] = {
+    "look-up": {"cheap": True, "evidence": 3},
+    "look-up without evidence": {"cheap": True, "evidence": None},
+    "model": {"cheap": False, "evidence": None},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_is_drafted_when_nothing_is_accepted(kind: str) -> None:
+    """It parks, and what it wasted by then and wastes on looking is under 5% of the time."""
+    world = World(NEVER, line(0.2), **KINDS[kind])
+    policy = Auto()
+    records = world.run(policy, 2000)
+    assert seconds(records) < 1.05 * emitted(records)
+    settled = records[-1000:]
+    assert sum(map(bool, drafted(settled))) <= 0.05 * len(settled)
+    assert max(drafted(settled)) <= 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_longest_is_drafted_when_everything_is_accepted(kind: str) -> None:
+    """Step by step to the end of the table, and there it stays."""
+    records = World(ALWAYS, line(0.05), **KINDS[kind]).run(Auto(), 1000)
+    assert set(drafted(records[-20:])) == {LENGTHS[-1]}
+    assert seconds(records) < emitted(records) / 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.5, 0.8, 1.0])
+@pytest.mark.parametrize("cost", [line(0.02), line(0.2), line(1.0), line(0.1, step=0.6)])
+def test_it_is_never_much_slower_than_plain_decoding(
+    kind: str, share: float, cost: Callable[[int], float]
+) -> None:
+    """5% is the price of finding out, over 1,500 tokens, at any acceptance and any cost."""
+    records = World(at_random(share), cost, **KINDS[kind]).run(Auto(), 1500)
+    assert seconds(records) < 1.05 * emitted(records)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.6, 0.9])
+@pytest.mark.parametrize("slope", [0.02, 0.1, 0.3])
+def test_it_comes_near_the_best_fixed_length(share: float, slope: float) -> None:
+    """Within 12% of the best of 0 to 14, found without trying them all, over 4,000 tokens."""
+
+    def time(policy: Any) -> float:
+        records = World(at_random(share), line(slope)).run(policy, 4000)
+        return seconds(records) / emitted(records)
+
+    best = min(time(Fixed(length)) for length in (0, *LENGTHS))
+    assert time(Auto()) < 1.12 * best
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_wakes_up_when_the_text_becomes_predictable(kind: str) -> None:
+    """A parked look-up is scored in the shadow, a parked model is asked now and then."""
+    turn = 1000
+    world = World(lambda position: position >= turn, line(0.1), **KINDS[kind])
+    policy = Auto()
+    world.run(policy, turn)
+    assert sum(drafted(world.records[-20:])) <= 2  # a probe of one token, every 10 rounds
+    after = world.run(policy, 400)
+    assert set(drafted(after[-5:])) == {LENGTHS[-1]}
+    assert len(after) < 150
+
+
+def compiling(seconds: float) -> Callable[[int], float]:
+    """Cost where the first round at each width takes so much longer."""
+    seen: set[int] = {0}
+
+    def cost(length: int) -> float:
+        extra = 0.0 if length in seen else seconds
+        seen.add(length)
+        return line(0.05)(length) + extra
+
+    return cost
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("extra", [3.0, 10.0, 50.0])
+def test_kernels_that_compile_at_first_use_put_nothing_off(kind: str, extra: float) -> None:
+    """The longest is reached within 50 rounds all the same."""
+    records = World(ALWAYS, compiling(extra), **KINDS[kind]).run(Auto(), 500)
+    assert len(records) < 50
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("at", range(1, 16))
+def test_a_bad_moment_of_the_machine_is_got_over(kind: str, at: int) -> None:
+    """One round a hundred times slower, any of the first: drafting pays again within a while."""
+    rounds = iter(range(1, 100_000))
+
+    def cost(length: int) -> float:
+        return line(0.05)(length) * (100 if next(rounds) == at else 1)
+
+    records = World(at_random(0.6), cost, **KINDS[kind]).run(Auto(), 1500)
+    assert emitted(records[-100:]) > 200
+
+
+def test_a_parked_look_up_learns_without_spending_a_pass() -> None:
+    """Nothing is drafted, and the chance of its drafts is known all the same."""
+    world = World(ALWAYS, line(5.0))
+    policy = Auto()
+    world.run(policy, 50)
+    before = policy.learned.acceptance.chance(3, 0)
+    assert not any(drafted(world.run(policy, 200)))
+    assert policy.learned.acceptance.chance(3, 0) >= before > 0.8
+
+
+def test_a_parked_model_costs_one_percent() -> None:
+    """Of the time that its probes take more than plain rounds, whatever they cost."""
+    for slope in (0.1, 0.5, 2.0):
+        world = World(NEVER, line(slope), cheap=False, evidence=None)
+        policy = Auto()
+        world.run(policy, 500)
+        records = world.run(policy, 5000)
+        assert seconds(records) < 1.012 * emitted(records)
+
+
+class _Known(AcceptanceHistory):
+    """Chances by position, given."""
+
+    def __init__(self, chances: Sequence[float]) -> None:
+        super().__init__()
+        self.chances = chances
+
+    def chance(self, evidence: int, position: int) -> float:
+        return self.chances[position]
+
+
+class _At(Auto):
+    """Auto at a given going rate, with costs and chances given."""
+
+    going_rate: float = 1.0
+
+    @property
+    def rate(self) -> float:
+        return self.going_rate
+
+
+def choose(
+    chances: Sequence[float], cost: Callable[[int], float], rate: float = 1.0, cheap: bool = True
+) -> int:
+    policy = _At()
+    policy.going_rate = rate
+    policy.learned.acceptance = _Known(chances)
+    costs = RoundCosts()
+    costs.observe(0, 1.0, overlapped=True)
+    for length in LENGTHS * 2:  # a single round at a width does not count
+        costs.observe(length, cost(length), overlapped=False)
+    policy.learned.costs = costs
+    limit = policy.limit(cheap)
+    return policy.cut(Draft(list(range(limit)), evidence=[0] * limit)) if cheap else limit
+
+
+STAIRS = {k: 1.0 if k <= 4 else 2.0 if k <= 9 else 3.0 for k in range(15)}
+"""Cost in tiles of 5 rows."""
+
+CASES: dict[str, tuple[Sequence[float], Callable[[int], float], float, int]] = {
+    # free drafts: all of them, however unlikely
+    "free": ([0.1] * 14, line(0.0), 1.0, 14),
+    # a draft token that costs as much as it can bring
+    "as dear as plain": ([0.99] * 14, line(1.0), 1.0, 0),
+    # sure, then surely wrong: as far as it is sure
+    "sure for two": ([1.0, 1.0] + [0.0] * 12, line(0.1), 1.0, 2),
+    "sure for six": ([1.0] * 6 + [0.0] * 8, line(0.1), 1.0, 6),
+    # 0.5^K >= 0.15 up to K = 2
+    "a coin": ([0.5] * 14, line(0.15), 1.0, 2),
+    # 0.9^K >= 0.3 up to K = 11, of which 9 is tried: 5.51 - 2.7 against 3.69 - 1.8 at 6
+    "likely": ([0.9] * 14, line(0.3), 1.0, 9),
+    # the same at twice the rate: 0.9^K >= 0.6 up to K = 4
+    "likely, at a higher rate": ([0.9] * 14, line(0.3), 2.0, 4),
+    # a step of cost before the first token: 0.5 + 0.25 + ... < 1 cannot pay for 1
+    "a dear start": ([0.5] * 14, line(0.0, step=1.0), 1.0, 0),
+    # three sure tokens can
+    "a dear start, sure": ([1.0] * 3 + [0.0] * 11, line(0.0, step=1.0), 1.0, 3),
+    # to the edge of a tile, not beyond: 0.6^5 + ... < 1
+    "one tile": ([0.6] * 14, lambda k: STAIRS[k], 1.0, 4),
+    # sure tokens fill the third tile
+    "all tiles": ([1.0] * 14, lambda k: STAIRS[k], 1.0, 14),
+    # nothing is right at first, so that nothing after it counts
+    "first wrong": ([0.0] + [1.0] * 13, line(0.01), 1.0, 0),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("cheap", [True, False])
+def test_a_token_is_kept_while_it_brings_more_than_it_costs(case: str, cheap: bool) -> None:
+    """The marginal rule, on cases worked out by hand."""
+    chances, cost, rate, expected = CASES[case]
+    assert choose(chances, cost, rate, cheap) == expected
+
+
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=14, max_size=14),
+    st.lists(st.floats(0, 1), min_size=15, max_size=15),
+    st.floats(1, 5),
+)
+def test_the_length_of_the_largest_value_wins(
+    chances: list[float], steps: list[float], rate: float
+) -> None:
+    """Expected tokens less rate x cost, by brute force over the lengths."""
+
+    def cost(length: int) -> float:
+        return 1 + sum(steps[:length])
+
+    def value(length: int) -> float:
+        expected, reach = 1.0, 1.0
+        for chance in chances[:length]:
+            reach *= chance
+            expected += reach
+        return expected - rate * (cost(length) if length else 1.0)
+
+    chosen = choose(chances, cost, rate)
+    assert value(chosen) == pytest.approx(max(value(k) for k in (0, *LENGTHS)), abs=1e-9)
+
+
+def test_the_going_rate_is_what_a_plain_rounds_time_has_lately_brought() -> None:
+    """Five tokens for the price of 1.25 make 4; waste makes no rate below plain decoding's 1."""
+    policy = Auto()
+    assert policy.rate == 1
+
+    def rounds(drafted: int, accepted: int, time: float) -> float:
+        for _ in range(200):
+            policy.record(
+                RoundRecord(
+                    drafted,
+                    accepted,
+                    accepted + 1,
+                    drafted + 1,
+                    seconds=time,
+                    overlapped=drafted == 0,
+                )
+            )
+        return policy.rate
+
+    assert rounds(0, 0, 1.0) == pytest.approx(1)
+    assert rounds(4, 4, 1.25) == pytest.approx(4, rel=0.01)
+    assert rounds(4, 0, 1.25) == 1
+
+
+def test_the_end_of_a_short_draft_may_be_kept() -> None:
+    """A length outside the table is right when the drafter had no more to say."""
+    policy = Auto()
+    costs = policy.learned.costs
+    costs.observe(0, 1.0, overlapped=True)
+    for length in LENGTHS * 2:
+        costs.observe(length, 1.0 + 0.01 * length, overlapped=False)
+    policy.limit(True)
+    for length in (5, 7, 8):
+        assert policy.cut(Draft([1] * length, evidence=[20] * length)) == length
+
+
+def test_weak_evidence_is_cut_where_strong_evidence_is_kept() -> None:
+    """Each draft is judged by what speaks for its tokens."""
+
+    def right(position: int) -> bool:
+        return position < 400
+
+    policy = Auto()
+    World(right, line(0.1), evidence=20).run(policy, 400)
+    World(NEVER, line(0.1), evidence=1).run(policy, 400)
+    policy.limit(True)
+    assert policy.cut(Draft([1] * 14, evidence=[20] * 14)) > 4
+    assert policy.cut(Draft([1] * 14, evidence=[1] * 14)) == 0
+    mixed = policy.cut(Draft([1] * 14, evidence=[20] * 3 + [1] * 11))
+    assert 1 <= mixed <= 4
+
+
+def test_an_empty_draft_stays_empty() -> None:
+    assert Auto().cut(Draft()) == 0
+
+
+@pytest.mark.parametrize("tokens", [(1, 2, 3, 4), (99, 98, 97, 96)])
+def test_the_length_of_a_drawn_draft_does_not_depend_on_its_tokens(tokens: Sequence[int]) -> None:
+    """Law 6: rounds alike but for their tokens lead to the same limits, before anything is drawn.
+
+    The drawn draft is never shown to the policy, so that all it learns is how many were kept.
+    """
+
+    def limits(tokens: Sequence[int]) -> list[int]:
+        policy = Auto()
+        coins = random.Random(3)
+        asked = []
+        for _ in range(200):
+            limit = policy.limit(False)
+            asked.append(limit)
+            accepted = sum(coins.random() < 0.8 for _ in range(limit))
+            policy.record(
+                RoundRecord(
+                    drafted=limit,
+                    accepted=accepted,
+                    emitted=accepted + 1,
+                    fed=limit + 1,
+                    tokens=(list(tokens) * 8)[: accepted + 1],
+                    seconds=1 + 0.1 * limit,
+                    overlapped=limit == 0,
+                )
+            )
+        return asked
+
+    expected = limits((5, 6, 7, 8))
+    assert max(expected) > 1
+    assert limits(tokens) == expected
+
+
+class _Spy(Fixed):
+    """Keeps two of every draft it is shown, and remembers what it was asked and shown."""
+
+    def __init__(self, events: list[str]) -> None:
+        super().__init__(4)
+        self.events = events
+
+    def limit(self, cheap: bool) -> int:
+        self.events.append("limit")
+        return super().limit(cheap)
+
+    def cut(self, draft: Draft) -> int:
+        self.events.append("cut drawn" if draft.logprobs is not None else "cut")
+        return min(2, len(draft))
+
+
+@dataclass(frozen=True, eq=False)
+class _Telling:
+    """Passes a drafter's proposals on, and notes when they are made."""
+
+    drafter: Any
+    events: list[str]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = self.drafter.begin(prompt, context)
+        propose = session.propose
+        session.propose = lambda limit: self.events.append("propose") or propose(limit)
+        return session
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(temp: float) -> None:
+    """Law 6 in the loop: limit, then propose; a drawn draft is verified whole."""
+    events: list[str] = []
+    model = tiny.build("qwen2")
+    drafter = _Telling(sd.ModelDrafter(model), events)
+    options: dict[str, Any] = {"draft_length": _Spy(events), "sampling": sd.Sampling(temp=temp)}
+    tokens = list(sd.speculate(model, [5, 17, 99], drafter, max_tokens=21, seed=1, **options))
+    asked = [e for e in events if e != "cut"]
+    assert asked == ["limit", "propose"] * (len(asked) // 2)
+    stats = tokens[-1].stats
+    assert ("cut" in events) == (temp == 0)
+    assert len(stats.drafted_at) == (2 if temp == 0 else 4)
+    mx.clear_cache()
+
+
+def test_two_more_after_a_whole_draft_and_one_less_otherwise() -> None:
+    """The schedule of Hugging Face's assisted generation, never below 1."""
+    policy = Heuristic()
+
+    def after(drafted: int, accepted: int) -> int:
+        policy.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+        assert policy.limit(True) == policy.limit(False)
+        return policy.limit(True)
+
+    assert policy.limit(True) == 5
+    assert [after(5, 5), after(7, 6), after(6, 0)] == [7, 6, 5]
+    assert [after(0, 0), after(5, 5)] == [5, 7]
+    assert [after(7, 0) for _ in range(9)] == [6, 5, 4, 3, 2, 1, 1, 1, 1]
+    assert after(1, 1) == 3
+    assert policy.cut(Draft([1, 2, 3])) == 3
+
+
+def test_a_fixed_length_stays_as_it_is() -> None:
+    """Whatever happens; 0 is plain decoding."""
+    for length in (0, 1, 7):
+        policy = make_draft_length(length)
+        World(at_random(0.5), line(0.1)).run(policy, 30)
+        assert policy.limit(True) == policy.limit(False) == length
+        assert policy.cut(Draft([1] * length)) == length
+
+
+def test_names_make_policies_and_policies_are_taken_as_they_are() -> None:
+    """ "auto" learns on in the tuning that it is given, under the drafter's name."""
+    tuning = Tuning()
+    policy = make_draft_length("auto", "MyDrafter", tuning)
+    World(ALWAYS, line(0.1)).run(policy, 100)
+    assert set(tuning.drafters) == {"MyDrafter"}
+    again = make_draft_length("auto", "MyDrafter", tuning)
+    assert len(World(ALWAYS, line(0.1)).propose(again)) == LENGTHS[-1]
+    assert isinstance(make_draft_length("heuristic"), Heuristic)
+    assert make_draft_length(policy) is policy
+
+
+@pytest.mark.parametrize("choice", [-1, True, 2.5])
+def test_lengths_that_mean_nothing_are_refused(choice: Any) -> None:
+    """ValueError that says what was expected."""
+    with pytest.raises(ValueError, match=r"expected an int >= 0"):
+        make_draft_length(choice)
+
+
+def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(UnknownNameError, match="auto, heuristic"):
+        make_draft_length("automatic")
+
+
+@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.1])
+def test_auto_does_not_change_the_text(wrong: float) -> None:
+    """Whatever the clock says meanwhile, the text is the target's own."""
+    model = tiny.build("qwen2")
+    prompt = [5, 17, 99, 3]
+    expected = [t.token for t in sd.speculate(model, prompt, max_tokens=60)]
+    for tuning in (Tuning(), Tuning(step=0, slope=0), Tuning(step=9, slope=9)):
+        drafter = scripted.OracleDrafter(expected, 128, wrong=wrong)
+        got = sd.speculate(model, prompt, drafter, max_tokens=60, tuning=tuning)
+        assert [t.token for t in got] == expected

@@ -1,0 +1,446 @@
+"""Text in, text out: `stream_generate` and `generate` beside mlx-lm's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import GenerationResponse
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+
+import scripted
+import specdec_mlx as sd
+import tiny_text
+
+PROMPT = "the cat and the hat in the rain, the cat"
+NUM_TOKENS = 32
+
+CLOCKED = {"prompt_tps", "generation_tps", "peak_memory"}
+"""Fields that depend on the machine; `logprobs` and `from_draft` are compared on their own."""
+
+
+@cache
+def tokenizer() -> TokenizerWrapper:
+    return tiny_text.tokenizer()
+
+
+def with_ends(*token_ids: int) -> TokenizerWrapper:
+    """A tokenizer with more end tokens."""
+    return tiny_text.tokenizer(eos_token_ids=token_ids)
+
+
+def naive() -> TokenizerWrapper:
+    """A tokenizer with mlx-lm's other detokenizer, which holds text back differently."""
+    return TokenizerWrapper(tokenizer()._tokenizer, NaiveStreamingDetokenizer)
+
+
+def theirs(prompt: Any = PROMPT, tok: Any = None, **kwargs: Any) -> list[GenerationResponse]:
+    kwargs.setdefault("max_tokens", NUM_TOKENS)
+    return list(
+        mlx_lm.stream_generate(
+            kwargs.pop("model", None) or tiny_text.model(), tok or tokenizer(), prompt, **kwargs
+        )
+    )
+
+
+def ours(prompt: Any = PROMPT, tok: Any = None, **kwargs: Any) -> list[sd.SpeculativeResponse]:
+    kwargs.setdefault("max_tokens", NUM_TOKENS)
+    model = kwargs.pop("model", None) or tiny_text.model()
+    return list(sd.stream_generate(model, tok or tokenizer(), prompt, **kwargs))
+
+
+@cache
+def plain_ids() -> tuple[int, ...]:
+    """What the tiny model writes after PROMPT, longer than any test needs."""
+    return tuple(r.token for r in theirs(max_tokens=NUM_TOKENS + 20))
+
+
+def oracle(wrong: float = 0.2) -> scripted.OracleDrafter:
+    return scripted.OracleDrafter(list(plain_ids()), tiny_text.VOCAB, wrong=wrong)
+
+
+def assert_same(got: Sequence[Any], expected: Sequence[GenerationResponse]) -> None:
+    """Every field of mlx-lm's response that does not depend on a clock is equal."""
+    assert [r.token for r in got] == [r.token for r in expected]
+    fields = {f.name for f in dataclasses.fields(GenerationResponse)}
+    for mine, other in zip(got, expected, strict=True):
+        for name in fields - CLOCKED - {"logprobs", "from_draft"}:
+            assert getattr(mine, name) == getattr(other, name), name
+        for name in CLOCKED:
+            assert getattr(mine, name) > 0
+        assert mine.logprobs.shape == other.logprobs.shape
+        assert mx.allclose(mine.logprobs, other.logprobs, atol=1e-4)
+
+
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "by name": {"drafter": "prompt-lookup"},
+    "by name with options": {"drafter": "ngram:max_order=3,num_draft=2"},
+    "oracle": {"drafter": oracle},
+    "draft model": {"draft_model": lambda: tiny_text.model(seed=5)},
+    "itself": {"draft_model": tiny_text.model},
+}
+
+
+def made(name: str) -> dict[str, Any]:
+    return {key: v() if callable(v) else v for key, v in DRAFTERS[name].items()}
+
+
+@pytest.mark.parametrize("length", [4, "auto"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_responses_are_mlx_lms_own(name: str, length: int | str) -> None:
+    """Text pieces, tokens, counts, log-probabilities and finish reason, response by response."""
+    assert_same(ours(draft_length=length, **made(name)), theirs())
+
+
+@pytest.mark.parametrize("make", [tokenizer, naive])
+def test_text_pieces_join_to_the_same_text(make: Any) -> None:
+    """Bytes of half a character are held back alike, in the middle of an accepted block too."""
+    got, expected = ours(tok=make(), drafter=oracle(), draft_length=5), theirs(tok=make())
+    assert [r.text for r in got] == [r.text for r in expected]
+    assert "" in [r.text for r in got]  # something was held back
+    text = mlx_lm.generate(tiny_text.model(), make(), PROMPT, max_tokens=NUM_TOKENS)
+    assert "".join(r.text for r in got) == text
+    assert (
+        sd.generate(tiny_text.model(), make(), PROMPT, max_tokens=NUM_TOKENS, drafter=oracle())
+        == text
+    )
+
+
+def test_origin_and_stats_are_beside_mlx_lms_fields() -> None:
+    """from_draft says what origin says, and the account adds up to the responses."""
+    got = ours(drafter=oracle(), draft_length=4)
+    assert {r.origin for r in got} == {"draft", "correction", "bonus"}
+    assert [r.from_draft for r in got] == [r.origin == "draft" for r in got]
+    stats = got[-1].stats
+    assert stats.emitted == len(got) == got[-1].generation_tokens
+    assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
+    assert stats.target_passes < len(got)
+    assert {r.origin for r in ours()} == {"plain"}
+
+
+@pytest.mark.parametrize("form", ["str", "list", "tuple", "mx.array"])
+def test_a_prompt_may_be_text_or_ids(form: str) -> None:
+    """All forms give one text."""
+    ids = tokenizer().encode(PROMPT)
+    prompt = {"str": PROMPT, "list": ids, "tuple": tuple(ids), "mx.array": mx.array(ids)}[form]
+    assert_same(ours(prompt, drafter="prompt-lookup"), theirs(ids))
+
+
+def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
+    """As in mlx-lm: a BOS token in the text is not doubled."""
+    from tokenizers.processors import TemplateProcessing
+
+    fast = tiny_text.bpe()
+    bos = fast.token_to_id(tiny_text.BOS)
+    fast.post_processor = TemplateProcessing(
+        single=f"{tiny_text.BOS} $A", special_tokens=[(tiny_text.BOS, bos)]
+    )
+    tok = tiny_text.tokenizer(fast)
+    for prompt in ("the cat", f"{tiny_text.BOS}the cat"):
+        got, expected = ours(prompt, tok), theirs(prompt, tok)
+        assert got[0].prompt_tokens == 1 + len(tok.encode("the cat", add_special_tokens=False))
+        assert_same(got, expected)
+
+
+@pytest.mark.parametrize("length", [1, 4, 7])
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 5, 9])
+def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> None:
+    """finish_reason 'stop', nothing after it, and the same text; whichever end token it is."""
+    ids = list(plain_ids())
+    first = ids.index(ids[at])
+    other = next(i for i in range(260) if i not in ids)
+    for ends in ([ids[at]], [other, ids[at], 259]):
+        got = ours(tok=with_ends(*ends), drafter=oracle(0.0), draft_length=length)
+        assert_same(got, theirs(tok=with_ends(*ends)))
+        assert got[-1].finish_reason == "stop"
+        assert [r.token for r in got] == ids[: first + 1]
+        assert [r.finish_reason for r in got[:-1]] == [None] * first
+
+
+@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 11])
+def test_the_length_is_exact_in_the_middle_of_a_block(num_tokens: int) -> None:
+    """finish_reason 'length' at max_tokens."""
+    got = ours(max_tokens=num_tokens, drafter=oracle(0.0), draft_length=4)
+    assert len(got) == num_tokens
+    assert got[-1].finish_reason == "length"
+    assert_same(got, theirs(max_tokens=num_tokens))
+
+
+def test_an_end_token_as_the_last_token_counts_as_stop() -> None:
+    """Where both reasons hold, mlx-lm says 'stop'."""
+    ids = list(plain_ids())
+    at = ids.index(ids[6])
+    got = ours(tok=with_ends(ids[6]), max_tokens=at + 1, drafter=oracle(0.0))
+    assert got[-1].finish_reason == "stop"
+    assert_same(got, theirs(tok=with_ends(ids[6]), max_tokens=at + 1))
+
+
+def test_no_limit_goes_on_until_an_end_token() -> None:
+    """max_tokens=-1."""
+    tok = with_ends(plain_ids()[NUM_TOKENS + 10])
+    assert_same(ours(tok=tok, max_tokens=-1, drafter=oracle()), theirs(tok=tok, max_tokens=-1))
+
+
+def test_no_tokens_at_all_is_refused_at_the_call() -> None:
+    """max_tokens=0, as in mlx-lm; and other numbers that mean nothing."""
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=0)
+    with pytest.raises(ValueError, match="max_tokens=-2"):
+        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=-2)
+
+
+def test_closing_the_stream_brings_the_callers_caches_into_line() -> None:
+    """After a consumer's break the caches hold the prompt and the tokens handed out."""
+    caches = make_prompt_cache(tiny_text.model())
+    stream = sd.stream_generate(
+        tiny_text.model(), tokenizer(), PROMPT, drafter=oracle(0.0), prompt_cache=caches
+    )
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    assert {c.offset for c in caches} == {len(tokenizer().encode(PROMPT)) + 3}
+
+
+def test_num_draft_tokens_is_the_draft_length() -> None:
+    """mlx-lm's name for K; without a drafter it is taken and changes nothing."""
+    for length in (1, 3, 6):
+        got = ours(drafter=oracle(0.0), num_draft_tokens=length, max_tokens=14)
+        assert len(got[-1].stats.accept_histogram) == length + 1
+    assert_same(ours(num_draft_tokens=3), theirs(num_draft_tokens=3))
+
+
+def test_a_second_turn_on_the_same_prompt_cache() -> None:
+    """prompt_cache passes through and ends where mlx-lm's does."""
+
+    def turns(stream: Any, **kwargs: Any) -> list[list[int]]:
+        caches = make_prompt_cache(tiny_text.model())
+        return [
+            [
+                r.token
+                for r in stream(
+                    tiny_text.model(),
+                    tokenizer(),
+                    prompt,
+                    max_tokens=12,
+                    prompt_cache=caches,
+                    **kwargs,
+                )
+            ]
+            for prompt in (PROMPT, " and then the rain")
+        ]
+
+    assert turns(sd.stream_generate, drafter="prompt-lookup") == turns(mlx_lm.stream_generate)
+
+
+def test_kv_bits_quantize_the_cache() -> None:
+    """kv_bits, kv_group_size and quantized_kv_start pass through: same text, same classes."""
+    shape = tiny_text.SHAPE | {"hidden_size": 128}
+    model = tiny_text.tiny.build("qwen2", **shape)
+    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 20}
+    kinds = []
+    for stream, more in ((theirs, {}), (ours, {"drafter": "prompt-lookup", "draft_length": 4})):
+        caches = make_prompt_cache(model)
+        tokens = [r.token for r in stream(model=model, prompt_cache=caches, **options, **more)]
+        kinds.append((tokens, {type(c).__name__ for c in caches}))
+    assert kinds[0] == kinds[1]
+    assert kinds[1][1] == {"QuantizedKVCache"}
+    assert kinds[0][0] != [r.token for r in theirs(model=model)]
+
+
+def test_max_kv_size_bounds_the_context() -> None:
+    """A small window gives mlx-lm's text for that window, which is another one than without."""
+    got = ours(max_kv_size=16, drafter="prompt-lookup", draft_length=4)
+    assert_same(got, theirs(max_kv_size=16))
+    assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
+
+
+def test_prefill_step_size_and_progress_pass_through() -> None:
+    """The callback reports the same progress as in mlx-lm."""
+
+    def reports(stream: Any, **kwargs: Any) -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        stream(
+            max_tokens=2,
+            prefill_step_size=7,
+            prompt_progress_callback=lambda done, total: seen.append((done, total)),
+            **kwargs,
+        )
+        return seen
+
+    got = reports(ours, drafter="ngram")
+    assert got == reports(theirs)
+    assert len(got) > 3
+
+
+def test_logits_processors_pass_through() -> None:
+    """mlx-lm's own processors give mlx-lm's text."""
+
+    def processors() -> Any:
+        return make_logits_processors({5: 2.0}, 1.3, 8)
+
+    expected = theirs(logits_processors=processors())
+    drafter = scripted.OracleDrafter([r.token for r in expected], tiny_text.VOCAB, wrong=0.3)
+    got = ours(logits_processors=processors(), drafter=drafter, draft_length=4)
+    assert_same(got, expected)
+    assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
+
+
+def test_an_opaque_sampler_passes_through() -> None:
+    """Any callable on log-probabilities: here the second best token."""
+
+    def second(logprobs: mx.array) -> mx.array:
+        return mx.argsort(-logprobs, axis=-1)[:, 1]
+
+    assert_same(ours(sampler=second, drafter="prompt-lookup"), theirs(sampler=second))
+
+
+def test_mlx_lms_greedy_sampler_passes_through() -> None:
+    assert_same(ours(sampler=make_sampler(temp=0.0), drafter=oracle()), theirs())
+
+
+@pytest.mark.parametrize("name", ["none", "by name", "oracle", "itself"])
+def test_a_seed_makes_sampling_reproducible(name: str) -> None:
+    """The same seed, the same text, whatever was drawn before; another seed, another text."""
+    options = {"sampler": sd.Sampling(temp=1.0, top_p=0.95), "draft_length": 3, **made(name)}
+
+    def run(seed: int) -> list[int]:
+        mx.random.uniform()
+        return [r.token for r in ours(seed=seed, **options)]
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_a_seed_gives_the_same_text_with_and_without_a_point_mass_drafter() -> None:
+    """So a drafter that always proposes the same tokens can be switched on and off."""
+    sampler = sd.Sampling(temp=0.8)
+    expected = [r.token for r in ours(sampler=sampler, seed=4)]
+    for drafter in ("prompt-lookup", scripted.OracleDrafter(expected, tiny_text.VOCAB, wrong=0.3)):
+        assert [r.token for r in ours(sampler=sampler, seed=4, drafter=drafter)] == expected
+
+
+def test_mlx_lms_own_sampler_follows_the_global_seed() -> None:
+    """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K.
+
+    Each row of a block moves the global state on, so "auto", which follows the clock, does not.
+    """
+
+    def run() -> list[int]:
+        mx.random.seed(9)
+        sampler = make_sampler(temp=1.0)
+        return [r.token for r in ours(sampler=sampler, drafter=oracle(), draft_length=4)]
+
+    assert run() == run()
+
+
+def test_verbose_prints_the_text_the_speeds_and_the_stats(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """mlx-lm's three closing lines stay, and ours follow."""
+    options = {"max_tokens": NUM_TOKENS, "verbose": True}
+    text = mlx_lm.generate(tiny_text.model(), tokenizer(), PROMPT, **options)
+    lines_of_mlx_lm = capsys.readouterr().out.splitlines()
+    assert text == sd.generate(
+        tiny_text.model(), tokenizer(), PROMPT, drafter=oracle(), draft_length=4, **options
+    )
+    printed = capsys.readouterr().out
+    assert text in printed
+    first_words = [line.split(" ")[0] for line in lines_of_mlx_lm[-3:]]
+    assert first_words == ["Prompt:", "Generation:", "Peak"]
+    assert [line.split(" ")[0] for line in printed.splitlines()[-5:-2]] == first_words
+    assert f"Speculation: {NUM_TOKENS} tokens in" in printed
+    assert "accepted" in printed.splitlines()[-2]
+    sd.generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=2)
+    assert capsys.readouterr().out == ""
+
+
+def test_code_that_takes_a_response_apart_keeps_working() -> None:
+    """A response is mlx-lm's class, its fields come first and in mlx-lm's order."""
+    response = ours(max_tokens=1)[0]
+    names = [f.name for f in dataclasses.fields(GenerationResponse)]
+    assert isinstance(response, GenerationResponse)
+    assert [f.name for f in dataclasses.fields(response)] == [*names, "stats", "origin"]
+    text, token, *_rest = (getattr(response, name) for name in names)
+    again = type(response)(text, token, *_rest)
+    assert again.finish_reason == "length"
+    assert dataclasses.replace(response, text="x").token == response.token
+    match response:
+        case GenerationResponse(token=token, finish_reason="length"):
+            assert token == plain_ids()[0]
+        case _:
+            pytest.fail("a response no longer matches mlx-lm's class")
+
+
+def test_a_drafter_and_a_draft_model_together_are_refused() -> None:
+    """One or the other; and neither may be something else."""
+    model = tiny_text.model()
+    with pytest.raises(ValueError, match="not both"):
+        ours(drafter="ngram", draft_model=model)
+    with pytest.raises(sd.UnknownNameError, match="prompt-lookup"):
+        ours(drafter="n-gram")
+    with pytest.raises(ValueError, match="begin"):
+        ours(drafter=42)
+
+
+def test_a_drafter_may_stand_where_mlx_lm_expects_a_draft_model() -> None:
+    """Code that can only pass draft_model= gets drafters too, also by name."""
+    for drafter in (oracle(0.0), "prompt-lookup"):
+        assert_same(ours(draft_model=drafter, draft_length=4), theirs())
+
+
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_the_wired_limit_covers_target_and_draft(
+    with_draft: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """mlx-lm's context manager gets both models and the stream, around the whole generation."""
+    from contextlib import contextmanager
+
+    from mlx.utils import tree_flatten, tree_reduce
+
+    module = importlib.import_module("specdec_mlx.generate")  # not the function of that name
+    events: list[Any] = []
+
+    @contextmanager
+    def spy(models: Any, streams: Any = None) -> Any:
+        size = tree_reduce(lambda n, x: n + x.nbytes if isinstance(x, mx.array) else n, models, 0)
+        events.append((size, streams))
+        yield
+        events.append("left")
+
+    def weigh(model: Any) -> int:
+        return sum(x.nbytes for _, x in tree_flatten(model.parameters()))
+
+    monkeypatch.setattr(module, "wired_limit", spy)
+    draft = tiny_text.model(seed=5)
+    stream = sd.stream_generate(
+        tiny_text.model(),
+        tokenizer(),
+        PROMPT,
+        max_tokens=4,
+        draft_model=draft if with_draft else None,
+    )
+    next(stream)
+    expected = weigh(tiny_text.model()) + (weigh(draft) if with_draft else 0)
+    assert events == [(expected, [module.generation_stream])]
+    list(stream)
+    assert events[1:] == ["left"]
+
+
+def test_nothing_runs_before_the_first_response_is_asked_for() -> None:
+    """stream_generate returns a generator; mistakes in its arguments are raised at the call."""
+    stream = sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=3)
+    assert stream.gi_frame is not None
+    stream.close()
+    with pytest.raises(sd.PromptError, match="empty"):
+        sd.stream_generate(tiny_text.model(), tokenizer(), "")
+    with pytest.raises(TypeError, match="temperature"):
+        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, temperature=1.0)

@@ -1,0 +1,394 @@
+"""mlx-lm's own calls speculate once we are installed, and not before or after."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.known_samplers import law_of
+from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
+from tiny_model_folder import write_model_folder
+
+steps = importlib.import_module("mlx_lm.generate")
+NAMES = ("generate_step", "speculative_generate_step")
+PROMPT = "the cat in the hat and the other cat in the hat"
+NUM_TOKENS = 80
+Pair = tuple[Any, Any]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def pair(folder: Path) -> Pair:
+    """A model and its tokenizer."""
+    return mlx_lm.load(str(folder))
+
+
+@pytest.fixture(autouse=True)
+def left_as_found() -> Iterator[None]:
+    """Every test leaves mlx-lm's names as they were."""
+    before = [getattr(steps, name) for name in NAMES]
+    yield
+    uninstall()
+    assert [getattr(steps, name) for name in NAMES] == before
+
+
+def text_of(pair: Pair, **options: Any) -> str:
+    """What the stock call writes."""
+    return str(mlx_lm.generate(*pair, PROMPT, max_tokens=NUM_TOKENS, **options))
+
+
+def count_passes(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """A list that grows by the number of positions with each pass of the model."""
+    widths: list[int] = []
+    kind = type(pair[0])
+    call = kind.__call__
+
+    def counted(self: Any, ids: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        widths.append(ids.shape[1])
+        return call(self, ids, *args, **kwargs)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    return widths
+
+
+def test_a_stock_call_writes_the_same_text_in_fewer_passes(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """generate and stream_generate, unchanged; the passes are counted in the model itself."""
+    widths = count_passes(pair, monkeypatch)
+    expected = text_of(pair)
+    passes = len(widths)
+    with installed(draft_length=4) as speculation:
+        assert text_of(pair) == expected  # probes and finds the size of the vocabulary, once
+        widths.clear()
+        streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=NUM_TOKENS)
+        assert "".join(response.text for response in streamed) == expected
+    assert len(widths) < 0.8 * passes
+    assert speculation.stats is not None
+    assert speculation.stats.accepted > 0
+    widths.clear()
+    assert text_of(pair) == expected
+    assert len(widths) == passes
+
+
+def test_importing_changes_nothing() -> None:
+    """In a fresh process: the functions of mlx-lm are its own before and after the import."""
+    code = (
+        "import importlib; g = importlib.import_module('mlx_lm.generate');"
+        "before = dict(vars(g)); import specdec_mlx, specdec_mlx.mlx_lm_plugin;"
+        "assert all(vars(g)[n] is v for n, v in before.items())"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_only_two_names_are_touched_and_restored_exactly() -> None:
+    """Everything else in the module stays the same object."""
+    before = dict(vars(steps))
+    install()
+    changed = {name for name, value in vars(steps).items() if before[name] is not value}
+    assert changed == set(NAMES)
+    for name in NAMES:
+        assert inspect.signature(getattr(steps, name)) == inspect.signature(before[name])
+    uninstall()
+    assert all(vars(steps)[name] is value for name, value in before.items())
+    uninstall()
+
+
+def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
+    """Each block's account is of its own generations; install() counts where no block does."""
+    outermost = install(None)
+    with installed("ngram", draft_length=2) as outer, installed(draft_length=4) as inner:
+        text_of(pair)
+        assert inner.stats is not None
+        assert outer.stats is None
+        assert outermost.stats is None
+    text_of(pair)
+    assert outermost.stats is not None
+    assert outermost.stats.drafted == 0
+    again = install(draft_length=3)
+    text_of(pair)
+    assert again.stats is not None
+    assert again.stats.drafted > 0
+
+
+def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
+    """Entered and left in any order, from several threads, the names come back."""
+    expected = text_of(pair)
+    texts: list[str] = []
+    gate = threading.Barrier(4)
+
+    def work(index: int) -> None:
+        gate.wait()
+        for _ in range(3):
+            with installed(draft_length=index):
+                texts.append(str(index))
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    with installed(draft_length=4):
+        assert text_of(pair) == expected
+    for thread in threads:
+        thread.join()
+    assert len(texts) == 12
+    assert all(getattr(steps, name).__module__ == "mlx_lm.generate" for name in NAMES)
+    assert not any(hasattr(getattr(steps, name), "__wrapped__") for name in NAMES)
+
+
+def test_what_others_put_over_ours_stays(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Someone who wrapped our step keeps their wrapper; beneath it mlx-lm's own step runs again."""
+    original = steps.generate_step
+    install(draft_length=4)
+    ours = steps.generate_step
+
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    steps.generate_step = theirs
+    try:
+        uninstall()
+        assert steps.generate_step is theirs
+        assert inspect.isgenerator(steps.generate_step(mx.array([1]), pair[0]))
+        assert "_pairs" not in repr(steps.generate_step(mx.array([1]), pair[0]))
+    finally:
+        steps.generate_step = original
+
+
+@pytest.mark.parametrize("version", ["0.31.3", "0.33.0", "1.0"])
+def test_another_series_of_mlx_lm_is_refused_in_words(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the version to install; nothing is replaced."""
+    monkeypatch.setattr(mlx_lm, "__version__", version)
+    with pytest.raises(MlxLmVersionError, match=rf"{version}.*pip install 'mlx-lm>=0.32"):
+        install()
+
+
+def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that we would not carry out."""
+
+    def generate_step(prompt: Any, model: Any, stream: Any = None, *, beams: int = 1) -> None: ...
+
+    generate_step.__module__ = "mlx_lm.generate"
+    with monkeypatch.context() as patch:
+        patch.setattr(steps, "generate_step", generate_step)
+        with pytest.raises(MlxLmVersionError, match="takes beams"):
+            install()
+        generate_step.__module__ = "some_plugin"
+        with pytest.raises(MlxLmVersionError, match="replaced by one of some_plugin"):
+            install()
+
+
+def test_wrong_names_are_refused_at_once() -> None:
+    """When it is installed, not at the first token."""
+    with pytest.raises(sd.UnknownNameError, match=r"'nothing'. Known: .*prompt-lookup"):
+        install("nothing")
+    with pytest.raises(sd.UnknownNameError, match="rule"):
+        install(rule="nothing")
+    with pytest.raises(sd.UnknownNameError, match="draft_length"):
+        install(draft_length="nothing")
+
+
+@pytest.mark.parametrize("given", ["a model", "a drafter", "a name", "the model itself"])
+def test_draft_model_takes_a_drafter_a_name_or_a_model(given: str, pair: Pair) -> None:
+    """In stock calls, with num_draft_tokens as the draft length."""
+    drafters: dict[str, Any] = {
+        "a model": tiny.build("qwen2", seed=7, vocab_size=pair[0].args.vocab_size),
+        "a drafter": sd.NGramDrafter(),
+        "a name": "prompt-lookup:min_ngram=2",
+        "the model itself": pair[0],
+    }
+    expected = text_of(pair)
+    with installed(None) as speculation:
+        assert text_of(pair, draft_model=drafters[given], num_draft_tokens=3) == expected
+    stats = speculation.stats
+    assert stats is not None
+    assert stats.drafted > 0
+    assert len(stats.drafted_at) == 3
+
+
+def test_from_draft_tells_accepted_tokens_from_the_targets_own(pair: Pair) -> None:
+    """With the target as its own draft model and K = 2: two drafted, one not, and so on."""
+    with installed():
+        responses = list(
+            mlx_lm.stream_generate(
+                *pair, PROMPT, max_tokens=9, draft_model=pair[0], num_draft_tokens=2
+            )
+        )
+    assert [response.from_draft for response in responses] == [True, True, False] * 3
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.8])
+def test_samplers_and_processors_work_as_before(temp: float, pair: Pair) -> None:
+    """Greedy text with penalties is the same; a seed governs what is drawn at random."""
+    options: dict[str, Any] = {
+        "sampler": make_sampler(temp, top_p=0.9),
+        "logits_processors": make_logits_processors({70: 2.0}, 1.3),
+    }
+    if temp == 0:
+        expected = text_of(pair, **options)
+        with installed(draft_length=4):
+            assert text_of(pair, **options) == expected
+        return
+    texts = []
+    with installed(draft_length=4, rule="rejection"):
+        for seed in (1, 1, 2):
+            mx.random.seed(seed)
+            texts.append(text_of(pair, **options))
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(pair: Pair) -> None:
+    """The drafter sees the earlier turns too: it copies from them."""
+    model, tokenizer = pair
+    turns = [tokenizer.encode(text) for text in (PROMPT, "again", "and again")]
+    for drafter in ("prompt-lookup", sd.ModelDrafter(model)):
+        caches = make_prompt_cache(model)
+        said: list[int] = []
+        with installed(drafter, draft_length=4) as speculation:
+            for turn in turns:
+                fresh = steps.generate_step.__wrapped__(mx.array(said + turn), model, max_tokens=30)
+                expected = [token for token, _ in fresh]
+                answer = [
+                    response.token
+                    for response in mlx_lm.stream_generate(
+                        model, tokenizer, turn, max_tokens=30, prompt_cache=caches
+                    )
+                ]
+                assert answer == expected[: len(answer)]
+                assert len(answer) == 30 or answer[-1] in tokenizer.eos_token_ids
+                said += turn + answer
+                if not isinstance(drafter, str):
+                    assert speculation.stats is not None
+                    assert speculation.stats.acceptance_rate == 1
+    assert {cache.offset for cache in caches} == {len(said)}
+
+
+def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: Pair) -> None:
+    """A trimmed cache leaves the part that it still holds; one fed by others leaves nothing."""
+    from specdec_mlx.mlx_lm_plugin.conversation import remember, text_on
+
+    caches = make_prompt_cache(pair[0])
+    assert text_on(caches) == text_on(None) == text_on([]) == []
+    pair[0](mx.array([[1, 2, 3, 4]]), cache=caches)
+    remember(caches, [1, 2, 3, 4])
+    assert text_on(caches) == [1, 2, 3, 4]
+    for cache in caches:
+        cache.trim(2)
+    assert text_on(caches) == [1, 2]
+    pair[0](mx.array([[7, 7, 7, 7]]), cache=caches)
+    assert text_on(caches) == []
+
+
+def test_input_embeddings_go_the_way_they_went_before(pair: Pair) -> None:
+    """With a prompt they are drafted for; without one plain decoding; refused as before."""
+    model, tokenizer = pair
+    ids = mx.array(tokenizer.encode(PROMPT))
+    embeddings = model.model.embed_tokens(ids)
+
+    def run(prompt: mx.array) -> list[int]:
+        made = steps.generate_step(prompt, model, max_tokens=20, input_embeddings=embeddings)
+        return [token for token, _ in made]
+
+    for prompt in (ids, mx.array([], mx.uint32)):
+        expected = run(prompt)
+        with installed(draft_length=4):
+            assert run(prompt) == expected
+    with installed(), pytest.raises(ValueError, match="does not support input embeddings"):
+        list(
+            steps.generate_step(
+                mx.array([1, 2]), tiny.build("mamba"), input_embeddings=mx.zeros((2, 64))
+            )
+        )
+
+
+SAMPLERS: list[dict[str, Any]] = [
+    {"temp": 0.0},
+    {"temp": 0.7},
+    {"temp": 1.0, "top_p": 0.9},
+    {"temp": 0.5, "min_p": 0.1, "min_tokens_to_keep": 3},
+    {"temp": 0.5, "top_k": 7},
+    {"temp": 0.8, "xtc_probability": 0.4, "xtc_threshold": 0.2, "xtc_special_tokens": [1, 2]},
+    {"temp": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 20, "xtc_probability": 0.1},
+]
+
+
+@pytest.mark.parametrize("arguments", SAMPLERS)
+def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> None:
+    """From the closure alone, whatever it was made with."""
+    law = law_of(make_sampler(**arguments))
+    assert law is not None
+    logprobs = mx.random.normal((1, 64), key=mx.random.key(3)) * 2
+    expected = sd.Sampling(**arguments).law(logprobs)
+    assert mx.allclose(mx.exp(law.law(logprobs)), mx.exp(expected)).item()
+    assert law_of(law) is law
+
+
+def test_other_samplers_have_no_known_law() -> None:
+    """Strangers, wrappers, and closures that look alike are taken as they are."""
+    mine = make_sampler(temp=1.0)
+
+    def make() -> Any:
+        sampling_methods: list[Any] = []
+        temp = 1.0
+
+        def sampler(logprobs: mx.array) -> mx.array:
+            return mx.argmin(logprobs + temp, axis=len(sampling_methods) - 1)
+
+        return sampler
+
+    alike = make()
+    alike.__module__ = mine.__module__
+    assert law_of(None) == sd.Sampling()
+    for sampler in (lambda x: mine(x), mx.argmax, alike, len):
+        assert law_of(sampler) is None
+    changed = make_sampler(temp=1.0, top_p=0.5)
+    methods = changed.__closure__[changed.__code__.co_freevars.index("sampling_methods")]
+    methods.cell_contents.append(lambda x: x)
+    assert law_of(changed) is None
+
+
+def test_first_of_asks_the_next_only_where_the_first_has_nothing() -> None:
+    """And the text is right although each proposes only now and then."""
+    model = tiny.build("qwen2")
+    prompt = [5, 17, 99, 3]
+    text = [t.token for t in sd.speculate(model, prompt, None, max_tokens=50)]
+    asked: list[tuple[str, int]] = []
+
+    def every(n: int, name: str) -> scripted.ScriptedDrafter:
+        def script(start: int, limit: int) -> list[int]:
+            asked.append((name, start))
+            return text[start : start + min(limit, 2)] if start % n == 0 else []
+
+        return scripted.ScriptedDrafter(script)
+
+    drafter = FirstOf(every(2, "first"), every(3, "second"), sd.ModelDrafter(model))
+    tokens = list(sd.speculate(model, prompt, drafter, max_tokens=40, draft_length=3))
+    assert [t.token for t in tokens] == text[:40]
+    assert tokens[-1].stats.acceptance_rate == 1
+    starts = {name: [s for n, s in asked if n == name] for name in ("first", "second")}
+    assert set(starts["second"]) == {s for s in starts["first"] if s % 2}
+    assert not FirstOf(sd.PromptLookupDrafter(), drafter).begin([1], sd.DraftContext()).cheap
+    assert FirstOf(sd.PromptLookupDrafter()).begin([1], sd.DraftContext()).cheap
+    with pytest.raises(ValueError, match="at least one"):
+        FirstOf()

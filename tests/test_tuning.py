@@ -1,0 +1,401 @@
+"""Costs and acceptance, learned from rounds: robust, bounded, forgetting, and kept with a model."""
+
+from __future__ import annotations
+
+import gc
+import json
+import weakref
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.tuning import AcceptanceHistory, RoundCosts, Tuning, tuning_for
+
+seconds = st.floats(1e-6, 1e3)
+lengths = st.integers(1, 20)
+
+
+def measured(plain: float = 0.01, **ratios: float) -> RoundCosts:
+    """Costs that saw each length twice: once does not count.
+
+    `measured(k4=1.2)` saw 4 drafts take 1.2 plain rounds.
+    """
+    costs = RoundCosts()
+    costs.observe(0, plain, overlapped=True)
+    for name, ratio in ratios.items():
+        for _ in range(2):
+            costs.observe(int(name[1:]), plain * ratio, overlapped=False)
+    return costs
+
+
+def test_nothing_measured_lies_on_the_prior_line() -> None:
+    """1 + step + slope K; a plain round costs 1 by definition."""
+    costs = RoundCosts(step=0.1, slope=0.02)
+    assert costs.ratio(0) == 1
+    for length in (1, 4, 14):
+        assert costs.ratio(length) == pytest.approx(1.1 + 0.02 * length)
+
+
+def test_a_measured_length_speaks_for_itself() -> None:
+    """Whatever the line says; steps of the machine are kept."""
+    costs = measured(k1=1.1, k4=1.1, k6=1.9, k9=1.9)
+    assert [costs.ratio(k) for k in (1, 4, 6, 9)] == pytest.approx([1.1, 1.1, 1.9, 1.9])
+
+
+def test_lengths_not_measured_lie_on_the_line_through_those_that_were() -> None:
+    """Exactly, where the measured ones lie on a line."""
+    costs = measured(k1=1.25, k3=1.55, k9=2.45)
+    for length in (2, 4, 6, 14):
+        assert costs.ratio(length) == pytest.approx(1.1 + 0.15 * length)
+
+
+def test_one_measured_length_is_joined_to_the_prior() -> None:
+    """A line needs two points: a dear first measurement raises the lengths beside it."""
+    cheap, dear = measured(k1=1.0), measured(k1=3.0)
+    assert cheap.ratio(2) < dear.ratio(2)
+    assert dear.ratio(2) > RoundCosts().ratio(2)
+
+
+@pytest.mark.parametrize("factor", [0.01, 100.0])
+def test_three_rounds_in_seven_may_be_disturbed(factor: float) -> None:
+    """Medians: another program that takes the machine for a moment changes nothing."""
+    costs = RoundCosts()
+    for i in range(7):
+        costs.observe(0, 0.01 * (factor if i % 2 else 1.0), overlapped=True)
+    for i in range(7):
+        costs.observe(4, 0.013 * (factor if i % 2 else 1.0), overlapped=False)
+    assert costs.ratio(4) == pytest.approx(1.3)
+
+
+def test_a_single_round_at_a_new_width_does_not_count() -> None:
+    """It may compile kernels, which says nothing of the next; of two the quicker counts."""
+    costs = measured()
+    before = costs.ratio(4)
+    costs.observe(4, 5.0, overlapped=False)
+    assert (costs.ratio(4), costs.longest_to_try()) == (before, 1)
+    costs.observe(4, 0.012, overlapped=False)
+    assert costs.ratio(4) == pytest.approx(1.2)
+
+
+def test_a_round_is_never_dearer_than_can_matter() -> None:
+    """It brings K + 1 tokens at most: beyond K + 2 plain rounds, more is no worse."""
+    assert measured(k1=1000.0).ratio(1) == 3
+    assert measured(k4=1000.0).ratio(4) == 6
+
+
+def test_the_round_after_a_draft_counts_with_it() -> None:
+    """A plain round outside the plain gear lacks the overlap: the way back has its price."""
+    costs = measured(k4=1.2)
+    for _ in range(30):
+        costs.observe(4, 0.012, overlapped=False)
+        costs.observe(0, 0.015, overlapped=False)
+    assert costs.ratio(4) == pytest.approx(1.7)
+    for _ in range(60):
+        costs.observe(4, 0.012, overlapped=False)
+    assert costs.ratio(4) == pytest.approx(1.2)
+
+
+def test_what_was_measured_fades_while_nothing_is_drafted() -> None:
+    """So that bad moments of the machine do not count for ever, in a round or in the one after."""
+    costs = measured(k1=3.0)
+    costs.observe(0, 9.0, overlapped=False)
+    assert costs.ratio(1) > 3
+    for _ in range(3000):
+        costs.observe(0, 0.01, overlapped=True)
+    assert costs.ratio(1) == pytest.approx(RoundCosts().ratio(1), abs=0.15)
+
+
+def test_what_was_cheap_does_not_fade() -> None:
+    """The prior may be dearer than the machine."""
+    costs = measured(k4=1.0)
+    for _ in range(3000):
+        costs.observe(0, 0.01, overlapped=True)
+    assert costs.ratio(4) == 1
+
+
+def test_old_rounds_fade() -> None:
+    """A machine that got slower at wide passes is believed after some rounds."""
+    costs = measured(k4=1.1)
+    for _ in range(20):
+        costs.observe(4, 0.02, overlapped=False)
+    assert costs.ratio(4) == pytest.approx(2.0)
+
+
+def test_a_plain_round_outside_the_plain_gear_is_no_yardstick() -> None:
+    """It lacks the overlap, so that drafts would look cheap beside it."""
+    costs = measured(plain=0.01)
+    for _ in range(20):
+        costs.observe(0, 10.0, overlapped=False)
+    for _ in range(2):
+        costs.observe(4, 0.012, overlapped=False)
+    assert costs.ratio(4) == pytest.approx(1.2)
+
+
+def test_nothing_is_learned_of_drafts_before_a_plain_round_was_measured() -> None:
+    """There is nothing to compare with; nor of rounds that took no time."""
+    costs = RoundCosts()
+    before = costs.ratio(4)
+    costs.observe(4, 99.0, overlapped=False)
+    assert costs.ratio(4) == before
+    costs = measured(k1=1.1)
+    before = costs.ratio(4)
+    costs.observe(4, 0.0, overlapped=False)
+    assert costs.ratio(4) == before
+
+
+def test_longer_drafts_are_tried_step_by_step() -> None:
+    """None without a yardstick, then 1, then at most twice the longest measured."""
+    assert RoundCosts().longest_to_try() == 0
+    assert measured().longest_to_try() == 1
+    assert measured(k1=1.1).longest_to_try() == 2
+    assert measured(k1=1.1, k4=1.2).longest_to_try() == 8
+
+
+@given(st.lists(st.tuples(st.integers(0, 20), seconds, st.booleans()), max_size=30), lengths)
+def test_a_round_never_costs_less_than_a_plain_one(
+    rounds: list[tuple[int, float, bool]], length: int
+) -> None:
+    """Whatever was measured, every length's ratio is finite and at least 1."""
+    costs = RoundCosts()
+    for num_drafted, time, overlapped in rounds:
+        costs.observe(num_drafted, time, overlapped=overlapped)
+    assert 1 <= costs.ratio(length) < float("inf")
+    assert costs.ratio(0) == 1
+
+
+@given(st.dictionaries(lengths, st.floats(0.5, 9), min_size=1, max_size=6))
+def test_of_lengths_not_measured_the_longer_never_costs_less(ratios: dict[int, float]) -> None:
+    """The line does not fall, however noisy the points are."""
+    costs = measured(**{f"k{k}": ratio for k, ratio in ratios.items()})
+    unknown = [costs.ratio(k) for k in range(1, 30) if k not in ratios]
+    assert unknown == sorted(unknown)
+
+
+def test_the_prior_grows_with_the_evidence() -> None:
+    """A longer match is trusted more before anything was learned."""
+    history = AcceptanceHistory()
+    chances = [history.chance(evidence, 0) for evidence in (1, 2, 3, 4, 5, 7, 10, 16, 500)]
+    assert chances == sorted(chances)
+    assert 0 < chances[0] < chances[-1] < 1
+
+
+@pytest.mark.parametrize("evidence", [0, 1, 4, 40])
+def test_what_was_seen_outweighs_the_prior(evidence: int) -> None:
+    """After 100 trials the chance is within 0.05 of the share accepted among them."""
+    for share in (0, 1, 2, 3, 4):
+        history = AcceptanceHistory()
+        for i in range(100):
+            history.observe(evidence, 0, i % 4 < share)
+        assert history.chance(evidence, 0) == pytest.approx(share / 4, abs=0.05)
+
+
+def test_a_few_trials_do_not() -> None:
+    """One rejection is no proof: the chance stays well above 0."""
+    history = AcceptanceHistory()
+    prior = history.chance(10, 0)
+    history.observe(10, 0, False)
+    assert 0.5 * prior < history.chance(10, 0) < prior
+
+
+def test_old_trials_are_forgotten() -> None:
+    """After 150 trials of another text, what 10,000 said before hardly counts."""
+    history = AcceptanceHistory()
+    for _ in range(10_000):
+        history.observe(3, 0, True)
+    assert history.chance(3, 0) > 0.95
+    for _ in range(150):
+        history.observe(3, 0, False)
+    assert history.chance(3, 0) < 0.1
+
+
+def test_a_position_never_tried_takes_the_estimate_over_all_positions() -> None:
+    """Back-off: learned at the first position, used at the tenth."""
+    history = AcceptanceHistory()
+    prior = history.chance(4, 9)
+    for _ in range(60):
+        history.observe(4, 0, False)
+    assert history.chance(4, 9) < 0.5 * prior
+
+
+def test_a_position_of_its_own_record_is_not_the_average() -> None:
+    """Right at first and wrong later is told apart."""
+    history = AcceptanceHistory()
+    for _ in range(60):
+        history.observe(4, 0, True)
+        history.observe(4, 9, False)
+    assert history.chance(4, 0) > 0.85
+    assert history.chance(4, 9) < 0.15
+
+
+def test_kinds_of_evidence_learn_apart_and_by_classes() -> None:
+    """A match of 2 says nothing of one of 20, and one of 20 all of one of 30."""
+    history = AcceptanceHistory()
+    before = history.chance(2, 0)
+    for _ in range(60):
+        history.observe(20, 0, False)
+    assert history.chance(2, 0) == before
+    assert history.chance(30, 0) == history.chance(20, 0) < 0.1
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20), st.booleans()), max_size=60))
+def test_a_chance_is_never_certain(trials: list[tuple[int, int, bool]]) -> None:
+    """Strictly between 0 and 1, whatever was seen."""
+    history = AcceptanceHistory()
+    for trial in trials:
+        history.observe(*trial)
+    assert all(0 < history.chance(e, p) < 1 for e in (0, 1, 5, 50) for p in (0, 3, 20))
+
+
+def learned() -> Tuning:
+    tuning = Tuning(step=0.2, slope=0.03)
+    for kind in ("PromptLookupDrafter", "ModelDrafter"):
+        costs, history = tuning.of(kind).costs, tuning.of(kind).acceptance
+        for i in range(9):
+            costs.observe(0, 0.01 + 0.001 * i, overlapped=True)
+            costs.observe(4, 0.02, overlapped=False)
+            history.observe(i, i, i % 3 > 0)
+    tuning.of("ModelDrafter").costs.observe(9, 0.05, overlapped=False)
+    return tuning
+
+
+def answers(tuning: Tuning) -> Any:
+    """All that a tuning says."""
+    return [
+        (
+            [tuning.of(kind).costs.ratio(k) for k in range(20)],
+            tuning.of(kind).costs.longest_to_try(),
+            [tuning.of(kind).acceptance.chance(e, p) for e in range(20) for p in range(10)],
+        )
+        for kind in ("PromptLookupDrafter", "ModelDrafter", "NeverSeen")
+    ]
+
+
+def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
+    """The loaded one gives the same answers, and goes on learning in the same way."""
+    path = tmp_path / "new folder" / "tuning.json"
+    original = learned()
+    original.save(path)
+    loaded = Tuning.load(path)
+    assert answers(loaded) == answers(original)
+    for tuning in (loaded, original):
+        for _ in range(5):
+            tuning.of("ModelDrafter").costs.observe(4, 0.09, overlapped=False)
+            tuning.of("ModelDrafter").acceptance.observe(3, 1, False)
+    assert answers(loaded) == answers(original)
+    assert answers(loaded) != answers(learned())
+    assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
+
+
+def test_an_interrupted_save_leaves_the_old_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file appears whole or not at all."""
+    path = tmp_path / "tuning.json"
+    learned().save(path)
+    before = path.read_text()
+
+    def half(self: Path, text: str) -> None:
+        with self.open("w") as file:
+            file.write(text[: len(text) // 2])
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "write_text", half)
+    with pytest.raises(OSError, match="disk full"):
+        Tuning().save(path)
+    assert path.read_text() == before
+
+
+GARBAGE = {
+    "empty": "",
+    "text": "not json",
+    "half": '{"step": 0.05, "slo',
+    "a list": "[1, 2]",
+    "a number": "3",
+    "nothing in it": "{}",
+    "drafters as a list": '{"step": 0, "slope": 0, "drafters": [1]}',
+    "a word for a number": '{"step": "x", "slope": 0, "drafters": {}}',
+    "half a drafter": '{"step": 0, "slope": 0, "drafters": {"a": {"plain": []}}}',
+    "a cell without position": json.dumps(
+        {
+            "step": 0,
+            "slope": 0,
+            "drafters": {"a": {"plain": [], "ratios": {}, "acceptance": {"1": [0, 0]}}},
+        }
+    ),
+    "bytes": b"\xff\xfe\x00",
+}
+
+
+@pytest.mark.parametrize("kind", GARBAGE)
+def test_another_kind_of_file_is_an_error_that_names_it(kind: str, tmp_path: Path) -> None:
+    """ValueError with the path and what to do, whatever is wrong with the file."""
+    path = tmp_path / "garbage.json"
+    content = GARBAGE[kind]
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ValueError, match=r"garbage\.json is not a saved Tuning.*Delete it"):
+        Tuning.load(path)
+
+
+def test_the_prior_knows_the_kind_of_model() -> None:
+    """Further rows cost more with quantized weights, and more still with experts."""
+
+    def slope(name: str, bits: int | None = None) -> float:
+        model = tiny.build(name, moe_intermediate_size=64)
+        if bits:
+            nn.quantize(model, group_size=32, bits=bits)
+        return Tuning.for_model(model).of("any").costs.ratio(9)
+
+    assert slope("qwen2") < slope("qwen2", bits=4) < slope("qwen3_moe", bits=4)
+    assert slope("qwen2") < slope("qwen3_moe")
+
+
+def test_a_models_tuning_lives_as_long_as_the_model() -> None:
+    """The same object for the same model, another for another, and none for one that is gone."""
+    first, second = tiny.build("qwen2"), tiny.build("qwen2")
+    assert tuning_for(first) is tuning_for(first)
+    assert tuning_for(first) is not tuning_for(second)
+    kept = weakref.ref(tuning_for(first))
+    model = weakref.ref(first)
+    del first
+    gc.collect()
+    assert model() is None, "the tuning holds on to its model"
+    assert kept() is None, "the tuning outlives its model"
+    assert tuning_for(second) is tuning_for(second)
+
+
+def test_a_new_model_in_an_old_ones_place_starts_afresh() -> None:
+    """Identities are reused by Python; what was learned is not."""
+    for _ in range(20):
+        model = nn.Linear(2, 2)
+        tuning = tuning_for(model)
+        assert not tuning.drafters
+        tuning.of("x").costs.observe(0, 1.0, overlapped=True)
+        del model, tuning
+
+
+def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
+    """Without tuning= it is the model's own; with it, only the one that was given."""
+    model = tiny.build("qwen2")
+    own = tuning_for(model)
+    prompt = [5, 17, 99, 3] * 3
+
+    def run(**kwargs: Any) -> None:
+        list(sd.speculate(model, prompt, sd.PromptLookupDrafter(), max_tokens=30, **kwargs))
+
+    given_one = sd.Tuning()
+    run(tuning=given_one)
+    assert set(given_one.drafters) == {"PromptLookupDrafter"}
+    assert not own.drafters
+    run()
+    run()
+    assert set(own.drafters) == {"PromptLookupDrafter"}
+    assert own.of("PromptLookupDrafter").costs.plain
+    assert tuning_for(model) is own
+    mx.clear_cache()

@@ -1,0 +1,94 @@
+"""A tiny model as an ordinary mlx-lm folder, so that commands can be run as processes.
+
+A byte-level tokenizer with a few merges and a chat template, and random weights that prefer
+printable characters, so that what the model writes can be read and compared as text.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+
+import tiny
+
+SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
+MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("o", "n"), ("Ġ", "t")]
+
+CONTEXT = 0.03
+"""Weight of the layers against the last token: little enough that the text comes to repeat itself,
+as real text does, and there is something to look up; enough that each token depends on all."""
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+def write_model_folder(
+    folder: Path, name: str = "qwen2", seed: int = 0, swapped: bool = False, **changes: Any
+) -> Path:
+    """Write an architecture's tiny model to `folder`, and return it.
+
+    seed: of the weights. swapped: let two letters of the vocabulary change places, which gives
+    another tokenizer of the same size. changes: entries of the configuration to set otherwise.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer(swapped)
+    vocab = tokenizer.get_vocab()
+    changes = {"vocab_size": len(vocab), "tie_word_embeddings": False} | changes
+    model = tiny.build(name, seed=seed, **changes)
+    model.lm_head.weight = model.lm_head.weight * printable(vocab)[:, None]
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight *= CONTEXT
+        layer.mlp.down_proj.weight *= CONTEXT
+    config = {"model_type": name, **tiny.CONFIGS[name], **changes}
+    config |= {"eos_token_id": vocab["</s>"], "bos_token_id": vocab["<s>"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(
+        str(folder / "model.safetensors"),
+        dict(tree_flatten(model.parameters())),
+        metadata={"format": "mlx"},
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "chat_template": CHAT_TEMPLATE,
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+    )
+    return folder
+
+
+def make_tokenizer(swapped: bool = False) -> Tokenizer:
+    """Every byte is a token, and so are a few frequent pairs."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
+    if swapped:
+        i, j = words.index("x"), words.index("y")
+        words[i], words[j] = words[j], words[i]
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    tokenizer.add_special_tokens(SPECIAL)
+    return tokenizer
+
+
+def printable(vocab: dict[str, int]) -> mx.array:
+    """[V] 1 for tokens of printable ASCII, 0 for all others."""
+    kept = [0.0] * len(vocab)
+    for word, token in vocab.items():
+        plain = word.replace("Ġ", "")
+        kept[token] = float(plain.isascii() and word not in SPECIAL)
+    return mx.array(kept)
