@@ -114,8 +114,9 @@ class Auto:
     _cost: float = 0.0
 
     def __post_init__(self) -> None:
-        """Look up what was learned with this kind of drafter."""
+        """Look up what was learned with this kind of drafter; the form of a new text is unknown."""
         self.learned = self.tuning.of(self.drafter)
+        self.learned.acceptance.form = 0.5
 
     def limit(self, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""

@@ -151,40 +151,65 @@ MEMORY = 0.98
 """Share of a count that is left after another trial: about the last 50 count."""
 
 PARENT_WEIGHT = 4.0
-"""How many trials the estimate over all positions counts for, beside those at one position."""
+"""How many trials a more general estimate counts for beside a more particular one."""
 
 
-def class_of(value: int, edges: Sequence[int]) -> int:
+def class_of(value: float, edges: Sequence[float]) -> int:
     """Number of edges at or below the value."""
     return sum(value >= edge for edge in edges)
+
+
+FORM_EDGES = (0.2, 0.4, 0.6, 0.8)
+"""Lower ends of the classes of form."""
+
+FORM_MEMORY = 0.7
+"""Share of the form that is left after another trial: texts turn quickly."""
+
+ALL = -1
+"""Stands for all positions, or all forms, in a cell."""
+
+Cell = tuple[int, int, int]
 
 
 @dataclass
 class AcceptanceHistory:
     """How often a draft token was accepted, given that all before it were.
 
-    cells: (class of evidence, class of position or -1 for all) -> [accepted, tried], both fading.
+    cells: (class of evidence, class of position or ALL, class of form or ALL) -> [accepted, tried],
+    both fading. form: share of the tokens tried lately that were accepted; the same evidence means
+    more in a text that has been predictable.
+
+    An estimate starts from the prior and is refined by the counts over all positions and forms, at
+    the position, and in the form, each counting against the one before it.
     """
 
-    cells: dict[tuple[int, int], list[float]] = field(default_factory=dict)
+    cells: dict[Cell, list[float]] = field(default_factory=dict)
+    form: float = 0.5
 
     def observe(self, evidence: int, position: int, accepted: bool) -> None:
         """Learn from one token of a draft that was tried or could be scored afterwards."""
-        kind = class_of(evidence, EVIDENCE_EDGES)
-        for cell in ((kind, -1), (kind, class_of(position, POSITION_EDGES))):
+        for cell in self._cells(evidence, position):
             counts = self.cells.setdefault(cell, [0.0, 0.0])
             counts[0] = MEMORY * counts[0] + accepted
             counts[1] = MEMORY * counts[1] + 1
+        self.form = FORM_MEMORY * self.form + (1 - FORM_MEMORY) * accepted
 
     def chance(self, evidence: int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
-        kind = class_of(evidence, EVIDENCE_EDGES)
-        overall = self._shrunk((kind, -1), PRIOR_ACCEPTANCE[kind])
-        return self._shrunk((kind, class_of(position, POSITION_EDGES)), overall)
+        chance = PRIOR_ACCEPTANCE[class_of(evidence, EVIDENCE_EDGES)]
+        for cell in self._cells(evidence, position):
+            accepted, tried = self.cells.get(cell, (0.0, 0.0))
+            chance = (accepted + PARENT_WEIGHT * chance) / (tried + PARENT_WEIGHT)
+        return chance
 
-    def _shrunk(self, cell: tuple[int, int], parent: float) -> float:
-        accepted, tried = self.cells.get(cell, (0.0, 0.0))
-        return (accepted + PARENT_WEIGHT * parent) / (tried + PARENT_WEIGHT)
+    def _cells(self, evidence: int, position: int) -> tuple[Cell, Cell, Cell]:
+        """From the general to the particular."""
+        kind = class_of(evidence, EVIDENCE_EDGES)
+        return (
+            (kind, ALL, ALL),
+            (kind, class_of(position, POSITION_EDGES), ALL),
+            (kind, ALL, class_of(self.form, FORM_EDGES)),
+        )
 
 
 @dataclass
@@ -199,7 +224,9 @@ class Learned:
         return {
             "plain": list(self.costs.plain),
             "ratios": {str(length): list(r) for length, r in self.costs.ratios.items()},
-            "acceptance": {f"{k},{p}": counts for (k, p), counts in self.acceptance.cells.items()},
+            "acceptance": {
+                ",".join(map(str, cell)): counts for cell, counts in self.acceptance.cells.items()
+            },
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -208,8 +235,8 @@ class Learned:
         for length, ratios in saved["ratios"].items():
             self.costs.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
         for cell, counts in saved["acceptance"].items():
-            kind, position = cell.split(",")
-            self.acceptance.cells[int(kind), int(position)] = [float(x) for x in counts]
+            kind, position, form = map(int, cell.split(","))
+            self.acceptance.cells[kind, position, form] = [float(x) for x in counts]
 
 
 @dataclass
