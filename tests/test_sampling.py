@@ -28,6 +28,14 @@ def _uncompiled():
     mx.enable_compile()
 
 
+@pytest.fixture
+def compiled():
+    """As users have it."""
+    mx.enable_compile()
+    yield
+    mx.disable_compile()
+
+
 def normalised(logits: mx.array) -> mx.array:
     """Log-probabilities as mlx-lm's loop hands them to a sampler."""
     return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -98,6 +106,7 @@ def test_law_takes_rows_one_by_one(logits, data):
         np.testing.assert_allclose(np.exp(law), np.exp(sampling.law(row[None])[0]), atol=1e-6)
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16])
 def test_half_precision_is_computed_in_float32(dtype):
     """The law of 16-bit log-probabilities is that of the same numbers in float32."""
@@ -130,10 +139,31 @@ def test_draw_is_the_argmax_of_law_and_noise(logits, data):
     assert law[token] > -np.inf
 
 
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"top_p": 0.7},
+        {"min_p": 0.2, "min_tokens_to_keep": 3},
+        {"top_k": 4},
+        {"xtc_probability": 0.3, "xtc_threshold": 0.1, "xtc_special_tokens": [1]},
+        {"top_p": 0.9, "min_p": 0.02, "xtc_probability": 0.5, "xtc_threshold": 0.05, "top_k": 20},
+    ],
+)
+def test_law_is_that_of_the_host_sampler_compiled(arguments):
+    """The same with mlx-lm's filters compiled, on rows of 50 tokens, one at a time."""
+    sampling = Sampling(temp=0.8, **arguments)
+    for logits in 3 * mx.random.normal((10, 1, 50), key=mx.random.key(1)):
+        logprobs = normalised(logits)
+        law = np.exp(np.array(sampling.law(logprobs), np.float64))
+        np.testing.assert_allclose(law, host_mixture(logprobs, sampling), atol=FLOAT32)
+
+
 LOGITS = mx.array([2.0, 1.5, 1.0, 0.5, 0.0, -0.5, -1.0])
 XTC = Sampling(temp=1.3, min_p=0.05, xtc_probability=0.4, xtc_threshold=0.15)
 
 
+@pytest.mark.usefixtures("compiled")
 def test_draws_follow_the_law():
     """20,000 draws, by noise and from the global state: chi-square at a false-alarm rate of 1e-6.
 
@@ -150,6 +180,7 @@ def test_draws_follow_the_law():
         assert chisquare(seen[law > 0], count * law[law > 0] / law.sum()).pvalue > 1e-6
 
 
+@pytest.mark.usefixtures("compiled")
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temp=1.0, top_p=0.9), XTC])
 def test_law_and_draw_leave_the_global_state_alone(sampling):
     """Neither reads nor moves `mx.random.state`, even where mlx-lm's filters toss a coin."""

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import specdec_mlx
 from specdec_mlx.drafters.registry import drafter_names
+from specdec_mlx.errors import LogitsError
 
 MLX_LM_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
@@ -28,7 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(arguments)
     try:
         return int(args.run(args))
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, LogitsError) as error:
         print(f"specdec-mlx: {error}", file=sys.stderr)
         return 2
 
@@ -53,8 +54,12 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     demo = commands.add_parser("demo", help="plain against speculative, on real text")
     demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
-    demo.add_argument("--max-tokens", type=int, default=96, help="tokens a prompt (%(default)s)")
-    demo.add_argument("--repeats", type=int, default=1, help="timed runs of each (%(default)s)")
+    demo.add_argument(
+        "--max-tokens", type=_positive, default=96, help="tokens a prompt (%(default)s)"
+    )
+    demo.add_argument(
+        "--repeats", type=_positive, default=1, help="timed runs of each (%(default)s)"
+    )
     demo.add_argument(
         "--print-model-path",
         action="store_true",
@@ -72,6 +77,13 @@ def _demo(args: argparse.Namespace) -> int:
         print(path)
         return 0
     return 0 if run_demo(path, args.max_tokens, args.repeats) else 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected an int >= 1")
+    return number
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -97,12 +109,11 @@ def _add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _probe(args: argparse.Namespace) -> int:
-    from mlx_lm import load
-
     from specdec_mlx.demo_model import demo_model_path
+    from specdec_mlx.models import load_model
     from specdec_mlx.probe import probe
 
-    report = probe(load(str(args.model or demo_model_path()))[0])
+    report = probe(load_model(args.model or demo_model_path())[0])
     print(report)
     return 0 if report.exact else 1
 

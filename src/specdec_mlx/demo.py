@@ -12,7 +12,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import load
 from mlx_lm.generate import stream_generate as plain_stream_generate
 
 from specdec_mlx.bench.machine import blas_name
@@ -21,6 +20,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.generate import stream_generate
+from specdec_mlx.models import load_model
 from specdec_mlx.stats import SpeculationStats
 from specdec_mlx.types import Drafter
 
@@ -82,7 +82,7 @@ class Row:
 def run_demo(model_path: Path | str, max_tokens: int, repeats: int) -> bool:
     """Run, show and compare; whether all texts were identical."""
     print(f"Model: {model_path}", file=sys.stderr)
-    model, tokenizer = load(str(model_path))
+    model, tokenizer = load_model(model_path)
     drafters: dict[str, Drafter] = {
         "prompt-lookup": PromptLookupDrafter(),
         "ngram": NGramDrafter(),
@@ -165,7 +165,7 @@ def timed(stream: Iterator[Any]) -> Run:
 
 def four_bit_copy(model_path: Path | str) -> nn.Module:
     """The same model with 4-bit weights: a draft model that is at hand for any target."""
-    model: nn.Module = load(str(model_path))[0]
+    model = load_model(model_path)[0]
     if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
         nn.quantize(model, group_size=32, bits=4)
         mx.eval(model.parameters())

@@ -1,0 +1,67 @@
+"""Loading a model for the commands: mlx-lm's `load`, and a clear word on folders that are none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm import load
+
+from specdec_mlx.errors import ModelFolderError
+
+TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
+"""Any of these makes a tokenizer; `tokenizer_config.json` alone does not."""
+
+
+def load_model(name: Path | str) -> tuple[nn.Module, Any]:
+    """Model and tokenizer of a folder or a Hugging Face name, as `mlx_lm.load` gives them.
+
+    Raises ModelFolderError for a folder that is not there or lacks a part, and for a name that
+    cannot be fetched.
+    """
+    folder = Path(name).expanduser()
+    if folder.exists():
+        check_folder(folder)
+        loaded = load(str(folder))
+        return loaded[0], loaded[1]
+    if _is_path(str(name)):
+        raise ModelFolderError(
+            f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
+            "name such as mlx-community/SmolLM2-135M-Instruct."
+        )
+    try:
+        loaded = load(str(name))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise ModelFolderError(
+            f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
+            "Look at the name and at the network, or give a folder."
+        ) from error
+    return loaded[0], loaded[1]
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ModelFolderError, with the next step, unless the folder has all parts of a model."""
+    if not folder.is_dir():
+        raise ModelFolderError(f"{folder} is a file, expected a folder. Give the folder it is in.")
+    if not (folder / "config.json").is_file():
+        raise ModelFolderError(
+            f"{folder} has no config.json, so it is not a model folder. Give the folder of a "
+            "mlx-lm model; mlx_lm.convert makes one."
+        )
+    if not any(folder.glob("model*.safetensors")):
+        raise ModelFolderError(
+            f"{folder} has no weights (model*.safetensors). Fetch them, or convert the model with "
+            "mlx_lm.convert."
+        )
+    if not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise ModelFolderError(
+            f"{folder} has no tokenizer. Copy tokenizer.json and tokenizer_config.json there, from "
+            "the model that it was made from."
+        )
+
+
+def _is_path(name: str) -> bool:
+    """Whether a name can only be a path: Hugging Face's have at most one slash, within."""
+    return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")

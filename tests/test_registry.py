@@ -1,0 +1,227 @@
+"""Drafters by name: the built-in ones and a stranger's come in by the same door."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import specdec_mlx as sd
+import tiny_text
+from specdec_mlx.drafters.registry import GROUP, drafter_names, make_drafter, parse_options
+
+BUILT_IN = {
+    "prompt-lookup": sd.PromptLookupDrafter,
+    "ngram": sd.NGramDrafter,
+    "model": sd.ModelDrafter,
+}
+
+
+def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
+    """No table in the code knows them."""
+    entries = {e.name: e for e in entry_points(group=GROUP)}
+    for name, kind in BUILT_IN.items():
+        assert entries[name].dist is not None
+        assert entries[name].dist.name == "specdec-mlx"
+        # not `is`: the tests' import hook may have loaded the class anew
+        assert entries[name].load().__qualname__ == kind.__qualname__
+    assert set(drafter_names()) >= set(BUILT_IN)
+    assert drafter_names() == sorted(drafter_names())
+
+
+def test_a_name_with_options_makes_what_the_class_would() -> None:
+    """Options in the name, as keywords, or both; dashes stand for underscores."""
+    assert make_drafter("ngram") == sd.NGramDrafter()
+    assert make_drafter("ngram:max_order=3,window=256") == sd.NGramDrafter(max_order=3, window=256)
+    assert make_drafter("ngram:max-order=3") == sd.NGramDrafter(max_order=3)
+    assert make_drafter("ngram", num_draft=7) == sd.NGramDrafter(num_draft=7)
+    assert make_drafter("ngram:max_order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
+    assert make_drafter("ngram:stochastic=true") == sd.NGramDrafter(stochastic=True)
+    model = tiny_text.model()
+    assert make_drafter("model", model=model).model is model
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("", {}),
+        ("a=1", {"a": 1}),
+        ("a=1,b=2.5", {"a": 1, "b": 2.5}),
+        ("a=-3", {"a": -3}),
+        ("a=true,b=False,c=none", {"a": True, "b": False, "c": None}),
+        ("a=earliest", {"a": "earliest"}),
+        ("a='1'", {"a": "1"}),
+        ("a=x=y", {"a": "x=y"}),
+        ("a=/some/folder", {"a": "/some/folder"}),
+        ("a-b = 1 , c = x", {"a_b": 1, "c": "x"}),
+        ("a=", {"a": ""}),
+        (",a=1,,", {"a": 1}),
+    ],
+)
+def test_options_are_python_literals_or_else_text(text: str, options: dict[str, Any]) -> None:
+    """Nothing is evaluated."""
+    assert parse_options(text) == options
+
+
+def test_an_option_without_a_value_is_refused() -> None:
+    """ValueError that shows the option and the form."""
+    with pytest.raises(ValueError, match=r"'max_order'.*key=value"):
+        make_drafter("ngram:max_order")
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    """All of them; the error is a ValueError."""
+    with pytest.raises(sd.UnknownNameError) as caught:
+        make_drafter("n-gram:max_order=3")
+    assert "'n-gram'" in str(caught.value)
+    assert all(name in str(caught.value) for name in drafter_names())
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize("spec", ["ngram:max_n=3", "model", "model:layers=2"])
+def test_options_that_a_drafter_does_not_take_are_refused(spec: str) -> None:
+    """The drafter's name, the option, and where to read on."""
+    name = spec.partition(":")[0]
+    with pytest.raises(ValueError, match=rf"Drafter '{name}': .*help\(\w+Drafter\)"):
+        make_drafter(spec)
+
+
+def test_values_that_a_drafter_does_not_take_are_its_own_error() -> None:
+    """Not hidden by the registry."""
+    with pytest.raises(ValueError, match="max_order"):
+        make_drafter("ngram:max_order=99")
+
+
+class EchoSession:
+    """Proposes the last token again."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        self.last = prompt[-1]
+
+    def propose(self, limit: int) -> sd.Draft:
+        return sd.Draft([self.last] * limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.last = tokens[-1]
+
+
+class Echo:
+    """The smallest drafter: two methods and a session, nothing inherited."""
+
+    def begin(self, prompt: Sequence[int], context: sd.DraftContext) -> EchoSession:
+        return EchoSession(prompt)
+
+
+@pytest.mark.parametrize("length", [0, 1, 4, "auto", "heuristic"])
+def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
+    """In stream_generate, as drafter= and as draft_model=."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    assert isinstance(Echo(), sd.Drafter)
+    expected = [t.token for t in sd.speculate(model, [5, 17, 99], max_tokens=20)]
+    for name in ("drafter", "draft_model"):
+        got = sd.stream_generate(
+            model, tokenizer, [5, 17, 99], 20, draft_length=length, **{name: Echo()}
+        )
+        responses = list(got)
+        assert [r.token for r in responses] == expected
+    if length == 4:
+        assert responses[-1].stats.drafted > 0
+
+
+MODULE = """
+import specdec_mlx as sd
+
+
+class Session:
+    def __init__(self, token):
+        self.token = token
+
+    def propose(self, limit):
+        return sd.Draft([self.token] * limit)
+
+    def observe(self, tokens):
+        pass
+
+
+class Constant:
+    def __init__(self, token=0):
+        self.token = token
+
+    def begin(self, prompt, context):
+        return Session(self.token)
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder in which a third party's distribution is installed, as pip would leave it."""
+    (tmp_path / "somebodys_drafter.py").write_text(MODULE)
+    info = tmp_path / "somebodys_drafter-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: somebodys-drafter\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nconstant = somebodys_drafter:Constant\n")
+    return tmp_path
+
+
+def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    tests = Path(__file__).parent
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(
+                [str(site), str(tests), os.environ.get("PYTHONPATH", "")]
+            ),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_an_installed_third_party_drafter_has_its_name_everywhere(site: Path) -> None:
+    """make_drafter with options, stream_generate, and the list of known names."""
+    program = """
+        import specdec_mlx as sd, tiny_text
+        assert "constant" in sd.drafter_names()
+        assert sd.make_drafter("constant:token=7").token == 7
+        model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+        def tokens(**kwargs):
+            stream = sd.stream_generate(model, tokenizer, [5, 17], 12, draft_length=3, **kwargs)
+            return list(stream)
+        plain, got = tokens(), tokens(drafter="constant:token=7")
+        assert [r.token for r in plain] == [r.token for r in got]
+        assert got[-1].stats.drafted > 0
+        try:
+            sd.make_drafter("konstant")
+        except sd.UnknownNameError as error:
+            print(error)
+    """
+    done = python(site, "-c", textwrap.dedent(program))
+    assert done.returncode == 0, done.stderr
+    assert "constant" in done.stdout
+
+
+def test_an_installed_third_party_drafter_is_listed_on_the_command_line(site: Path) -> None:
+    """Beside the built-in ones; and gone with its distribution."""
+    listed = python(site, "-m", "specdec_mlx", "drafters").stdout.splitlines()
+    assert set(listed) == {*drafter_names(), "constant"}
+    assert "constant" not in drafter_names()
+
+
+def test_a_third_party_drafter_that_cannot_be_imported_breaks_only_itself(site: Path) -> None:
+    """The list and the other drafters work; its own name says what is wrong."""
+    (site / "somebodys_drafter.py").write_text("import a_module_that_is_not_installed\n")
+    assert "constant" in python(site, "-m", "specdec_mlx", "drafters").stdout
+    program = "import specdec_mlx as sd; sd.make_drafter('ngram'); sd.make_drafter('constant')"
+    done = python(site, "-c", program)
+    assert done.returncode == 1
+    assert "a_module_that_is_not_installed" in done.stderr.splitlines()[-1]

@@ -1,0 +1,221 @@
+"""Draft models that speak the target's tokens, and those that do not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+from tokenizers import models
+
+import specdec_mlx as sd
+import tiny
+import tiny_text
+from specdec_mlx.drafters.model import fit_width
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer, first_difference
+from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
+
+NUM_TOKENS = 24
+PROMPT = [5, 17, 99, 3, 64, 17, 99]
+
+
+def swapped(i: int, j: int) -> tuple[str, ...]:
+    """The bytes, with two of them in each other's place."""
+    single = list(BYTES)
+    single[i], single[j] = single[j], single[i]
+    return tuple(single)
+
+
+def test_the_same_tokenizer_twice_is_no_difference() -> None:
+    """By content: two objects, and their bare Hugging Face tokenizers."""
+    check_same_tokenizer(tokenizer(), tokenizer())
+    check_same_tokenizer(tokenizer()._tokenizer, tokenizer()._tokenizer)
+
+
+@given(st.tuples(st.integers(0, 255), st.integers(0, 255)).filter(lambda ij: ij[0] != ij[1]))
+def test_any_two_ids_exchanged_are_found_and_the_first_is_shown(pair: tuple[int, int]) -> None:
+    """Same size, same set of tokens: the error names the lower id's token, and both its ids."""
+    i, j = sorted(pair)
+    target, draft = tokenizer(), tokenizer(bpe(single=swapped(i, j)))
+    assert len(target) == len(draft)
+    with pytest.raises(sd.TokenizerMismatchError) as caught:
+        check_same_tokenizer(target, draft)
+    assert f"token {BYTES[i]!r} has id {i} there and {j} here" in str(caught.value)
+
+
+def test_another_token_at_the_same_id_is_found() -> None:
+    """Same size, same ids: one of the tokens is another one."""
+    draft = tokenizer(bpe(special=[*SPECIAL[:2], "<|assistant|>"]))
+    with pytest.raises(sd.TokenizerMismatchError, match=r"id 266 is '<\|user\|>' there and"):
+        check_same_tokenizer(tokenizer(), draft)
+
+
+def test_one_vocabulary_encoded_otherwise_is_found() -> None:
+    """Equal vocabularies with fewer merges: a sample shows it."""
+    fewer = bpe()
+    vocab = {token: i for token, i in fewer.get_vocab().items() if token not in SPECIAL}
+    fewer.model = models.BPE(vocab, [(a, b) for a, b in (m.split() for m in MERGES[1:])])
+    draft = tokenizer(fewer)
+    assert draft.get_vocab() == tokenizer().get_vocab()
+    with pytest.raises(sd.TokenizerMismatchError, match="is encoded as"):
+        check_same_tokenizer(tokenizer(), draft)
+
+
+@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+def test_special_tokens_with_other_roles_are_found(role: str) -> None:
+    """A draft model that ends with another token drafts past the end."""
+    draft = tokenizer(**{role: SPECIAL[2]})
+    with pytest.raises(sd.TokenizerMismatchError, match=f"{role}_id is 26[45] there and 266 here"):
+        check_same_tokenizer(tokenizer(), draft)
+
+
+def test_a_role_that_only_one_of_them_knows_is_no_difference() -> None:
+    """Many tokenizers have no BOS token."""
+    assert first_difference(tokenizer(), tokenizer(bos_token=None)) is None
+    assert first_difference(tokenizer(bos_token=None), tokenizer()) is None
+
+
+def test_padding_is_no_difference() -> None:
+    """Ids at the end of the vocabulary that only one of them has, in either direction."""
+    padded = tokenizer(bpe(special=[*SPECIAL, "<|pad0|>", "<|pad1|>"]))
+    assert len(padded) > len(tokenizer())
+    check_same_tokenizer(tokenizer(), padded)
+    check_same_tokenizer(padded, tokenizer())
+
+
+def test_the_message_says_what_to_do() -> None:
+    """A draft model of the same family, or none."""
+    with pytest.raises(sd.TokenizerMismatchError, match=r"same family.*'prompt-lookup'"):
+        check_same_tokenizer(tokenizer(), tokenizer(bpe(single=swapped(1, 2))))
+
+
+@pytest.mark.parametrize("length", [1, 4, "auto"])
+def test_a_foreign_draft_model_is_refused_before_anything_is_generated(length: int | str) -> None:
+    """No token comes out, and the caller's caches can be used as if the prompt had been read."""
+    model = tiny_text.model()
+    drafter = sd.ModelDrafter(tiny_text.model(5), tokenizer(bpe(single=swapped(7, 8))))
+    caches = make_prompt_cache(model)
+    responses = []
+    with pytest.raises(sd.TokenizerMismatchError, match="has id 7 there and 8 here"):
+        for response in sd.stream_generate(
+            model, tokenizer(), PROMPT, drafter=drafter, draft_length=length, prompt_cache=caches
+        ):
+            responses.append(response)
+    assert not responses
+    assert {c.offset for c in caches} == {len(PROMPT)}
+
+
+def test_a_related_draft_model_is_taken() -> None:
+    """With its tokenizer, and without one: then nothing can be compared."""
+    model, draft = tiny_text.model(), tiny_text.model(5)
+    expected = [t.token for t in sd.speculate(model, PROMPT, max_tokens=8)]
+    for drafter in (sd.ModelDrafter(draft, tokenizer()), sd.ModelDrafter(draft)):
+        got = sd.stream_generate(model, tokenizer(), PROMPT, 8, drafter=drafter, draft_length=3)
+        assert [r.token for r in got] == expected
+
+
+NARROW, WIDE = 120, 128
+
+
+def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
+    """Two models alike but for the rows of padding at the end of their embeddings."""
+    wide = tiny.build("qwen2", vocab_size=WIDE)
+    narrow = tiny.build("qwen2", vocab_size=NARROW)
+    weights = dict(tiny.tree_flatten(wide.parameters()))
+    rows = weights["model.embed_tokens.weight"]
+    rows[NARROW:] = rows[NARROW:] * 0.5
+    wide.load_weights(list(weights.items()))
+    narrow.load_weights(list((weights | {"model.embed_tokens.weight": rows[:NARROW]}).items()))
+    by_width = {NARROW: narrow, WIDE: wide}
+    return by_width[target_width], by_width[draft_width]
+
+
+def run(model: nn.Module, drafter: Any, **kwargs: Any) -> list[sd.Token]:
+    kwargs.setdefault("max_tokens", NUM_TOKENS)
+    return list(sd.speculate(model, PROMPT, drafter, draft_length=4, **kwargs))
+
+
+@pytest.mark.parametrize("target_width", [NARROW, WIDE])
+@pytest.mark.parametrize("processed", [False, True])
+def test_greedy_text_is_the_targets_own_at_any_width(target_width: int, processed: bool) -> None:
+    """The draft model's logits may be narrower or wider than the target's."""
+    target, draft = widths(target_width, NARROW + WIDE - target_width)
+    options = {"logits_processors": make_logits_processors({3: 1.0}, 1.2)} if processed else {}
+    expected = [t.token for t in run(target, None, **options)]
+    tokens = run(target, sd.ModelDrafter(draft), **options)
+    assert [t.token for t in tokens] == expected
+    assert tokens[-1].stats.accepted > 0
+
+
+@pytest.mark.parametrize(
+    "sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=1.0, top_p=0.9, min_p=0.01, top_k=50)]
+)
+def test_a_wider_draft_model_draws_from_the_targets_law(sampling: sd.Sampling) -> None:
+    """Cut to the target's ids, its law is the target's own here: every draft is accepted."""
+    target, draft = widths(NARROW, WIDE)
+    tokens = run(target, sd.ModelDrafter(draft), sampling=sampling, seed=3, max_tokens=50)
+    stats = tokens[-1].stats
+    assert stats.accepted == stats.drafted > 30
+
+
+def test_a_narrower_draft_model_lives_with_tokens_that_it_does_not_have() -> None:
+    """At temperature 1 the target emits some of its own, and drafting goes on behind them."""
+    target, draft = widths(WIDE, NARROW)
+    options = {"sampling": sd.Sampling(temp=1.0), "max_tokens": 300, "seed": 2}
+    tokens = run(target, sd.ModelDrafter(draft), **options)
+    foreign = [i for i, t in enumerate(tokens) if t.token >= NARROW]
+    assert foreign
+    assert {tokens[i].origin for i in foreign} <= {"correction", "bonus"}
+    stats = tokens[-1].stats
+    assert stats.tokens_per_pass > 2
+    assert {"draft"} < {t.origin for t in tokens[foreign[0] + 1 :]}
+
+
+def test_a_prompt_with_tokens_that_only_the_target_has() -> None:
+    """They are no reason to read past the end of the draft model's embeddings."""
+    target, draft = widths(WIDE, NARROW)
+    prompt = [WIDE - 1, 5, NARROW, 6]
+    seen: list[int] = []
+
+    class Watched(nn.Module):
+        """Passes on what it is called with."""
+
+        layers = draft.layers
+
+        def __call__(self, ids: mx.array, **kwargs: Any) -> mx.array:
+            seen.extend(ids.flatten().tolist())
+            return draft(ids, **kwargs)
+
+    expected = [t.token for t in sd.speculate(target, prompt, max_tokens=12)]
+    got = sd.speculate(target, prompt, sd.ModelDrafter(Watched()), max_tokens=12, draft_length=3)
+    assert [t.token for t in got] == expected
+    assert max(seen) == NARROW - 1
+
+
+@pytest.mark.parametrize(("have", "want"), [(5, 5), (7, 5), (5, 7), (5, None)])
+def test_logits_are_cut_or_padded_with_no_mass(have: int, want: int | None) -> None:
+    """The ids that both have keep their logits; those that only the target has get -inf."""
+    logits = mx.random.normal((3, have), key=mx.random.key(0))
+    fitted = fit_width(logits, want)
+    width = have if want is None else want
+    shared = min(have, width)
+    assert fitted.shape == (3, width)
+    assert mx.array_equal(fitted[:, :shared], logits[:, :shared])
+    assert mx.all(fitted[:, shared:] == -mx.inf)
+
+
+def test_a_draft_outside_the_targets_vocabulary_never_comes_from_a_model() -> None:
+    """The wider model's own favourite may be an id that the target lacks; it proposes another."""
+    target, draft = widths(NARROW, WIDE)
+    loud = dict(tiny.tree_flatten(draft.parameters()))
+    rows = loud["model.embed_tokens.weight"]
+    rows[NARROW:] = rows[NARROW:] * 100
+    draft.load_weights(list(loud.items()))
+    assert [t.token for t in run(target, sd.ModelDrafter(draft))] == [
+        t.token for t in run(target, None)
+    ]
