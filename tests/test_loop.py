@@ -105,6 +105,20 @@ def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
     assert tokens[-1].stats.tokens_per_pass == 1
 
 
+def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass() -> None:
+    """After a rejection the accepted tokens join the next pass, and are counted."""
+    for name, replays in (("mamba2", True), ("qwen2", False)):
+        text = plain(model=target(name), num_tokens=40)
+        drafter = scripted.OracleDrafter(text, VOCAB, wrong=0.4)
+        tokens = list(
+            sd.speculate(target(name), PROMPT, drafter, max_tokens=NUM_TOKENS, draft_length=4)
+        )
+        stats = tokens[-1].stats
+        assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
+        assert stats.fed == stats.target_passes + stats.drafted + stats.replayed
+        assert (stats.replayed > 0) == replays
+
+
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9])
 def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     """emitted + cut = accepted + passes; the histogram has one entry a round."""

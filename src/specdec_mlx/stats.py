@@ -18,7 +18,8 @@ class SpeculationStats:
     to `target_passes`.
 
     target_passes: passes of the target over the text, prefill left out; each is one round.
-    fed: positions that those passes computed, replays included.
+    fed: positions that those passes computed. replayed: those among them that had been computed
+        before, since recurrent caches cannot go back part of the way; no extra pass is made.
     drafted, accepted: draft tokens proposed, and kept by the rule.
     emitted: tokens produced. cut: tokens verified but beyond max_tokens.
     accept_histogram: [n] rounds that accepted exactly n draft tokens.
@@ -30,6 +31,7 @@ class SpeculationStats:
 
     target_passes: int = 0
     fed: int = 0
+    replayed: int = 0
     drafted: int = 0
     accepted: int = 0
     emitted: int = 0
@@ -46,6 +48,7 @@ class SpeculationStats:
         """Add one round."""
         self.target_passes += 1
         self.fed += round_.fed
+        self.replayed += round_.fed - round_.drafted - 1
         self.drafted += round_.drafted
         self.accepted += round_.accepted
         self.emitted += round_.emitted
