@@ -328,16 +328,28 @@ def test_a_seed_gives_the_same_text_with_and_without_a_point_mass_drafter() -> N
         assert [r.token for r in ours(sampler=sampler, seed=4, drafter=drafter)] == expected
 
 
-def test_mlx_lms_own_sampler_follows_the_global_seed() -> None:
+def test_the_coupled_rule_gives_a_seeds_text_with_a_draft_model_too() -> None:
+    """As without any drafter, at any draft length, "auto" included."""
+    sampler = sd.Sampling(temp=0.8)
+    expected = [r.token for r in ours(sampler=sampler, seed=4)]
+    for length in (1, 4, "auto"):
+        for draft in (tiny_text.model(), tiny_text.model(seed=5)):
+            options = {"draft_model": draft, "rule": "coupled", "draft_length": length}
+            assert [r.token for r in ours(sampler=sampler, seed=4, **options)] == expected
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_mlx_lms_own_sampler_follows_the_global_seed(length: int) -> None:
     """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K.
 
     Each row of a block moves the global state on, so "auto", which follows the clock, does not.
     """
+    drafter = oracle()  # and the model is made, which seeds MLX too
 
     def run() -> list[int]:
         mx.random.seed(9)
         sampler = make_sampler(temp=1.0)
-        return [r.token for r in ours(sampler=sampler, drafter=oracle(), draft_length=4)]
+        return [r.token for r in ours(sampler=sampler, drafter=drafter, draft_length=length)]
 
     assert run() == run()
 

@@ -135,6 +135,22 @@ def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
         assert responses[-1].stats.drafted > 0
 
 
+def test_the_drafter_in_the_contributors_guide_works() -> None:
+    """As it is written there: the text is the target's own, whatever it proposes."""
+    guide = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    code = guide.split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    drafter = names["RepeatDrafter"](period=2)
+    model = tiny_text.model()
+    expected = [t.token for t in sd.speculate(model, [5, 17, 99], max_tokens=20)]
+    for length in (3, "auto"):
+        got = list(sd.speculate(model, [5, 17, 99], drafter, max_tokens=20, draft_length=length))
+        assert [t.token for t in got] == expected
+        if length == 3:
+            assert got[-1].stats.drafted > 0
+
+
 MODULE = """
 import specdec_mlx as sd
 

@@ -314,7 +314,7 @@ class Generation:
             seconds=now - self.last_read_at,
             draft_seconds=launched.draft_seconds,
             verify_seconds=launched.launch_seconds + self.waited,
-            overlapped=launched.overlapped,
+            overlapped=launched.overlapped and is_ahead,
         )
         self.last_read_at = now
         self.length.record(record)

@@ -44,8 +44,8 @@ class RoundCosts:
     was measured fades, so that one bad moment of the machine does not count for ever.
 
     step, slope: the prior line; see `Tuning.for_model`. plain: seconds of plain rounds. ratios: K
-    -> rounds that drafted K, over plain ones. aftermath: what the round after each of those cost
-    more than a plain one, 0 if it drafted again.
+    -> rounds that drafted K, over plain ones. aftermath: for each of those, what the plain rounds
+    at the shifts of gear after it cost more than one in the plain gear, or less.
     """
 
     step: float = 0.05
@@ -54,7 +54,6 @@ class RoundCosts:
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     aftermath: deque[float] = field(default_factory=lambda: deque(maxlen=AFTERMATH_SAMPLES))
     _line: tuple[float, float] | None = None
-    _drafted_before: bool = False
     _idle: int = 0
 
     def observe(self, num_drafted: int, seconds: float, *, overlapped: bool) -> None:
@@ -63,15 +62,16 @@ class RoundCosts:
             return
         if self.plain:
             relative = seconds / statistics.median(self.plain)
-            if self._drafted_before and not overlapped:
-                self.aftermath.append(0.0 if num_drafted else min(relative - 1.0, 1.0))
+            if num_drafted:
+                self.aftermath.append(0.0)
+            elif self.aftermath and not overlapped:
+                self.aftermath[-1] += min(relative - 1.0, 1.0)
             if num_drafted:
                 # It brings K + 1 tokens at most, so that anything dearer is as good as K + 2.
                 self._samples(num_drafted).append(min(relative, num_drafted + 2.0))
                 self._line = None
         if overlapped:
             self.plain.append(seconds)
-        self._drafted_before = num_drafted > 0
         self._idle = 0 if num_drafted else self._idle + 1
         if self._idle == FADE_AFTER:
             self._fade()

@@ -75,7 +75,9 @@ class RoundRecord:
     seconds: from the reading of the round before to this one's, all that the round cost.
     draft_seconds, verify_seconds: host time spent in proposing, and in launching the pass and
         waiting for it (a draft model's lazy steps run inside verify).
-    overlapped: whether the pass was launched before the round before it was read (plain gear).
+    overlapped: whether the round ran in the plain gear at both ends: launched before the one before
+        it was read, and read after the next one was launched. Only such a round's seconds are
+        those of one pass; at a shift of gears some backends count two, and then next to none.
     """
 
     drafted: int
