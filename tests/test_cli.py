@@ -126,15 +126,14 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     """The table is a check, not a decoration."""
     from specdec_mlx import demo
 
-    plain = demo.responses
+    generate = demo.stream_generate
 
-    def spoiled(model: object, tokenizer: object, ids: list[int], drafter: object, n: int) -> list:
-        responses = list(plain(model, tokenizer, ids, drafter, n))
-        if drafter is not None:
-            responses[-1].token += 1
+    def spoiled(*args: object, **kwargs: object) -> list:
+        responses = list(generate(*args, **kwargs))
+        responses[-1].token += 1
         return responses
 
-    monkeypatch.setattr(demo, "responses", spoiled)
+    monkeypatch.setattr(demo, "stream_generate", spoiled)
     assert cli.main(["demo", "--model", str(folder), "--max-tokens", "4"]) == 1
     rows = [line for line in capsys.readouterr().out.splitlines() if line[11:16] != "plain"]
     assert sum(line.endswith(" DIFFERENT") for line in rows) == 9

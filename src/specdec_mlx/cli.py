@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import specdec_mlx
+from specdec_mlx.bench.contenders import parse_draft_length
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import LogitsError
 
@@ -61,6 +62,13 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--repeats", type=_positive, default=1, help="timed runs of each (%(default)s)"
     )
     demo.add_argument(
+        "--draft-length",
+        type=parse_draft_length,
+        default=4,
+        metavar="K",
+        help="tokens a round, or auto (%(default)s)",
+    )
+    demo.add_argument(
         "--print-model-path",
         action="store_true",
         help="prepare the demo model, print its folder, and do nothing else",
@@ -76,7 +84,7 @@ def _demo(args: argparse.Namespace) -> int:
     if args.print_model_path:
         print(path)
         return 0
-    return 0 if run_demo(path, args.max_tokens, args.repeats) else 1
+    return 0 if run_demo(path, args.max_tokens, args.repeats, args.draft_length) else 1
 
 
 def _positive(text: str) -> int:

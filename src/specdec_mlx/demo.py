@@ -5,8 +5,9 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,10 @@ PROMPTS = {
 }
 
 
+Way = Callable[[], Iterator[Any]]
+"""A way of generating: called once for each run, it streams responses."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One generation. tokens: ids; seconds: from the first token to the last."""
@@ -79,7 +84,9 @@ class Row:
     identical: bool
 
 
-def run_demo(model_path: Path | str, max_tokens: int, repeats: int) -> bool:
+def run_demo(
+    model_path: Path | str, max_tokens: int, repeats: int, draft_length: int | str = 4
+) -> bool:
     """Run, show and compare; whether all texts were identical."""
     print(f"Model: {model_path}", file=sys.stderr)
     model, tokenizer = load_model(model_path)
@@ -88,44 +95,46 @@ def run_demo(model_path: Path | str, max_tokens: int, repeats: int) -> bool:
         "ngram": NGramDrafter(),
         "model (4-bit copy)": ModelDrafter(four_bit_copy(model_path)),
     }
-    show_live(model, tokenizer, drafters["prompt-lookup"], max_tokens)
+    generate = partial(stream_generate, max_tokens=max_tokens, draft_length=draft_length)
+    show_live(generate, model, tokenizer, drafters["prompt-lookup"])
     rows: list[Row] = []
     for name, prompt in PROMPTS.items():
-        rows += compare(model, tokenizer, name, prompt, drafters, max_tokens, repeats)
+        ids = encode_chat(tokenizer, prompt)
+        ways: dict[str, Way] = {
+            "plain": partial(plain_stream_generate, model, tokenizer, ids, max_tokens),
+            **{
+                key: partial(generate, model, tokenizer, ids, drafter=drafter)
+                for key, drafter in drafters.items()
+            },
+        }
+        rows += compare(name, ways, repeats)
     print(format_table(rows))
-    print(f"\n{timing_note()}")
+    print(f"\n{length_note(draft_length)}\n{timing_note()}")
     return all(row.identical for row in rows)
 
 
-def show_live(model: nn.Module, tokenizer: Any, drafter: Drafter, max_tokens: int) -> None:
+def show_live(
+    generate: Callable[..., Iterator[Any]], model: nn.Module, tokenizer: Any, drafter: Drafter
+) -> None:
     """Stream the code edit; accepted draft tokens are underlined on a terminal."""
     prompt = encode_chat(tokenizer, PROMPTS["edit code"])
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"Live, with prompt lookup{' (accepted drafts underlined)' if on else ''}:\n")
-    for response in stream_generate(model, tokenizer, prompt, max_tokens, drafter=drafter):
+    for response in generate(model, tokenizer, prompt, drafter=drafter):
         text = response.text
         print(f"{on}{text}{off}" if response.from_draft else text, end="", flush=True)
     print(f"\n\n{response.stats}\n")
 
 
-def compare(
-    model: nn.Module,
-    tokenizer: Any,
-    name: str,
-    prompt: str,
-    drafters: dict[str, Drafter],
-    max_tokens: int,
-    repeats: int,
-) -> list[Row]:
-    """Rows for one prompt: plain mlx-lm and each drafter in turn, `repeats` times over."""
+def compare(name: str, ways: dict[str, Way], repeats: int) -> list[Row]:
+    """Rows for one prompt: each way of generating in turn, `repeats` times over; plain is one."""
     from tqdm import tqdm
 
-    ids = encode_chat(tokenizer, prompt)
-    runs: dict[str, list[Run]] = {key: [] for key in ("plain", *drafters)}
+    runs: dict[str, list[Run]] = {key: [] for key in ways}
     bar = tqdm(total=repeats * len(runs), desc=name, leave=False, file=sys.stderr)
     for _ in range(repeats):
-        for key, taken in runs.items():
-            taken.append(timed(responses(model, tokenizer, ids, drafters.get(key), max_tokens)))
+        for key, way in ways.items():
+            runs[key].append(timed(way()))
             bar.update()
     bar.close()
     plain = runs["plain"][0]
@@ -141,15 +150,6 @@ def compare(
         )
         for key, taken in runs.items()
     ]
-
-
-def responses(
-    model: nn.Module, tokenizer: Any, ids: list[int], drafter: Drafter | None, max_tokens: int
-) -> Iterator[Any]:
-    """Responses of mlx-lm itself, or of ours with a drafter."""
-    if drafter is None:
-        return plain_stream_generate(model, tokenizer, ids, max_tokens)  # type: ignore[no-any-return]
-    return stream_generate(model, tokenizer, ids, max_tokens, drafter=drafter)
 
 
 def timed(stream: Iterator[Any]) -> Run:
@@ -188,6 +188,16 @@ def format_table(rows: Sequence[Row]) -> str:
             f"{'identical' if row.identical else 'DIFFERENT'}"
         )
     return "\n".join(lines)
+
+
+def length_note(draft_length: int | str) -> str:
+    """What the draft length of the table means."""
+    if draft_length == "auto":
+        return "draft length: auto, which drafts where it pays, and learns that from a few rounds."
+    return (
+        f"draft length: {draft_length}, fixed, to compare drafters. The default elsewhere is auto, "
+        "which drafts only where it pays (--draft-length auto)."
+    )
 
 
 def timing_note() -> str:
