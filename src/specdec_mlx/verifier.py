@@ -17,11 +17,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import greedy_sampler
 
 from specdec_mlx.acceptance import COUPLED, RULES, check_rule_name, decide, match
 from specdec_mlx.cache import Rollback
 from specdec_mlx.errors import DraftError, LogitsError
+from specdec_mlx.known_samplers import law_of
 from specdec_mlx.noise import Noise
 from specdec_mlx.probe import is_exact
 from specdec_mlx.sampling import Sampler, Sampling
@@ -122,7 +122,8 @@ class SteppedBlock:
 class Verifier:
     """The target model, its caches, and the way its tokens are drawn.
 
-    model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler.
+    model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler; the law
+    of those that `make_sampler` made is read back from them.
     processors: mlx-lm logits processors. rule: a name out of `rule_names()`.
     kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`. probe: whether to
     measure, once, if the model is exact for several positions at once.
@@ -146,7 +147,7 @@ class Verifier:
         check_rule_name(rule)
         self.model = model
         self.tape = tape
-        self.sampler = Sampling() if sampler is greedy_sampler else sampler
+        self.sampler = law_of(sampler) or sampler
         self.processors = list(processors)
         self.rule = rule
         self.noise = noise
