@@ -84,14 +84,18 @@ class ProbeReport:
         return "\n".join(lines)
 
 
-def probe(model: nn.Module, widths: Sequence[int] = WIDTHS, seed: int = 0) -> ProbeReport:
+def probe(
+    model: nn.Module, widths: Sequence[int] = WIDTHS, seed: int = 0, past_window: bool = True
+) -> ProbeReport:
     """Compare passes over several positions with single ones, before and past the window.
 
-    widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs a prefill of the
-    window, if the model has one, and about 20 passes.
+    widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs about 20 passes
+    and, if the model has a window and `past_window` is set, a prefill of it.
     """
     window = _window(model)
-    contexts = [_short_context(window)] + ([] if window is None else [window + 1])
+    contexts = [_short_context(window)]
+    if window is not None and past_window:
+        contexts.append(window + 1)
     rows = [row for context in contexts for row in _compare(model, context, widths, seed)]
     return ProbeReport(_describe_caches(model), window, tuple(rows))
 

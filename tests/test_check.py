@@ -1,0 +1,756 @@
+"""The check that users run: it passes what is right, and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from functools import cache
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import make_prompt_cache
+from scipy import stats
+
+import specdec_mlx as sd
+import tiny
+from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, up_to
+from specdec_mlx import cli
+from specdec_mlx.acceptance import Rejection
+from specdec_mlx.check import command, joint, one_step
+from specdec_mlx.check.declared import Draws, check_declared
+from specdec_mlx.check.joint import Tree, check_joint
+from specdec_mlx.check.one_step import check_one_step
+from specdec_mlx.check.remembered import Remembered, with_remembered_models
+from specdec_mlx.check.report import CheckReport, Part
+from specdec_mlx.check.run import run_parts
+from specdec_mlx.check.state import check_state, depends_on_text_alone
+from specdec_mlx.check.statistics import FALSE_ALARM, ChiSquare, power, together
+from specdec_mlx.check.subject import Subject, Work
+from specdec_mlx.check.texts import check_greedy, check_widths
+from specdec_mlx.check.variants import VARIANTS, lossless
+from tiny_model_folder import write_model_folder
+
+V = 12
+PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something
+ALL_PARTS = ["widths", "one-step law", "joint law", "declared law", "drafter's state"]
+ALL_PARTS.append("greedy text")
+
+
+def work() -> Work:
+    """Time without end: samples are limited by number here."""
+    return Work(math.inf)
+
+
+@cache
+def model(copied_with_noise: float = 0.0) -> nn.Module:
+    """A tiny random Llama, or a copy of it that is a little off, as a 4-bit copy would be."""
+    llama = tiny.build("llama", vocab_size=V, num_hidden_layers=1)
+    if copied_with_noise:
+        noise = mx.random.key(1)
+        weights = []
+        for name, weight in tree_flatten(llama.parameters()):
+            noise, key = mx.random.split(noise)
+            spread = copied_with_noise * mx.std(weight)
+            weights.append((name, weight + spread * mx.random.normal(weight.shape, key=key)))
+        llama.update(tree_unflatten(weights))
+        mx.eval(llama.parameters())
+    return llama
+
+
+def draft_model() -> nn.Module:
+    return model(0.3)
+
+
+def subject(drafter: Any = None, rule: Any = "auto", **changes: Any) -> Subject:
+    return Subject(
+        model=model(),
+        drafter=drafter or sd.ModelDrafter(draft_model()),
+        sampling=changes.pop("sampling", sd.Sampling(temp=0.8, top_p=0.95)),
+        rule=sd.acceptance.make_rule(rule),
+        prompts=PROMPTS,
+        vocab_size=V,
+        **changes,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 200)
+    monkeypatch.setattr(joint, "NUM_CONTEXTS", 1)
+
+
+def statuses(parts: list[Part]) -> dict[str, str]:
+    return {part.name: part.status for part in parts}
+
+
+# What is right passes -----------------------------------------------------------------------------
+
+RIGHT = {
+    "model": (lambda: sd.ModelDrafter(draft_model()), "auto"),
+    "model, token by token": (lambda: sd.ModelDrafter(draft_model()), "rejection"),
+    "model, coupled": (lambda: sd.ModelDrafter(draft_model()), "coupled"),
+    "model, match": (lambda: sd.ModelDrafter(draft_model()), "match"),
+    "model, greedy": (lambda: sd.ModelDrafter(draft_model(), greedy=True), "block"),
+    "n-gram": (lambda: sd.NGramDrafter(min_order=1), "auto"),
+    "n-gram, drawn": (lambda: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
+    "prompt lookup": (lambda: sd.PromptLookupDrafter(min_ngram=1), "rejection"),
+    "first of two": (
+        lambda: sd.FirstOf(sd.NGramDrafter(), sd.ModelDrafter(draft_model())),
+        "auto",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every part, for every kind of drafter and rule."""
+    make, rule = RIGHT[case]
+    if case == "n-gram, drawn":  # its laws are nearly one-hot, so that faults show late
+        monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 500)
+    parts = run_parts(subject(make(), rule), work(), progress=False)
+    assert [part.name for part in parts] == ALL_PARTS
+    assert all(part.passed for part in parts), [part for part in parts if not part.passed]
+    assert CheckReport(parts).passed
+
+
+def test_at_temperature_0_only_texts_are_compared() -> None:
+    """Laws of one token are no question."""
+    parts = run_parts(subject(sampling=sd.Sampling()), work(), progress=False)
+    assert [part.status for part in parts] == [
+        "passed",
+        *["not applicable"] * 3,
+        "passed",
+        "passed",
+    ]
+
+
+# What is wrong is named ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Altered:
+    """A model's drafts, changed before they are handed over."""
+
+    drafter: sd.Drafter
+    alter: Any
+
+    def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
+        session = self.drafter.begin(prompt, context)
+        propose = session.propose
+        session.propose = lambda limit: self.alter(propose(limit))
+        return session
+
+
+def misdeclared(draft: sd.Draft) -> sd.Draft:
+    """Wrong: the law handed over is one at temperature 0.7, and was not drawn from."""
+    if draft.logprobs is None:  # greedy
+        return draft
+    logprobs = draft.logprobs / 0.7
+    return sd.Draft(draft.tokens, logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True))
+
+
+def flattened(draft: sd.Draft) -> sd.Draft:
+    """Wrong, the other way."""
+    if draft.logprobs is None:
+        return draft
+    logprobs = draft.logprobs * 0.6
+    return sd.Draft(draft.tokens, logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True))
+
+
+def dropped(draft: sd.Draft) -> sd.Draft:
+    """Wrong: a token drawn by less than a chance of 0.2 is taken back, and all after it."""
+    if draft.logprobs is None:
+        return draft
+    own = mx.take_along_axis(draft.logprobs, draft.tokens[:, None].astype(mx.int32), axis=-1)
+    sure = (mx.exp(own[:, 0]) >= 0.2).astype(mx.int32)
+    return draft.head(int(mx.cumprod(sure).sum().item()))
+
+
+@dataclass(frozen=True, eq=False)
+class OutOfStep:
+    """Wrong: a draft model whose rejected tokens stay in its cache."""
+
+    model: nn.Module
+
+    def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
+        session = sd.ModelDrafter(self.model).begin(prompt, context)
+
+        def observe(tokens: list[int]) -> None:
+            session.text += tokens
+            session.tape.position = min(session.tape.position, len(session.text) - 1)
+
+        session.observe = observe
+        return session
+
+
+RULES_AT_FAULT: dict[str, tuple[Any, str]] = {
+    "residual replaced by p": (
+        WRONG_RULES["residual replaced by p"],
+        "after a rejection a token of p is drawn",
+    ),
+    "bonus at temperature 0.5": (
+        WRONG_RULES["bonus at temperature 0.5"],
+        "the bonus token, after a draft accepted whole, is not drawn from the target's law",
+    ),
+    "p and q swapped": (WRONG_RULES["p and q swapped"], "p and q have changed places"),
+    "lenient": (sd.Lenient(1 / 1.2), "more draft tokens are kept than min(1, p/q) allows"),
+    "typical": ("typical", "draft tokens are not kept with chance min(1, p/q)"),
+}
+DRAFTERS_AT_FAULT = {
+    "declared q other than the drawn": (
+        misdeclared,
+        "from another law, a flatter one. Hand over, as Draft.logprobs",
+    ),
+    "the same, sharper": (flattened, "from another law, a sharper one"),
+    "a drawn token dropped": (
+        dropped,
+        "dropped after they were drawn. Decide whether to draft a token before drawing it",
+    ),
+}
+
+
+def laws(given: Subject) -> dict[str, Part]:
+    """The three parts that are about laws."""
+    steps: list[Any] = []
+    draws = Draws()
+    parts = [check_one_step(given, work(), steps), check_joint(given, work(), steps, draws)]
+    return {part.name: part for part in [*parts, check_declared(draws)]}
+
+
+@pytest.mark.parametrize("case", RULES_AT_FAULT)
+def test_a_wrong_rule_is_named(case: str) -> None:
+    """With what is wrong about it, and what to do; the drafter is not blamed."""
+    rule, words = RULES_AT_FAULT[case]
+    steps: list[Any] = []
+    part = check_one_step(subject(None, rule), work(), steps)
+    assert part.status == "failed"
+    assert words in part.verdict
+    assert "Use rule='auto'" in part.verdict
+    assert (
+        part.numbers["largest_total_variation"] + part.numbers["largest_of_the_token_after"] > 0.01
+    )
+
+
+@pytest.mark.parametrize("rule", [Rejection(), sd.Block()])
+@pytest.mark.parametrize("most_tokens", [1000, 2])
+def test_the_emitted_law_is_exact(
+    rule: sd.AcceptanceRule, most_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To float64's rounding, and as far as was looked; what is kept is the sum of min(p, q)."""
+    monkeypatch.setattr(one_step, "MOST_TOKENS", most_tokens)
+    random = np.random.default_rng(0)
+    for p, q in zip(*random.dirichlet(np.ones(6), size=(2, 20)), strict=True):
+        result = one_step.emitted(rule, p, q)
+        tail = np.sort(q)[:-most_tokens].sum()
+        assert result.left_out == pytest.approx(tail, abs=1e-12)
+        assert abs(result.distance) < 1e-12
+        assert result.is_lossless
+        assert np.minimum(p, q).sum() - tail <= result.kept + 1e-12
+        assert result.kept <= np.minimum(p, q).sum() + 1e-12
+
+
+@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
+def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is wrong about its laws, and what to do; the rule is not blamed."""
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 400)
+    alter, words = DRAFTERS_AT_FAULT[case]
+    parts = laws(subject(Altered(sd.ModelDrafter(draft_model()), alter)))
+    assert parts["declared law"].status == "failed"
+    assert words in parts["declared law"].verdict
+    assert parts["one-step law"].passed
+
+
+@pytest.mark.parametrize("name", ["residual replaced by p", "p and q swapped"])
+def test_texts_of_a_wrong_rule_are_likened_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The joint law fails too, and tells which of the named faults it looks like."""
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 600)
+    part = laws(subject(None, WRONG_RULES[name]))["joint law"]
+    assert part.status == "failed"
+    assert f"they look like: {name}" in part.verdict
+
+
+def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
+    """Nothing but the drafter's state says so."""
+    report = CheckReport(run_parts(subject(OutOfStep(draft_model())), work(), progress=False))
+    assert [part.name for part in report.parts if not part.passed] == ["drafter's state"]
+    assert report["drafter's state"].status == "failed"
+    assert "its cache is out of step with the text" in report["drafter's state"].verdict
+    assert not report.passed
+    assert report.verdict == "FAILED: drafter's state."
+
+
+def test_a_greedy_text_that_is_not_the_targets_is_a_fault() -> None:
+    """Where, by how much, and what to do; a lenient rule keeps near misses at temperature 0 too."""
+    part = check_greedy(subject(None, sd.Lenient(0.01), sampling=sd.Sampling()), work(), None)
+    assert part.status == "failed"
+    assert "no rounding explains that" in part.verdict
+    first = part.numbers["differences"][0]
+    assert first["verdict"] == "fault"
+    assert first["top_two_gap"] > part.numbers["near_tie_below"]
+
+
+def test_a_near_tie_is_excused_by_what_the_probe_measured() -> None:
+    """A logit that moves by 1 from one width to another explains differences of a few."""
+    given = subject(None, sd.Lenient(0.01), sampling=sd.Sampling())
+    row = sd.probe(model()).rows[0]
+    rough = sd.ProbeReport((), None, (replace(row, max_difference=100.0, exact=True),))
+    part = check_greedy(given, work(), rough)
+    assert part.status == "passed"
+    assert "near tie" in part.verdict
+    assert {entry["verdict"] for entry in part.numbers["differences"]} == {"near tie"}
+
+
+def test_a_model_that_is_not_exact_at_several_positions_is_named() -> None:
+    """plamo3's mask is one wider than its cache, once its window is full."""
+    part, report = check_widths(tiny.build("plamo3"), work())
+    assert not report.exact
+    assert part.status == "failed"
+    assert "specdec-mlx probe" in part.verdict
+
+
+def test_a_window_that_takes_too_long_to_fill_is_not_run() -> None:
+    part, _ = check_widths(tiny.build("gemma3_text"), Work(0.0))
+    assert part.status == "not run"
+    assert "--budget" in part.verdict
+
+
+def test_a_drafter_that_breaks_its_contract_fails_and_the_rest_goes_on() -> None:
+    """Impossible tokens: the error of the loop is the verdict of the part."""
+    given = subject(Altered(sd.PromptLookupDrafter(), lambda draft: sd.Draft([V + 1])))
+    parts = run_parts(replace(given, rule="match"), work(), progress=False)
+    assert len(parts) == len(ALL_PARTS)
+    verdicts = {part.name: part.verdict for part in parts if part.status == "failed"}
+    assert "The drafter proposed token 13" in verdicts["greedy text"]
+
+
+# The numbers --------------------------------------------------------------------------------------
+
+
+def source(seed: int) -> Source:
+    """Laws of four tokens, none of them rare."""
+    return Source(np.random.default_rng(seed).dirichlet(np.full(4, 2.0), size=7))
+
+
+class TextsOfSource:
+    """Stands for `joint.Texts`, with laws of sources instead of models."""
+
+    def __init__(self, target: Source, draft: Source) -> None:
+        self.sources = target, draft
+        self.tokens: list[tuple[int, ...]] = [(0, 0, 0)] * 1_000_000  # every cell is a branch
+
+    def target_law(self, continuation: tuple[int, ...]) -> np.ndarray:
+        return self.sources[0].after(0, tuple(continuation))
+
+    def draft_law(self, continuation: tuple[int, ...]) -> np.ndarray:
+        return self.sources[1].after(0, tuple(continuation))
+
+
+TARGET, DRAFT = source(1), source(2)
+EXACT = {
+    "lossless": (Drawn(DRAFT, up_to(2)), Rejection()),
+    **{name: (Drawn(DRAFT, up_to(2)), rule) for name, rule in WRONG_RULES.items()},
+    "declared q other than the drawn": (
+        Drawn(DRAFT.at_temperature(1 / 0.7), up_to(2), declared=DRAFT),
+        Rejection(),
+    ),
+    "a drawn token dropped": (Drawn(DRAFT, up_to(2), dropped_below=0.2), Rejection()),
+}
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in {"lossless", *VARIANTS}])
+def test_laws_of_the_faults_are_those_of_enumeration(name: str) -> None:
+    """Each cell's chance, to 1e-12, for drafts of two tokens and texts of three."""
+    drafting, rule = EXACT[name]
+    tree = Tree(TextsOfSource(TARGET, DRAFT))
+    chances = tree.chances(VARIANTS.get(name, lossless))
+    law = Rounds(TARGET, drafting, ByRule(rule)).joint(num_rounds=3, length=3)
+    expected = np.zeros(tree.num_cells)
+    for text in np.ndindex(law.shape):
+        expected[tree._cell_of(text)] += law[text]
+    np.testing.assert_allclose(chances, expected, atol=1e-12)
+    assert tree.num_cells > 4**3
+
+
+def test_every_named_fault_is_enumerated() -> None:
+    assert set(VARIANTS) == set(EXACT) - {"lossless"}
+
+
+def test_a_small_tree_has_the_same_law() -> None:
+    """Tokens that are expected too seldom share a cell."""
+    texts = TextsOfSource(TARGET, DRAFT)
+    texts.tokens = [(0, 1, 2), (3, 3, 3)] * 60
+    tree = Tree(texts)
+    assert tree.num_cells < 4**3
+    assert tree.chances().sum() == pytest.approx(1)
+    assert tree.seen().sum() == 120
+    law = Rounds(TARGET, EXACT["lossless"][0], ByRule(Rejection())).joint(3, 3)
+    expected = np.zeros(tree.num_cells)
+    for text in np.ndindex(law.shape):
+        expected[tree._cell_of(text)] += law[text]
+    np.testing.assert_allclose(tree.chances(), expected, atol=1e-12)
+
+
+def test_false_alarms_are_as_rare_as_stated() -> None:
+    """Right texts of two contexts, 300 times: one in ten has a p-value below 0.1."""
+    random = np.random.default_rng(0)
+    laws = [
+        Rounds(t, EXACT["lossless"][0], ByRule(Rejection())).joint(3, 3) for t in (TARGET, DRAFT)
+    ]
+    low = 0
+    for _ in range(300):
+        trees = []
+        for target, law in zip((TARGET, DRAFT), laws, strict=True):
+            texts = TextsOfSource(target, DRAFT)
+            drawn = random.choice(law.size, p=law.ravel(), size=250)
+            texts.tokens = list(zip(*np.unravel_index(drawn, law.shape), strict=True))
+            trees.append(Tree(texts))
+        expected = [250 * tree.chances() for tree in trees]
+        test = together([ChiSquare.of(t.seen(), e) for t, e in zip(trees, expected, strict=True)])
+        low += test.p_value < 0.1
+    assert 15 < low < 48
+
+
+def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no named fault would be found, and where there are next to none."""
+    random = np.random.default_rng(0)
+    draws = Draws()
+    for _ in range(120):
+        draws.add(draft_of(np.array([0.97, 0.03]), random.choice(2, p=[0.97, 0.03])), 1)
+    part = check_declared(draws)
+    assert part.status == "not run"
+    assert "too few for any of the named faults" in part.verdict
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 99)
+    parts = laws(subject())
+    assert parts["joint law"].status == "not run"
+    assert "Only 99 texts" in parts["joint law"].verdict
+
+
+def test_chi_square_is_scipys() -> None:
+    seen, expected = np.array([18.0, 30.0, 12.0]), np.array([20.0, 25.0, 15.0])
+    test = ChiSquare.of(seen, expected)
+    known = stats.chisquare(seen, expected)
+    assert test.statistic == pytest.approx(known.statistic)
+    assert test.p_value == pytest.approx(known.pvalue)
+
+
+def test_cells_that_expect_little_are_joined() -> None:
+    """8 and more in each pool; what is seen goes along."""
+    test = ChiSquare.of(np.array([50.0, 1, 3, 2, 9]), np.array([50.0, 2, 2, 2, 9]))
+    assert test.freedom == 1
+    assert test.statistic == 0
+
+
+def test_what_is_impossible_must_not_be_seen() -> None:
+    """Not once; and the power is the chance that it comes."""
+    right, wrong = np.array([100.0, 100.0, 0.0]), np.array([100.0, 98.0, 2.0])
+    assert ChiSquare.of(wrong, right).p_value == 0
+    assert power([wrong], [right]) == pytest.approx(1 - math.exp(-2), abs=1e-3)
+    assert power([right], [right]) == pytest.approx(FALSE_ALARM, rel=1e-3)
+
+
+def test_the_stated_power_is_the_share_of_faults_found() -> None:
+    """By simulation: 2,000 times 300 draws of a wrong law."""
+    random = np.random.default_rng(0)
+    right, wrong = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.32, 0.28, 0.24, 0.16])
+    found = [
+        ChiSquare.of(random.multinomial(300, wrong), 300 * right).p_value < 0.001
+        for _ in range(2000)
+    ]
+    assert np.mean(found) == pytest.approx(power([300 * wrong], [300 * right], 0.001), abs=0.04)
+
+
+def draft_of(law: np.ndarray, token: int) -> sd.Draft:
+    return sd.Draft([token], mx.array(np.log(law)[None], dtype=mx.float32))
+
+
+def test_draws_from_the_declared_law_are_evenly_spread() -> None:
+    """Whatever the law; draws from another one are not."""
+    random = np.random.default_rng(0)
+    even, skewed = Draws(), Draws()
+    flat_ones = np.full((200, 30), 1 / 30)  # all tied
+    for law in np.concatenate([random.dirichlet(np.ones(30), size=1000), flat_ones]):
+        even.add(draft_of(law, random.choice(30, p=law)), 1)
+        flat = law**0.5 / (law**0.5).sum()
+        skewed.add(draft_of(law, random.choice(30, p=flat)), 1)
+    assert check_declared(even).passed
+    assert check_declared(skewed).status == "failed"
+    shares = even.seen() / 1200
+    assert abs(shares - 0.1).max() < 0.05
+
+
+def test_a_declared_laws_power_is_that_of_simulation() -> None:
+    """Chance to find draws at temperature 1/0.7 of what is declared, from 600 draws."""
+    random = np.random.default_rng(1)
+    law = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
+    flat = law**0.7 / (law**0.7).sum()
+    found = []
+    for _ in range(150):
+        draws = Draws(random=random)
+        for token in random.choice(6, p=flat, size=600):
+            draws.add(draft_of(law, token), 1)
+        part = check_declared(draws)
+        found.append(part.status == "failed")
+    stated = part.numbers["power"]["declared law at temperature 0.7"]
+    assert 0.02 < stated < 0.98
+    assert np.mean(found) == pytest.approx(stated, abs=0.13)
+
+
+# What is remembered -------------------------------------------------------------------------------
+
+
+def test_remembered_logits_are_the_models() -> None:
+    """Beyond the common context, after a rollback, and for a text that leaves it."""
+    context = [3, 1, 2]
+    memory = Remembered(model(), context)
+    caches = make_prompt_cache(memory)
+    memory(mx.array([context]), cache=caches)
+    wrong = memory(mx.array([[5, 5]]), cache=caches)
+    caches[0].trim(1)
+    right = memory(mx.array([[6]]), cache=caches)[0, 0]
+    for text, logits in [([*context, 5, 5], wrong[0, 1]), ([*context, 5, 6], right)]:
+        expected = model()(mx.array([text]), cache=make_prompt_cache(model()))[0, -1]
+        assert mx.allclose(logits, expected, atol=1e-5)
+    assert not mx.allclose(right, wrong[0, 1])
+    elsewhere = memory.after([3, 9, 2, 4])
+    expected = model()(mx.array([[3, 9, 2, 4]]), cache=make_prompt_cache(model()))[0, -1]
+    assert mx.allclose(elsewhere, expected, atol=1e-5)
+    assert mx.all(mx.isnan(memory.after([3, 1])))
+
+
+def test_a_place_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = []
+    memory = Remembered(model(), [3, 1, 2])
+    run = type(model()).__call__
+
+    def counted(self: nn.Module, *args: Any, **kwargs: Any) -> mx.array:
+        passes.append(args)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(model()), "__call__", counted)
+    first = memory.after([3, 1, 2, 4])
+    num_passes = len(passes)
+    assert memory.after([3, 1, 2, 4]) is first
+    memory.after([3, 1, 2])
+    assert len(passes) == num_passes == 2  # the context but for its last token, then the rest
+
+
+def test_models_of_a_drafter_are_remembered_and_it_is_left_alone() -> None:
+    """At any depth; a drafter without one is itself."""
+    inner = sd.ModelDrafter(draft_model())
+    outer = Altered(sd.FirstOf(sd.NGramDrafter(), inner), misdeclared)
+    changed = with_remembered_models(outer, [1])
+    assert isinstance(changed.drafter.drafters[1].model, Remembered)
+    assert changed.drafter.drafters[0] is outer.drafter.drafters[0]
+    assert changed.alter is misdeclared
+    assert inner.model is draft_model()
+    lookup = sd.PromptLookupDrafter()
+    assert with_remembered_models(lookup, [1]) is lookup
+
+
+# The drafter's state ------------------------------------------------------------------------------
+
+
+class Learning:
+    """Drafts its own next number, whatever the text; nothing says that it must not."""
+
+    def begin(self, prompt: list[int], context: sd.DraftContext) -> Any:
+        numbers = iter(range(100))
+
+        class Session:
+            def propose(self, limit: int) -> sd.Draft:
+                return sd.Draft([next(numbers) % V])
+
+            def observe(self, tokens: list[int]) -> None: ...
+
+        return Session()
+
+
+def test_a_drafter_that_may_learn_is_not_blamed() -> None:
+    part = check_state(subject(Learning()), work())
+    assert part.status == "not applicable"
+    assert "learns from its own drafts" in part.verdict
+
+
+def test_what_depends_on_the_text_alone_is_known() -> None:
+    assert depends_on_text_alone(sd.ModelDrafter(draft_model()))
+    assert depends_on_text_alone(sd.FirstOf(sd.PromptLookupDrafter()))
+    assert depends_on_text_alone(Altered(sd.NGramDrafter(), dropped))
+    assert not depends_on_text_alone(Learning())
+
+
+# The report ---------------------------------------------------------------------------------------
+
+
+PARTS = [
+    Part(
+        "widths", "passed", "All well.", {"caches": ["KVCache (trim)"], "passes": [{"x": 1}]}, 1.0
+    ),
+    Part("joint law", "failed", "<b>Wrong</b> & to be mended.", {"power": {"a < b": 0.5}}, 2.0),
+    Part("greedy text", "not run", "No time.", {"differences": []}),
+]
+
+
+def test_a_report_passes_only_if_every_part_ran_and_passed() -> None:
+    """What does not apply does no harm; what was not run does."""
+    assert CheckReport(PARTS[:1]).passed
+    assert CheckReport([PARTS[0], replace(PARTS[1], status="not applicable")]).passed
+    assert not CheckReport(PARTS[:2]).passed
+    assert not CheckReport([PARTS[0], PARTS[2]]).passed
+    assert CheckReport([PARTS[0], PARTS[2]]).verdict.startswith("NOT PASSED: greedy text")
+    assert CheckReport(PARTS).verdict == "FAILED: joint law."
+    with pytest.raises(KeyError, match="the parts are widths, joint law, greedy text"):
+        CheckReport(PARTS)["joint"]
+
+
+def test_a_report_as_text_and_as_json_says_everything() -> None:
+    report = CheckReport(PARTS, {"temp": 0.8})
+    text = str(report)
+    for part in PARTS:
+        assert part.name in text
+        assert part.status in text
+        assert part.verdict in text
+    assert "caches: KVCache (trim)" in text
+    assert text.endswith("FAILED: joint law.  (3 s)")
+    data = json.loads(report.to_json())
+    assert data["passed"] is False
+    assert data["settings"] == {"temp": 0.8}
+    assert [part["status"] for part in data["parts"]] == ["passed", "failed", "not run"]
+    assert data["parts"][1]["numbers"] == {"power": {"a < b": 0.5}}
+
+
+def test_a_reports_html_is_balanced_and_escaped() -> None:
+    """And sets no colours, so that it is legible in light and dark."""
+    open_tags: list[str] = []
+
+    class Balance(HTMLParser):
+        def handle_starttag(self, tag: str, attrs: Any) -> None:
+            if tag != "br":
+                open_tags.append(tag)
+
+        def handle_endtag(self, tag: str) -> None:
+            assert open_tags.pop() == tag
+
+    page = CheckReport(PARTS, {"model": "<i>"})._repr_html_()
+    Balance().feed(page)
+    assert open_tags == []
+    assert "&lt;b&gt;Wrong&lt;/b&gt; &amp; to be mended." in page
+    assert "a &lt; b" in page
+    assert "&lt;i&gt;" in page
+    assert "color" not in page
+
+
+# The call and the command -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specdec_mlx", "check", *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> None:
+    """Exit status 0, the report on stdout, progress on stderr, and the same as JSON."""
+    done = run("--model", folder, "--draft-model", folder, "--json", tmp_path / "report.json")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1].startswith("PASSED")
+    assert "greedy text" in done.stderr
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["passed"] is True
+    assert data["settings"]["model"] == str(folder)
+    assert data["settings"]["temp"] == 0
+    assert [part["name"] for part in data["parts"]] == ALL_PARTS
+
+
+def test_flags_reach_the_check(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
+) -> None:
+    """All of them."""
+    given: dict[str, Any] = {}
+
+    def check(model: Any, tokenizer: Any, **options: Any) -> CheckReport:
+        given.update(options)
+        return CheckReport(PARTS[:1])
+
+    monkeypatch.setattr(command, "check", check)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
+    flags = (
+        "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --rule coupled"
+    )
+    flags += f" --draft-length 3 --budget 7 --seed 2 --model {folder} --prompts {prompts}"
+    assert cli.main(["check", *flags.split()]) == 0
+    assert given == {
+        "drafter": sd.NGramDrafter(max_order=3),
+        "sampling": sd.Sampling(0.7, 0.9, 0.1, top_k=5),
+        "rule": "coupled",
+        "draft_length": 3,
+        "prompts": ["Hello."],
+        "budget": 7.0,
+        "seed": 2,
+    }
+    monkeypatch.setattr(command, "check", lambda *a, **k: CheckReport(PARTS))
+    assert cli.main(["check", "--model", str(folder)]) == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--temp", "-1"], "Sampling(temp=-1.0)"),
+        (["--drafter", "nobody"], "Unknown drafter 'nobody'"),
+        (["--drafter", "none"], "nothing to check without a drafter"),
+        (["--drafter", "model"], "needs --draft-model"),
+        (["--rule", "nobody"], "Unknown rule 'nobody'"),
+        (["--budget", "0"], "budget=0"),
+        (["--draft-length", "0"], "draft_length=0"),
+        (["--prompts", "/nowhere"], "/nowhere"),
+    ],
+)
+def test_bad_input_is_refused_with_status_2(
+    flags: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line that names it."""
+    assert cli.main(["check", "--model", str(folder), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_time_nothing_is_passed() -> None:
+    """Every part says so."""
+    report = sd.check(
+        model(), None, draft_model=draft_model(), prompts=PROMPTS, budget=1e-9, progress=False
+    )
+    assert not report.passed
+    assert {part.status for part in report.parts} <= {"not run", "not applicable"}
+    assert "--budget" in report["greedy text"].verdict
+
+
+def test_scipy_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is computed, with the pip command."""
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(sd.MissingPackageError, match=r"pip install 'specdec-mlx\[check\]'"):
+        sd.check(model(), None, drafter="ngram", prompts=PROMPTS)
+
+
+def test_a_sampler_without_a_law_is_refused() -> None:
+    with pytest.raises(ValueError, match="The law of this sampler is not known"):
+        sd.check(model(), None, drafter="ngram", sampling=lambda x: x, prompts=PROMPTS)
