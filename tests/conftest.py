@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
@@ -13,6 +14,9 @@ from jaxtyping import install_import_hook
 # The others annotate with protocols that cannot be checked at run time, or take NumPy arrays too.
 SHAPES_CHECKED = ["noise", "sampling", "drafters"]
 install_import_hook([f"specdec_mlx.{name}" for name in SHAPES_CHECKED], "beartype.beartype")
+
+# What commands learn and keep is not to reach the user's own cache, nor to come from there.
+os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-tests-"))
 
 # Models take long, and longer on a busy machine: no deadlines. The same examples on every run, so
 # that a failure is about the change under test and not about luck.

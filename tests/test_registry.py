@@ -135,12 +135,12 @@ def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
         assert responses[-1].stats.drafted > 0
 
 
-def test_the_drafter_in_the_contributors_guide_works() -> None:
+def test_the_drafter_in_the_guide_works() -> None:
     """As it is written there: the text is the target's own, whatever it proposes."""
-    guide = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text()
+    guide = (Path(__file__).parent.parent / "docs" / "write-a-drafter.md").read_text()
     code = guide.split("```python\n")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(code, "CONTRIBUTING.md", "exec", dont_inherit=True), names)
+    exec(compile(code, "write-a-drafter.md", "exec", dont_inherit=True), names)
     drafter = names["RepeatDrafter"](period=2)
     model = tiny_text.model()
     expected = [t.token for t in sd.speculate(model, [5, 17, 99], max_tokens=20)]
@@ -241,3 +241,50 @@ def test_a_third_party_drafter_that_cannot_be_imported_breaks_only_itself(site: 
     done = python(site, "-c", program)
     assert done.returncode == 1
     assert "a_module_that_is_not_installed" in done.stderr.splitlines()[-1]
+
+
+CLASHING = """
+import warnings
+import specdec_mlx as sd
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    kind = type(sd.make_drafter("{name}"))
+    names = sd.drafter_names()
+print(kind.__module__, names.count("{name}"))
+print(caught[0].message)
+"""
+
+
+def install_another(site: Path, package: str, name: str) -> None:
+    """Another third party's distribution whose drafter wants a name."""
+    info = site / f"{package.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = somebodys_drafter:Constant\n")
+
+
+@pytest.mark.parametrize("package", ["a-first-package", "zz-last-package"])
+def test_nobody_takes_a_built_in_name(package: str, site: Path) -> None:
+    """Whatever the package's name: ours stays, and a warning names both packages."""
+    install_another(site, package, "ngram")
+    done = python(site, "-c", CLASHING.format(name="ngram"))
+    assert done.returncode == 0, done.stderr
+    module, message = done.stdout.splitlines()
+    assert module == "specdec_mlx.drafters.ngram 1"
+    assert f"'ngram' of {package} is left out, since specdec-mlx has one" in message
+
+
+def test_two_packages_that_want_one_name_are_both_named(site: Path) -> None:
+    """The first by name has it."""
+    install_another(site, "another-drafter", "constant")
+    done = python(site, "-c", CLASHING.format(name="constant"))
+    module, message = done.stdout.splitlines()
+    assert module == "somebodys_drafter 1"
+    assert "of somebodys-drafter is left out, since another-drafter has one" in message
+
+
+def test_no_warning_without_a_clash(site: Path) -> None:
+    """Built-in drafters and a third party's under its own name."""
+    done = python(site, "-W", "error::UserWarning", "-m", "specdec_mlx", "drafters")
+    assert done.returncode == 0, done.stderr
+    assert "constant" in done.stdout

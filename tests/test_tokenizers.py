@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import models
 
 import specdec_mlx as sd
@@ -96,7 +97,7 @@ def test_the_message_says_what_to_do() -> None:
 
 @pytest.mark.parametrize("length", [1, 4, "auto"])
 def test_a_foreign_draft_model_is_refused_before_anything_is_generated(length: int | str) -> None:
-    """No token comes out, and the caller's caches can be used as if the prompt had been read."""
+    """No token comes out, and nothing was computed: the caller's caches are as they were."""
     model = tiny_text.model()
     drafter = sd.ModelDrafter(tiny_text.model(5), tokenizer(bpe(single=swapped(7, 8))))
     caches = make_prompt_cache(model)
@@ -107,7 +108,24 @@ def test_a_foreign_draft_model_is_refused_before_anything_is_generated(length: i
         ):
             responses.append(response)
     assert not responses
-    assert {c.offset for c in caches} == {len(PROMPT)}
+    assert {c.offset for c in caches} == {0}
+
+
+def test_two_that_agree_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever wraps them; others are compared all the same, and a difference is found again."""
+    compared: list[int] = []
+    compare = first_difference
+    module = "specdec_mlx.drafters.tokenizers.first_difference"
+    monkeypatch.setattr(module, lambda a, b: compared.append(1) or compare(a, b))
+    target, draft = tokenizer(), tokenizer()
+    for again in (draft, draft, TokenizerWrapper(draft._tokenizer)):
+        check_same_tokenizer(target, again)
+    assert len(compared) == 1
+    check_same_tokenizer(target, tokenizer())
+    assert len(compared) == 2
+    for _ in range(2):
+        with pytest.raises(sd.TokenizerMismatchError):
+            check_same_tokenizer(target, tokenizer(bpe(single=swapped(7, 8))))
 
 
 def test_a_related_draft_model_is_taken() -> None:

@@ -30,3 +30,11 @@ class UnknownNameError(ValueError):
 
 class ModelFolderError(ValueError):
     """A folder does not hold what a model needs."""
+
+
+class GrammarError(ValueError):
+    """A grammar cannot be read, or cannot be followed."""
+
+
+class MissingPackageError(RuntimeError):
+    """An optional package is not installed."""

@@ -21,8 +21,13 @@ class PerModel(Generic[T]):
 
     def __call__(self, model: nn.Module) -> T:
         """The model's value."""
+        if id(model) not in self._values:
+            self.put(model, self._make(model))
+        return self._values[id(model)]
+
+    def put(self, model: nn.Module, value: T) -> None:
+        """Give the model another value."""
         key = id(model)  # a module is a dict and has no hash
         if key not in self._values:
-            self._values[key] = self._make(model)
             weakref.finalize(model, self._values.pop, key, None)
-        return self._values[key]
+        self._values[key] = value

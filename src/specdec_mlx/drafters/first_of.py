@@ -30,6 +30,12 @@ class FirstOf:
         """Begin with each of them."""
         return FirstOfSession([drafter.begin(prompt, context) for drafter in self.drafters])
 
+    def check(self, context: DraftContext) -> None:
+        """Let each of them refuse the target."""
+        for drafter in self.drafters:
+            if hasattr(drafter, "check"):
+                drafter.check(context)
+
 
 class FirstOfSession:
     """One generation, seen by all of the drafters."""
@@ -38,6 +44,11 @@ class FirstOfSession:
         """Take the sessions in the order in which they are tried."""
         self.sessions = list(sessions)
         self.cheap = all(getattr(session, "cheap", False) for session in sessions)
+
+    @property
+    def parts(self) -> list[DraftSession]:
+        """The sessions in order, for a loop that asks each within a limit of its own."""
+        return [part for session in self.sessions for part in getattr(session, "parts", [session])]
 
     def propose(self, limit: int) -> Draft:
         """The first draft that is not empty.

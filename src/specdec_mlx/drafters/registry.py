@@ -5,24 +5,41 @@ The built-in drafters come in by the same door as anybody's: a package that decl
     [project.entry-points."specdec_mlx.drafters"]
     my-drafter = "my_package:MyDrafter"
 
-gives its drafter a name in `make_drafter` and on the command line.
+gives its drafter a name in `make_drafter` and on the command line. A name that is taken stays with
+who had it: a built-in drafter, or else the package whose name comes first.
 """
 
 from __future__ import annotations
 
-import ast
+import warnings
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.options import parse_options as parse_options
 from specdec_mlx.types import Drafter
 
 GROUP = "specdec_mlx.drafters"
+OWN_PACKAGE = "specdec-mlx"
+MODEL_DRAFTER = "model"
 
 
 def drafter_names() -> list[str]:
     """Names that `make_drafter` knows, those of installed packages included."""
     return sorted(_entries())
+
+
+def describe_drafters() -> dict[str, str]:
+    """What each drafter that needs no model does, by name: the first line of its docstring."""
+    texts: dict[str, str] = {}
+    for name, entry in sorted(_entries().items()):
+        if name == MODEL_DRAFTER:
+            continue
+        try:
+            texts[name] = ((entry.load().__doc__ or "").strip().splitlines() or [""])[0]
+        except Exception as error:  # somebody's package, which breaks only itself
+            texts[name] = f"cannot be loaded: {error}"
+    return texts
 
 
 def make_drafter(spec: str, **options: Any) -> Drafter:
@@ -44,23 +61,26 @@ def make_drafter(spec: str, **options: Any) -> Drafter:
     return drafter
 
 
-def parse_options(text: str) -> dict[str, Any]:
-    """Options out of `key=value,key=value`."""
-    options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, separator, value = part.partition("=")
-        if not separator:
-            raise ValueError(f"Drafter option {part!r}: expected key=value.")
-        options[key.strip().replace("-", "_")] = _literal(value.strip())
-    return options
-
-
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
-        return text
-
-
 def _entries() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=GROUP)}
+    """Entry points by name; a UserWarning names the packages that want the same one."""
+    known: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=_precedence):
+        first = known.setdefault(entry.name, entry)
+        if _package(entry) != _package(first):
+            warnings.warn(
+                f"specdec_mlx: drafter {entry.name!r} of {_package(entry)} is left out, since "
+                f"{_package(first)} has one of that name. Uninstall one of them, or give the "
+                "drafter itself instead of its name.",
+                stacklevel=2,
+            )
+    return known
+
+
+def _precedence(entry: EntryPoint) -> tuple[bool, str]:
+    """Built-in drafters come first, then packages by name."""
+    return _package(entry) != OWN_PACKAGE, _package(entry)
+
+
+def _package(entry: EntryPoint) -> str:
+    """Name of the distribution that an entry point came with."""
+    return entry.dist.name if entry.dist is not None else entry.module

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from specdec_mlx.errors import PromptError, TokenizerMismatchError, UnknownNameError
+from specdec_mlx.errors import (
+    GrammarError,
+    MissingPackageError,
+    PromptError,
+    TokenizerMismatchError,
+    UnknownNameError,
+)
+from specdec_mlx.kept_tuning import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
@@ -19,7 +26,13 @@ from specdec_mlx.mlx_lm_plugin.flags import (
 )
 from specdec_mlx.mlx_lm_plugin.install import Speculation, in_force
 
-OUR_ERRORS = (PromptError, TokenizerMismatchError, UnknownNameError)
+OUR_ERRORS = (
+    GrammarError,
+    MissingPackageError,
+    PromptError,
+    TokenizerMismatchError,
+    UnknownNameError,
+)
 
 
 def run_command(name: str, arguments: Sequence[str]) -> int:
@@ -36,8 +49,11 @@ def run_command(name: str, arguments: Sequence[str]) -> int:
 class Command:
     """A command of mlx-lm that generates with one drafter from beginning to end.
 
-    name: of the command and its module. Attributes are known once the arguments were parsed.
+    name: of the command and its module. takes_grammar: whether its text may be kept to a grammar.
+    Attributes are known once the arguments were parsed.
     """
+
+    takes_grammar = False
 
     def __init__(self, name: str) -> None:
         """Nothing is parsed yet."""
@@ -46,10 +62,11 @@ class Command:
         self.flags = Flags()
         self.arguments = argparse.Namespace()
         self.speculation = Speculation(None)
+        self.stack = ExitStack()
 
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""
-        with ExitStack() as stack:
+        with self.stack as stack:
 
             def on_flags(
                 parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
@@ -59,9 +76,11 @@ class Command:
                 self.speculation.drafter = flags.drafter()
                 self.speculation.draft_length = flags.draft_length
                 self.speculation.rule = flags.rule
+                self.speculation.grammar = flags.grammar
                 stack.enter_context(in_force(self.speculation))
 
-            names = {"argparse": argparse_with_flags(on_flags), **self.names()}
+            parsers = argparse_with_flags(on_flags, grammar=self.takes_grammar)
+            names = {"argparse": parsers, **self.names()}
             stack.enter_context(replaced_names(self.module, names))
             stack.enter_context(replaced_argv([f"specdec-mlx {self.name}", *arguments]))
             self.module.main()
@@ -78,11 +97,13 @@ class Command:
         """Print what is to be printed at the end."""
 
     def _noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """`load`, which also lets drafters compare their tokenizer with the target's."""
+        """`load`, which also notes the tokenizer, and takes up what was learned about the model."""
 
-        def loading(*args: Any, **kwargs: Any) -> Any:
-            loaded = load(*args, **kwargs)
+        def loading(name: str, *args: Any, **kwargs: Any) -> Any:
+            loaded = load(name, *args, **kwargs)
             self.speculation.tokenizer = loaded[1]
+            if self.flags.keeps_tuning:
+                self.stack.enter_context(kept_tuning(loaded[0], str(name)))
             return loaded
 
         return loading
@@ -90,6 +111,8 @@ class Command:
 
 class Generate(Command):
     """`generate`: mlx-lm's closing lines, and ours below them."""
+
+    takes_grammar = True
 
     def close(self) -> None:
         """A line on what the speculation brought; the whole account with --stats."""
@@ -101,7 +124,9 @@ class Generate(Command):
 
 
 class Chat(Command):
-    """`chat`: with --stats a line after each turn."""
+    """`chat`: with --stats a line after each turn; a grammar is that of each answer."""
+
+    takes_grammar = True
 
     def names(self) -> dict[str, Any]:
         """Also the user interface, which knows when a turn ends."""

@@ -9,11 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+
 from specdec_mlx.cache import leaves
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 _texts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
@@ -51,6 +56,11 @@ class Continued:
     drafter: Drafter
     earlier: Sequence[int]
 
+    def check(self, context: DraftContext) -> None:
+        """Let the drafter refuse the target."""
+        if hasattr(self.drafter, "check"):
+            self.drafter.check(context)
+
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the earlier turns and the prompt."""
         if context.draft_cache is not None:
@@ -68,6 +78,11 @@ class ContinuedSession:
         self.num_earlier = num_earlier
         self.cheap = getattr(session, "cheap", False)
 
+    @property
+    def parts(self) -> list[DraftSession]:
+        """The session's own parts, or itself."""
+        return list(getattr(self.session, "parts", [self.session]))
+
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""
         return self.session.propose(limit)
@@ -80,3 +95,66 @@ class ContinuedSession:
         """Tell the session, counted from the beginning of the conversation."""
         if hasattr(self.session, "close"):
             self.session.close(self.num_earlier + length)
+
+
+def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
+    """The drafter, with the caches of the draft models in it kept in `store`."""
+    if isinstance(drafter, ModelDrafter):
+        return Kept(drafter, store)
+    if isinstance(drafter, FirstOf):
+        return FirstOf(*(keeping_caches(part, store) for part in drafter.drafters))
+    return drafter
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A draft model whose caches are kept from turn to turn, as mlx-lm keeps the target's.
+
+    store: mlx-lm's, for caches by what they hold.
+    """
+
+    drafter: ModelDrafter
+    store: LRUPromptCache
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """What the model's caches are stored under."""
+        return "draft model", id(self.drafter.model)
+
+    def check(self, context: DraftContext) -> None:
+        """Let the drafter refuse the target."""
+        self.drafter.check(context)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Begin after the prompt, of which the caches that are found hold a part."""
+        if context.draft_cache is not None:
+            return self.drafter.begin(prompt, context)
+        caches, rest = self.store.fetch_nearest_cache(self.key, list(prompt))
+        if caches is None:
+            caches = make_prompt_cache(self.drafter.model)
+        session = self.drafter.begin(rest, replace(context, draft_cache=caches))
+        return KeptSession(self, session, caches, list(prompt[: len(prompt) - len(rest)]))
+
+
+class KeptSession:
+    """A draft model's session that began behind a part of the text.
+
+    held: the tokens that its caches held then.
+    """
+
+    def __init__(
+        self, kept: Kept, session: ModelSession, caches: list[Any], held: list[int]
+    ) -> None:
+        """Pass everything on to `session`."""
+        self.kept, self.session, self.caches, self.held = kept, session, caches, held
+        self.propose = session.propose
+        self.observe = session.observe
+
+    def close(self, length: int) -> None:
+        """Store the caches as far as the model has read: it is not fed for the next turn's sake."""
+        tape = self.session.tape
+        with suppress(CacheRollbackError):
+            tape.rewind_to(min(tape.position, length - len(self.held)))
+            if tape.position > 0:
+                text = [*self.held, *self.session.text[: tape.position]]
+                self.kept.store.insert_cache(self.kept.key, text, self.caches)

@@ -12,17 +12,19 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from mlx_lm import load
 
-from specdec_mlx.acceptance import rule_names
+from specdec_mlx.acceptance import make_rule, rule_names
 from specdec_mlx.draft_length import NAMES
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.mlx_lm_plugin.install import DEFAULT_DRAFTER
+from specdec_mlx.options import split_spec
 from specdec_mlx.types import Drafter
 
 NO_DRAFTER = "none"
@@ -35,7 +37,8 @@ class Flags:
 
     drafters: as given, in order; empty for the default. draft_model: path or name. draft_length:
     K, "auto" or "heuristic". stats: whether the whole account is wanted. asked: whether any flag
-    was given that asks for speculation.
+    was given that asks for speculation. grammar: what the text may be. keeps_tuning: whether what
+    "auto" learns is kept for the next command.
     """
 
     drafters: Sequence[str] = ()
@@ -44,6 +47,8 @@ class Flags:
     rule: str = "auto"
     stats: bool = False
     asked: bool = False
+    grammar: Grammar | None = None
+    keeps_tuning: bool = True
 
     @property
     def names(self) -> list[str]:
@@ -54,21 +59,33 @@ class Flags:
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
             return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
-        if self.draft_model is not None and MODEL_DRAFTER not in given:
+        if self.draft_model is not None and MODEL_DRAFTER not in map(_name, given):
             given.append(MODEL_DRAFTER)
         return given
 
     def drafter(self) -> Drafter | None:
-        """The drafter to use, with the draft model loaded; None for plain decoding."""
-        return first_of([self.make(name) for name in self.names])
+        """The drafter to use, with the draft model loaded; None for plain decoding.
+
+        What a grammar forces is drafted before anything else is tried.
+        """
+        drafters = [self.make(name) for name in self.names]
+        if drafters and self.grammar is not None:
+            drafters.insert(0, GrammarDrafter())
+        return first_of(drafters)
 
     def make(self, spec: str) -> Drafter:
         """The drafter of a name; raises UnknownNameError and ValueError."""
-        if spec != MODEL_DRAFTER:
+        name, options = split_spec(spec)
+        if name != MODEL_DRAFTER:
             return make_drafter(spec)
         if self.draft_model is None:
             raise ValueError("--drafter model needs a model. Name it with --draft-model.")
-        return ModelDrafter(*load(self.draft_model)[:2])
+        model, tokenizer = load(self.draft_model)[:2]
+        return make_drafter(MODEL_DRAFTER, model=model, tokenizer=tokenizer, **options)
+
+
+def _name(spec: str) -> str:
+    return spec.partition(":")[0]
 
 
 def first_of(drafters: Sequence[Drafter]) -> Drafter | None:
@@ -102,11 +119,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--rule",
+        type=rule,
         default="auto",
-        choices=rule_names(),
-        help="Acceptance rule (default: %(default)s)",
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
+        "law (default: %(default)s)",
+    )
+    group.add_argument(
+        "--no-tuning",
+        action="store_true",
+        help="Neither use nor keep what --draft-length auto learned in earlier commands.",
     )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
+
+
+def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what the text may be."""
+    group = parser.add_argument_group("structured output (needs the extra `grammar`)")
+    only = group.add_mutually_exclusive_group()
+    only.add_argument("--json-schema", type=Path, metavar="FILE", help="Write JSON that fits it.")
+    only.add_argument("--regex", metavar="PATTERN", help="Write what it matches as a whole.")
+    only.add_argument("--lark", type=Path, metavar="FILE", help="Write what its rule `start` says.")
+
+
+def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
+    """The grammar that the flags name; raises GrammarError and OSError."""
+    given = vars(namespace)
+    if (schema := given.get("json_schema")) is not None:
+        return Grammar.json_schema(schema.read_text())
+    if (pattern := given.get("regex")) is not None:
+        return Grammar.regex(pattern)
+    if (rules := given.get("lark")) is not None:
+        return Grammar.lark(rules.read_text())
+    return None
 
 
 def draft_length(text: str) -> int | str:
@@ -120,6 +165,15 @@ def draft_length(text: str) -> int | str:
     if length < 0:
         raise argparse.ArgumentTypeError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
     return length
+
+
+def rule(text: str) -> str:
+    """A rule's name with its options, checked."""
+    try:
+        make_rule(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
@@ -138,6 +192,8 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         rule=namespace.rule,
         stats=namespace.stats,
         asked=bool(namespace.drafter or namespace.draft_model or length is not None),
+        grammar=take_grammar(namespace),
+        keeps_tuning=not namespace.no_tuning,
     )
     namespace.draft_model = None
     return flags
@@ -146,16 +202,19 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
 OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
 
 
-def argparse_with_flags(on_flags: OnFlags) -> Any:
+def argparse_with_flags(on_flags: OnFlags, *, grammar: bool = False) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
     on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
-    it raises as ValueError or OSError ends the command like any wrong argument.
+    it raises as ValueError or OSError ends the command like any wrong argument. grammar: whether
+    the flags for structured output are among them.
     """
 
     class Parser(argparse.ArgumentParser):
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
             add_arguments(self)
+            if grammar:
+                add_grammar_arguments(self)
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)  # to see whether it was given
             namespace = super().parse_args(*args, **kwargs)

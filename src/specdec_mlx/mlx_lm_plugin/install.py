@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +19,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import does_model_support_input_embeddings
 
-from specdec_mlx.acceptance import check_rule_name
+from specdec_mlx.acceptance import make_rule
 from specdec_mlx.draft_length import DraftLength, make_draft_length
+from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.generate import choose_drafter
 from specdec_mlx.known_samplers import law_of
 from specdec_mlx.loop import Token, speculate
@@ -29,9 +30,12 @@ from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
 from specdec_mlx.stats import SpeculationStats
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.tuning import tuning_for
-from specdec_mlx.types import Drafter
+from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
+from specdec_mlx.verifier import is_pure
 
 DEFAULT_DRAFTER = "prompt-lookup"
+DEFAULT_MAX_TOKENS = 256
+"""What mlx-lm's steps emit if they are not told."""
 
 
 @dataclass(eq=False)
@@ -39,15 +43,17 @@ class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
 
     drafter: None for plain decoding. draft_length, rule: as in `speculate`. tokenizer: the
-    target's, for drafters that compare it with their own. stats: of the generation that emitted a
-    token last, None before the first. plain_seconds: what a token took there without a draft, in
-    seconds, None if no draft length that learns has seen it.
+    target's, for drafters that compare it with their own. grammar: what each text may be, for
+    which the tokenizer must be known. stats: of the generation that emitted a token last, None
+    before the first. plain_seconds: what a token took there without a draft, in seconds, None if
+    no draft length that learns has seen it.
     """
 
     drafter: Drafter | None
     draft_length: int | str | DraftLength = "auto"
-    rule: str = "auto"
+    rule: str | AcceptanceRule = "auto"
     tokenizer: Any = None
+    grammar: Grammar | None = None
     stats: SpeculationStats | None = None
     plain_seconds: float | None = None
 
@@ -67,6 +73,9 @@ class Speculation:
         A sampler of mlx-lm's own is recognised, so that its law is known to the rule. Drafters
         see the earlier turns on the prompt cache as well.
         """
+        if self.grammar is not None:
+            processor = GrammarProcessor(self.grammar, self.tokenizer)
+            options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
         kind = type(drafter).__name__
         learned = tuning_for(model)
@@ -85,6 +94,10 @@ class Speculation:
             prompt_cache=prompt_cache,
             **options,
         )
+        processors = options.get("logits_processors") or ()
+        if not all(is_pure(f) for f in processors):
+            max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
+            tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
         return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(kind))
 
     def _accounted(
@@ -210,6 +223,26 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
     return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
 
 
+def _showing_last(
+    tokens: Generator[Token, None, None],
+    processors: Sequence[LogitsProcessor],
+    text: list[int],
+    max_tokens: int,
+) -> Generator[Token, None, None]:
+    """Call the processors once more, with the last of `max_tokens` tokens in their history.
+
+    mlx-lm's loop is a step ahead when it ends, so that a processor that remembers has seen all of
+    the text then. Nothing is drawn from what they return here.
+    """
+    with closing(tokens):
+        for n, token in enumerate(tokens, start=1):
+            text.append(token.token)
+            if n == max_tokens and token.stats.cut == 0:  # else it was judged, and then cut off
+                for processor in processors:
+                    processor(mx.array(text), token.logprobs[None])
+            yield token
+
+
 def _pairs(tokens: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
     with closing(tokens):
         for token in tokens:
@@ -226,12 +259,12 @@ def make_speculation(
     drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
     *,
     draft_length: int | str | DraftLength = "auto",
-    rule: str = "auto",
+    rule: str | AcceptanceRule = "auto",
     tokenizer: Any = None,
 ) -> Speculation:
     """Speculation for the arguments of `install`, checked now rather than at the first token."""
     make_draft_length(draft_length)
-    check_rule_name(rule)
+    make_rule(rule)
     return Speculation(choose_drafter(None, drafter), draft_length, rule, tokenizer)
 
 

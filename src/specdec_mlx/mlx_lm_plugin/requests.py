@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_mlx.acceptance import check_rule_name
+from specdec_mlx.acceptance import make_rule
 from specdec_mlx.draft_length import NAMES
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import UnknownNameError
@@ -71,7 +71,7 @@ class Menu:
         if names is not None and own_model:
             raise ValueError("Give drafter or draft_model, not both.")
         rule = body.get("rule", self.flags.rule)
-        check_rule_name(rule if isinstance(rule, str) else repr(rule))
+        make_rule(rule)
         given = body.get("draft_length", body.get("num_draft_tokens"))
         length = self.flags.draft_length if given is None else _length(given)
         if own_model:

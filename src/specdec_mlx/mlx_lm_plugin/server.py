@@ -26,9 +26,15 @@ from specdec_mlx.draft_length import make_draft_length
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.generate import SpeculativeResponse, stream_generate
+from specdec_mlx.kept_tuning import kept_tuning
 from specdec_mlx.known_samplers import law_of
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
-from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
+from specdec_mlx.mlx_lm_plugin.conversation import (
+    Continued,
+    keeping_caches,
+    remember,
+    text_on,
+)
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     argparse_with_flags,
@@ -53,31 +59,43 @@ def run_server(arguments: Sequence[str]) -> None:
             menu = Menu(flags)
             if menu.tokenizer is not None and namespace.model is not None:
                 check_same_tokenizer(load_tokenizer(namespace.model), menu.tokenizer)
-            stack.enter_context(replaced_names(module, _names(module, menu)))
+            kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
+            stack.enter_context(replaced_names(module, _names(module, menu, kept)))
 
         stack.enter_context(replaced_names(module, {"argparse": argparse_with_flags(on_flags)}))
         stack.enter_context(replaced_argv(["specdec-mlx server", *arguments]))
         module.main()
 
 
-def _names(module: Any, menu: Menu) -> dict[str, Any]:
-    """What `main` of mlx-lm's server is made of, and what it is made of here."""
+def _names(module: Any, menu: Menu, kept: ExitStack | None) -> dict[str, Any]:
+    """What `main` of mlx-lm's server is made of, and what it is made of here.
+
+    kept: closed when the server ends, and what was learned is kept then; None to keep nothing.
+    """
     handler = partial(SpeculatingHandler, menu)
     return {
         "LRUPromptCache": ConversationCache,
-        "ModelProvider": CheckingProvider,
+        "ModelProvider": partial(CheckingProvider, kept),
         "ResponseGenerator": partial(SpeculatingGenerator, menu),
         "_run_http_server": partial(module._run_http_server, handler_class=handler),
     }
 
 
 class CheckingProvider(ModelProvider):  # type: ignore[misc]
-    """Loads models as mlx-lm does, and compares tokenizers by content."""
+    """Loads models as mlx-lm does, compares tokenizers by content, and takes up the tuning."""
+
+    def __init__(self, kept: ExitStack | None, *args: Any) -> None:
+        """Keep tunings in `kept`, if there is one; the rest is mlx-lm's."""
+        self._kept = kept
+        super().__init__(*args)
 
     def _load(
         self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None
     ) -> None:
         super()._load(model_path, adapter_path, draft_model_path)
+        if self._kept is not None:
+            self._kept.close()
+            self._kept.enter_context(kept_tuning(self.model, str(model_path)))
         if draft_model_path is not None:
             try:
                 check_same_tokenizer(self.tokenizer, load_tokenizer(draft_model_path))
@@ -111,6 +129,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """Start the thread that generates."""
         self.menu = menu
         self.channels: list[Channel] = []
+        if menu.tokenizer is not None:
+            args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
 
     def generate(self, request: Any, generation_args: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,10 +213,11 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
         drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
+        kind = type(drafter).__name__
+        if drafter is not None:
+            drafter = keeping_caches(drafter, self.prompt_cache)
         earlier = text_on(prompt_cache)
-        length = make_draft_length(
-            requested.draft_length, type(drafter).__name__, tuning_for(model)
-        )
+        length = make_draft_length(requested.draft_length, kind, tuning_for(model))
         responses = stream_generate(
             model,
             drafter=Continued(drafter, earlier) if earlier and drafter is not None else drafter,

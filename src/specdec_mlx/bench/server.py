@@ -1,0 +1,309 @@
+"""`specdec-mlx server` against stock `mlx_lm.server`, as a client sees them.
+
+    python -m specdec_mlx.bench.server --prompts FILE.jsonl --num 20 --max-tokens 96
+
+Both serve the same model on the loopback, as processes, and are asked in turn, so that what else
+the machine does hits both: first one request after another, then several clients at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specdec_mlx.bench.machine import describe_machine
+from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
+from specdec_mlx.demo_model import demo_model_path
+from specdec_mlx.errors import MissingPackageError
+
+STOCK, OURS = "mlx_lm.server", "specdec-mlx server"
+MODULES = {STOCK: "mlx_lm", OURS: "specdec_mlx"}
+START_SECONDS = 300.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a client got: the text, its length in tokens, our part of the usage, and any error."""
+
+    text: str = ""
+    tokens: int = 0
+    speculation: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+
+@dataclass
+class Phase:
+    """Both servers on the same requests.
+
+    name: of the phase. seconds: server -> total. answers: server -> one for each request.
+    """
+
+    name: str
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(MODULES, 0.0))
+    answers: dict[str, list[Answer]] = field(default_factory=lambda: {name: [] for name in MODULES})
+
+    @property
+    def ratio(self) -> float:
+        """Stock's time over ours: above 1 is sooner."""
+        return self.seconds[STOCK] / self.seconds[OURS] if self.seconds[OURS] else 0.0
+
+    @property
+    def num_same(self) -> int:
+        """Requests that both answered with the same text."""
+        pairs = zip(self.answers[STOCK], self.answers[OURS], strict=True)
+        return sum(a.error is b.error is None and a.text == b.text for a, b in pairs)
+
+    @property
+    def num_errors(self) -> dict[str, int]:
+        """Server -> requests that failed."""
+        return {
+            name: sum(answer.error is not None for answer in answers)
+            for name, answers in self.answers.items()
+        }
+
+
+Ask = Callable[[str], Answer]
+
+
+def one_after_another(servers: dict[str, Ask], prompts: Sequence[str]) -> Phase:
+    """Each prompt to each server; who is first alternates."""
+    return _measure("one after another", servers, [[prompt] for prompt in prompts])
+
+
+def several_at_once(servers: dict[str, Ask], prompts: Sequence[str], clients: int) -> Phase:
+    """As many prompts at a time as there are clients, until all of them are answered."""
+    groups = [prompts[i : i + clients] for i in range(0, len(prompts), clients)]
+    return _measure(f"{clients} at once", servers, groups)
+
+
+def _measure(name: str, servers: dict[str, Ask], groups: Sequence[Sequence[str]]) -> Phase:
+    phase = Phase(name)
+    with ThreadPoolExecutor(max(map(len, groups), default=1)) as pool:
+        for turn, group in enumerate(groups):
+            for server in list(servers) if turn % 2 == 0 else reversed(servers):
+                started = time.perf_counter()
+                phase.answers[server] += pool.map(servers[server], group)
+                phase.seconds[server] += time.perf_counter() - started
+    return phase
+
+
+def asking(url: str, max_tokens: int) -> Ask:
+    """A function that asks a server for a greedy answer, with the openai client."""
+    try:
+        import openai
+    except ImportError as error:
+        raise MissingPackageError("This benchmark needs the client: pip install openai") from error
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+
+    def ask(prompt: str) -> Answer:
+        try:
+            reply = client.chat.completions.create(
+                model="default_model",
+                messages=[{"role": "user", "content": prompt}],
+                max_tokens=max_tokens,
+                temperature=0.0,
+            )
+        except openai.OpenAIError as error:
+            return Answer(error=str(error))
+        usage: Any = reply.usage
+        account = dict(getattr(usage, "speculation", None) or {})
+        return Answer(reply.choices[0].message.content or "", usage.completion_tokens, account)
+
+    return ask
+
+
+@contextmanager
+def serving(name: str, model: str, flags: Sequence[str]) -> Iterator[str]:
+    """A server as a process on a free port; its address. Raises RuntimeError if it does not start.
+
+    name: one of `MODULES`.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", MODULES[name], "server", "--model", model]
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [*command, "--port", str(port), *flags], stdout=log, stderr=subprocess.STDOUT
+        )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            if not _is_up(url, process):
+                log.seek(0)
+                raise RuntimeError(f"{name} did not start:\n{log.read().decode()[-2000:]}")
+            yield url
+        finally:
+            process.terminate()
+            process.wait(timeout=60)
+
+
+def _is_up(url: str, process: subprocess.Popen[bytes]) -> bool:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return True
+        except OSError:
+            time.sleep(0.2)
+    return False
+
+
+def run(
+    model: str,
+    prompts: Sequence[str],
+    num: int,
+    clients: int,
+    max_tokens: int,
+    flags: Sequence[str],
+) -> list[Phase]:
+    """Both phases: `num` prompts one after another, then the next as many, several at once.
+
+    The first answer of each server is not timed: weights are read and kernels compiled then.
+    """
+    with ExitStack() as stack:
+        servers = {
+            name: asking(
+                stack.enter_context(serving(name, model, flags if name == OURS else ())), max_tokens
+            )
+            for name in MODULES
+        }
+        for ask in servers.values():
+            ask("Say hello, and hello again.")
+        later = prompts[num : 2 * num] if len(prompts) >= 2 * num else prompts[:num]
+        return [
+            one_after_another(servers, prompts[:num]),
+            several_at_once(servers, later, clients),
+        ]
+
+
+def time_library(
+    model: str, prompts: Sequence[str], max_tokens: int, draft_length: int | str
+) -> float:
+    """The library's own ratio on the same prompts, in this process: mlx-lm's time over ours.
+
+    From before the prompt to the last token, like a request, and with prompt lookup.
+    """
+    import mlx_lm
+
+    from specdec_mlx.bench.prompts import encode_chat
+    from specdec_mlx.generate import stream_generate
+
+    loaded, tokenizer = mlx_lm.load(model)[:2]
+    calls: list[Callable[[list[int]], Any]] = [
+        lambda ids: mlx_lm.stream_generate(loaded, tokenizer, ids, max_tokens=max_tokens),
+        lambda ids: stream_generate(
+            *(loaded, tokenizer, ids, max_tokens), "prompt-lookup", draft_length=draft_length
+        ),
+    ]
+    seconds = [0.0, 0.0]
+    for turn, prompt in enumerate([prompts[0], *prompts]):
+        ids = encode_chat(tokenizer, prompt)
+        for i in (0, 1) if turn % 2 else (1, 0):
+            started = time.perf_counter()
+            for _ in calls[i](ids):
+                pass
+            seconds[i] += (time.perf_counter() - started) if turn else 0.0  # the first warms up
+    return seconds[0] / seconds[1]
+
+
+def table(phases: Sequence[Phase]) -> str:
+    """For people to read."""
+    lines = [
+        f"{'phase':<20}{'server':<20}{'requests':>9}{'tokens':>8}{'seconds':>9}{'ratio':>7}"
+        f"{'errors':>8}{'same text':>11}"
+    ]
+    for phase in phases:
+        for name, answers in phase.answers.items():
+            ours = name == OURS
+            lines.append(
+                f"{phase.name:<20}{name:<20}{len(answers):>9}"
+                f"{sum(answer.tokens for answer in answers):>8}{phase.seconds[name]:>9.1f}"
+                f"{f'{phase.ratio:.2f}' if ours else '':>7}{phase.num_errors[name]:>8}"
+                f"{f'{phase.num_same}/{len(answers)}' if ours else '':>11}"
+            )
+    return "\n".join([*lines, "ratio: mlx_lm.server's time over ours; above 1 is sooner."])
+
+
+def record(phases: Sequence[Phase], texts: bool) -> dict[str, Any]:
+    """All figures, ready for JSON; the texts of the answers only where asked for."""
+    rows = []
+    for phase in phases:
+        row = asdict(phase) | {"ratio": phase.ratio, "same": phase.num_same}
+        row["errors"] = phase.num_errors
+        for answers in row["answers"].values() if not texts else ():
+            for answer in answers:
+                del answer["text"]
+        rows.append(row)
+    return {"machine": describe_machine(), "phases": rows}
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.server", description=__doc__)
+    add = parser.add_argument
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
+    add("--num", type=int, default=20, help="prompts in each phase (%(default)s)")
+    add("--max-tokens", type=int, default=96, help="tokens an answer (%(default)s)")
+    add("--clients", type=int, default=8, help="at once, in the second phase (%(default)s)")
+    add("--drafter", action="append", default=[], help="for our server; repeatable")
+    add("--draft-model", help="for our server")
+    add("--draft-length", default="auto", help="for our server (%(default)s)")
+    add("--library", action="store_true", help="also time the library itself on these prompts")
+    add("--json", type=Path, metavar="FILE", help="write all figures there")
+    add("--texts", action="store_true", help="with the texts of the answers")
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print; the exit status is 1 if a request failed or a text differs."""
+    args = make_parser().parse_args(arguments)
+    prompts = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
+    kinds = len({prompt.category for prompt in prompts})
+    spread = choose(prompts, per_category=-(-2 * args.num // kinds))
+    texts = [prompt.text for prompt in _mixed(spread)]
+    model = str(args.model or demo_model_path())
+    flags = ["--draft-length", args.draft_length]
+    flags += [word for name in args.drafter for word in ("--drafter", name)]
+    flags += ["--draft-model", args.draft_model] if args.draft_model else []
+    try:
+        phases = run(model, texts, args.num, args.clients, args.max_tokens, flags)
+    except (MissingPackageError, RuntimeError) as error:
+        print(f"specdec-mlx: {error}", file=sys.stderr)
+        return 2
+    print(table(phases))
+    figures = record(phases, args.texts)
+    if args.library:
+        length = args.draft_length if not args.draft_length.isdigit() else int(args.draft_length)
+        figures["library"] = time_library(model, texts[: args.num], args.max_tokens, length)
+        print(f"The library itself, on the prompts of the first phase: {figures['library']:.2f}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=1))
+    failed = any(sum(phase.num_errors.values()) for phase in phases)
+    return 1 if failed or phases[0].num_same < len(phases[0].answers[OURS]) else 0
+
+
+def _mixed(prompts: Sequence[Any]) -> list[Any]:
+    """One prompt of each category, then the next of each, and so on."""
+    by_category: dict[str, list[Any]] = {}
+    for prompt in prompts:
+        by_category.setdefault(prompt.category, []).append(prompt)
+    longest = max(map(len, by_category.values()), default=0)
+    return [group[i] for i in range(longest) for group in by_category.values() if i < len(group)]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,245 @@
+"""Structured output: a logits processor that keeps to a grammar, and a drafter of what it forces.
+
+Where a grammar leaves one token to choose, such as the keys and the punctuation of a JSON schema,
+nothing needs to be computed to know it: it is drafted for free, and always accepted.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakKeyDictionary
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.errors import GrammarError, MissingPackageError
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Draft, DraftContext
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Kind = Literal["json_schema", "regex", "lark"]
+
+JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+"""How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
+
+FORCED = 64
+"""Evidence for a forced token: as much as for the longest match of a look-up."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a generated text may be.
+
+    kind, text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation. Needs
+    the extra `grammar` (llguidance). Raises GrammarError for a text that is none of its kind.
+    """
+
+    kind: Kind
+    text: str
+
+    def __post_init__(self) -> None:
+        """Read it once, so that a mistake is told now."""
+        if message := _llguidance().LLMatcher.validate_grammar(self.compiled):
+            raise GrammarError(f"This is no {self.kind} that can be followed: {message}")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that fits a schema, which is given as JSON or as what `json.loads` makes of it."""
+        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text that a regular expression matches as a whole."""
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, rules: str) -> Grammar:
+        """Text that follows from the rule `start`."""
+        return cls("lark", rules)
+
+    @cached_property
+    def compiled(self) -> str:
+        """In llguidance's own notation."""
+        matcher = _llguidance().LLMatcher
+        if self.kind == "json_schema":
+            try:
+                return str(matcher.grammar_from_json_schema(self.text, overrides=JSON_STYLE))
+            except ValueError as error:
+                raise GrammarError(f"This is no JSON schema: {error}") from error
+        return str(getattr(matcher, f"grammar_from_{self.kind}")(self.text))
+
+
+class GrammarProcessor:
+    """Logits processor that allows only tokens with which the text keeps to a grammar.
+
+    grammar: what the text may be. tokenizer: the target's. The text begins where the tokens of the
+    first call end, so make one for each generation. Once the text is complete and cannot go on, the
+    end token is the only one allowed.
+
+    It is pure in the sense of the loop: it follows whatever tokens it is shown, backwards too, so
+    that calls for rows that are rejected afterwards do no harm. Raises GrammarError for a grammar
+    that outgrew the matcher's limits.
+    """
+
+    pure = True
+
+    def __init__(self, grammar: Grammar, tokenizer: Any) -> None:
+        """Compile the grammar for the tokenizer; seconds for the first one of a large tokenizer."""
+        self.grammar = grammar
+        self.tokenizer = compiled_tokenizer(tokenizer)
+        self.start: int | None = None
+        self.place = self.beginning()
+
+    def beginning(self) -> Place:
+        """A new place before the first token of the text."""
+        return Place(_llguidance().LLMatcher(self.tokenizer, self.grammar.compiled, log_level=0))
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits [1, V] with -inf for what the grammar does not allow after `tokens` [n]."""
+        if self.start is None:
+            self.start = tokens.shape[0]
+        if not self.place.go_to(to_list(tokens[self.start :])):
+            return logits  # behind a draft token that is rejected anyway
+        return mx.where(self.place.allowed(logits.shape[-1]), logits, -mx.inf)
+
+
+@dataclass(frozen=True)
+class GrammarDrafter:
+    """Drafts the tokens that a `GrammarProcessor` of the generation forces.
+
+    Where the grammar leaves a choice it has no draft, so try others behind it, as in
+    `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
+    """
+
+    def check(self, context: DraftContext) -> None:
+        """Raise GrammarError if nothing is forced in this generation."""
+        _processor(context)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
+        """Start where the processor starts: the grammar is that of what follows the prompt."""
+        return GrammarSession(_processor(context))
+
+
+class GrammarSession:
+    """One generation's place in the grammar."""
+
+    cheap = True
+
+    def __init__(self, processor: GrammarProcessor) -> None:
+        """Start at the beginning of the text."""
+        self.place = processor.beginning()
+        self.text: list[int] = []
+        self.is_lost = False
+
+    def propose(self, limit: int) -> Draft:
+        """Forced tokens, as many as there are, up to `limit`."""
+        tokens = [] if self.is_lost or limit == 0 else self.place.forced()[:limit]
+        return Draft(tokens, evidence=(FORCED,) * len(tokens))
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Go on; behind a token that the grammar does not allow, nothing is forced any more."""
+        self.text += tokens
+        self.is_lost = self.is_lost or not self.place.go_to(self.text)
+
+
+@dataclass
+class Place:
+    """A place in a grammar, behind a text.
+
+    matcher: llguidance's, which stands behind `path`, the longest part of the text that the
+    grammar allows.
+    """
+
+    matcher: LLMatcher
+    path: Sequence[int] = ()
+
+    def go_to(self, text: Sequence[int]) -> bool:
+        """Stand behind `text`; whether the grammar allows all of it, an end token included."""
+        shared = 0
+        for ours, theirs in zip(self.path, text, strict=False):
+            if ours != theirs:
+                break
+            shared += 1
+        self.matcher.rollback(len(self.path) - shared)
+        taken = self.matcher.try_consume_tokens(list(text[shared:]))
+        self._check()
+        self.path = list(text[: shared + taken])
+        return len(self.path) == len(text) or self.matcher.is_stopped()
+
+    def allowed(self, vocab_size: int) -> mx.array:
+        """[V] whether a token may follow."""
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        self._check()
+        flags = np.unpackbits(bits, bitorder="little")[:vocab_size]
+        return mx.array(np.pad(flags, (0, vocab_size - len(flags))).astype(bool))
+
+    def forced(self) -> list[int]:
+        """The tokens that must follow, the end token included."""
+        tokens = list(self.matcher.compute_ff_tokens())
+        taken = self.matcher.try_consume_tokens(tokens)
+        if self.matcher.is_stopped():
+            tokens.append(self.end)
+        self.matcher.rollback(taken)
+        self._check()
+        return tokens
+
+    @property
+    def end(self) -> int:
+        """The token that a text ends with: the one that is allowed when nothing else is."""
+        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
+        return int(np.flatnonzero(np.unpackbits(bits, bitorder="little"))[0])
+
+    def _check(self) -> None:
+        if self.matcher.is_error():
+            raise GrammarError(f"The grammar cannot be followed: {self.matcher.get_error()}")
+
+
+_compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
+
+
+def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
+    """A tokenizer in llguidance's form, made once.
+
+    tokenizer: as `mlx_lm.load` gives it, or Hugging Face's. Raises GrammarError for one that has no
+    fast form.
+    """
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    fast = tokenizer._tokenizer
+    if fast not in _compiled:
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        try:
+            _compiled[fast] = from_tokenizer(fast, eos_token=sorted(tokenizer.eos_token_ids))
+        except ValueError as error:
+            raise GrammarError(f"{type(fast).__name__} cannot be used here: {error}") from error
+    return _compiled[fast]
+
+
+def _processor(context: DraftContext) -> GrammarProcessor:
+    """The generation's grammar."""
+    for processor in context.logits_processors:
+        if isinstance(processor, GrammarProcessor):
+            return processor
+    raise GrammarError(
+        "GrammarDrafter drafts what a grammar forces, and this generation has none. Give "
+        "logits_processors=[GrammarProcessor(grammar, tokenizer)] as well."
+    )
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise MissingPackageError(
+            "Grammars need llguidance: pip install 'specdec-mlx[grammar]'"
+        ) from error
+    return llguidance

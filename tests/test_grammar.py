@@ -1,0 +1,321 @@
+"""Structured output: the text keeps to its grammar, and what the grammar forces is drafted."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+import specdec_mlx as sd
+from specdec_mlx.drafters.grammar import Place, compiled_tokenizer
+from specdec_mlx.mlx_lm_plugin import installed
+from tiny_model_folder import write_model_folder
+
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "animal in the house": {"enum": ["the cat", "the other cat", "none"]},
+        "hats": {"type": "integer", "minimum": 0, "maximum": 99},
+        "asleep": {"type": "boolean"},
+    },
+    "required": ["animal in the house", "hats", "asleep"],
+    "additionalProperties": False,
+}
+PATTERN = r"the (cat|dog) (sat|lay) in the (hat|house|other hat), and that was (all|not all)"
+LARK = 'start: "one thing: " thing " and another thing: " thing\nthing: "hat" | "cat" | "in"'
+PROMPT = "the cat in the hat and the other cat in the hat"
+
+GRAMMARS = {
+    "json": sd.Grammar.json_schema(SCHEMA),
+    "regex": sd.Grammar.regex(PATTERN),
+    "lark": sd.Grammar.lark(LARK),
+}
+
+
+def fits(kind: str, text: str) -> bool:
+    """Whether a text keeps to its grammar, judged without the library that enforces it."""
+    if kind == "json":
+        found = json.loads(text)
+        return (
+            list(found) == SCHEMA["required"]
+            and found["animal in the house"] in SCHEMA["properties"]["animal in the house"]["enum"]
+            and 0 <= found["hats"] <= 99
+            and isinstance(found["asleep"], bool)
+        )
+    thing = "(hat|cat|in)"
+    pattern = PATTERN if kind == "regex" else f"one thing: {thing} and another thing: {thing}"
+    return re.fullmatch(pattern, text) is not None
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return mlx_lm.load(str(write_model_folder(tmp_path_factory.mktemp("model"))))[:2]  # type: ignore[return-value]
+
+
+def run(
+    pair: tuple[Any, Any],
+    kind: str,
+    drafter: Any,
+    processor: type[sd.GrammarProcessor] = sd.GrammarProcessor,
+    **options: Any,
+) -> tuple[str, sd.SpeculationStats]:
+    """A text that keeps to a grammar, up to its end token, and how it came about."""
+    tokenizer = pair[1]
+    options = {"max_tokens": 150, "draft_length": 6} | options
+    processors = [processor(GRAMMARS[kind], tokenizer)]
+    responses = list(
+        sd.stream_generate(*pair, PROMPT, drafter=drafter, logits_processors=processors, **options)
+    )
+    assert responses[-1].finish_reason == "stop"
+    return "".join(response.text for response in responses), responses[-1].stats
+
+
+DRAFTERS: dict[str, Any] = {
+    "grammar": lambda model: sd.GrammarDrafter(),
+    "grammar and look-up": lambda model: sd.FirstOf(sd.GrammarDrafter(), sd.PromptLookupDrafter()),
+    "grammar and model": lambda model: sd.FirstOf(sd.GrammarDrafter(), sd.ModelDrafter(model)),
+    "look-up": lambda model: sd.PromptLookupDrafter(),
+    "model": lambda model: sd.ModelDrafter(model),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_text_keeps_to_the_grammar_and_is_that_of_plain_decoding(
+    kind: str, name: str, pair: tuple[Any, Any]
+) -> None:
+    """Greedy, with the same processor; mlx-lm's own loop writes it too."""
+    model, tokenizer = pair
+    expected = []
+    processors = [sd.GrammarProcessor(GRAMMARS[kind], tokenizer)]
+    for token, _ in generate_step(
+        mx.array(tokenizer.encode(PROMPT)), model, max_tokens=150, logits_processors=processors
+    ):
+        if token in tokenizer.eos_token_ids:
+            break
+        expected.append(token)
+    text, stats = run(pair, kind, DRAFTERS[name](model))
+    assert text == tokenizer.decode(expected)
+    assert fits(kind, text)
+    assert run(pair, kind, None)[0] == text
+    if name != "look-up":
+        assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_without_a_processor_the_text_does_not_fit(kind: str, pair: tuple[Any, Any]) -> None:
+    """So that the tests above prove something."""
+    text = sd.generate(*pair, PROMPT, max_tokens=60)
+    with pytest.raises((json.JSONDecodeError, AssertionError)):
+        assert fits(kind, text)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_forced_tokens_are_free(kind: str, pair: tuple[Any, Any]) -> None:
+    """All are accepted, the end token among them, and there are far fewer passes than tokens."""
+    text, stats = run(pair, kind, sd.GrammarDrafter(), draft_length=20)
+    assert stats.accepted == stats.drafted
+    assert stats.target_passes < 0.5 * stats.emitted
+    assert stats.emitted > 25
+    assert fits(kind, text)
+
+
+@pytest.mark.parametrize("rule", ["auto", "coupled"])
+def test_a_seed_draws_the_same_text_with_and_without_the_drafter(
+    rule: str, pair: tuple[Any, Any]
+) -> None:
+    """Sampling: the noise is keyed by position and forced tokens are a point mass, so the law is
+    that of plain decoding, draw by draw."""
+    warm = sd.Sampling(temp=1.0)
+    texts = set()
+    for seed in range(8):
+        plain, _ = run(pair, "json", None, sampler=warm, seed=seed, rule=rule)
+        ours, stats = run(pair, "json", sd.GrammarDrafter(), sampler=warm, seed=seed, rule=rule)
+        assert ours == plain
+        assert fits("json", ours)
+        assert stats.accepted == stats.drafted > 0
+        texts.add(ours)
+    assert len(texts) > 2
+
+
+class StaleMask(sd.GrammarProcessor):
+    """Wrong: masks every row of a round as if no draft stood before it."""
+
+    emitted: tuple[int, ...] = ()
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        place = tokens[: tokens.shape[0] - tokens.shape[0] % 3]
+        return super().__call__(place if self.start is not None else tokens, logits)
+
+
+class NeverRewound(sd.GrammarProcessor):
+    """Wrong: takes every token that it is shown for one that was emitted."""
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        before = list(self.place.path)
+        self.place.path = ()
+        out = super().__call__(tokens, logits)
+        self.place.path = [*before, *self.place.path]
+        return out
+
+
+@pytest.mark.parametrize("broken", [StaleMask, NeverRewound])
+def test_a_broken_mask_is_caught(broken: type[sd.GrammarProcessor], pair: tuple[Any, Any]) -> None:
+    """The comparison above rejects processors that are wrong in ways that speculation invites."""
+    expected, _ = run(pair, "json", None)
+    try:
+        text, _ = run(pair, "json", sd.PromptLookupDrafter(), broken)
+    except (AssertionError, sd.GrammarError, sd.LogitsError):
+        return
+    assert text != expected
+
+
+def test_a_mask_that_leaves_nothing_is_told(pair: tuple[Any, Any]) -> None:
+    """No token to draw is an error, not a random token."""
+
+    class Nothing(sd.GrammarProcessor):
+        def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+            return super().__call__(tokens, logits) - mx.inf
+
+    with pytest.raises(sd.LogitsError):
+        run(pair, "regex", sd.GrammarDrafter(), Nothing)
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_the_mask_is_that_of_a_fresh_matcher(kind: str, pair: tuple[Any, Any]) -> None:
+    """At every position, in any order, whatever was shown in between."""
+    tokenizer = pair[1]
+    text, _ = run(pair, kind, None)
+    prompt = [3, 1, 4]
+    tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    zeros = mx.zeros((1, pair[0].args.vocab_size))
+
+    def allowed(processor: sd.GrammarProcessor, length: int, extra: list[int]) -> list[bool]:
+        shown = mx.array([*prompt, *tokens[:length], *extra])
+        return mx.isfinite(processor(shown, zeros))[0].tolist()  # type: ignore[no-any-return]
+
+    one = sd.GrammarProcessor(GRAMMARS[kind], tokenizer)
+    allowed(one, 0, [])
+    for length in np.random.default_rng(3).permutation(len(tokens)).tolist():
+        allowed(one, length, [0, 5])  # tokens that no grammar here allows: a draft to be rejected
+        fresh = sd.GrammarProcessor(GRAMMARS[kind], tokenizer)
+        allowed(fresh, 0, [])
+        now = allowed(one, length, [])
+        assert now == allowed(fresh, length, [])
+        assert now[tokens[length]]
+
+
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_what_is_drafted_is_what_the_mask_leaves(kind: str, pair: tuple[Any, Any]) -> None:
+    """A forced token is the only one allowed where it stands."""
+    tokenizer = pair[1]
+    text, _ = run(pair, kind, None)
+    tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
+    place = sd.GrammarProcessor(GRAMMARS[kind], tokenizer).beginning()
+    num_forced = 0
+    for length in range(len(tokens)):
+        place.go_to(tokens[:length])
+        for i, token in enumerate(forced := place.forced()):
+            place.go_to([*tokens[:length], *forced[:i]])
+            only = np.flatnonzero(np.array(place.allowed(268))).tolist()
+            assert only == [token]
+        num_forced += bool(forced)
+    assert num_forced > len(tokens) / 2
+
+
+def test_stock_calls_take_it_too(pair: tuple[Any, Any]) -> None:
+    """With the plugin in force: the same text as stock mlx-lm with the same processor."""
+    tokenizer = pair[1]
+
+    def stock() -> str:
+        processors = [sd.GrammarProcessor(GRAMMARS["json"], tokenizer)]
+        return str(mlx_lm.generate(*pair, PROMPT, max_tokens=150, logits_processors=processors))
+
+    expected = stock()
+    with installed(sd.GrammarDrafter(), draft_length=8) as speculation:
+        assert stock() == expected
+    assert speculation.stats is not None
+    assert speculation.stats.accepted > 20
+
+
+def test_a_drafter_without_a_grammar_is_refused_before_anything_is_computed(
+    pair: tuple[Any, Any],
+) -> None:
+    """In words; not a drafter that never drafts."""
+    with pytest.raises(sd.GrammarError, match=r"logits_processors=\[GrammarProcessor"):
+        sd.stream_generate(*pair, PROMPT, drafter=sd.GrammarDrafter())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("json_schema", "{"),
+        ("json_schema", '{"type": "nothing"}'),
+        ("regex", "(a"),
+        ("lark", "begin: 3"),
+    ],
+)
+def test_a_wrong_grammar_is_refused_at_once(kind: Any, text: str) -> None:
+    """When it is made, not at the first token."""
+    with pytest.raises(sd.GrammarError):
+        sd.Grammar(kind, text)
+
+
+def test_a_tokenizer_is_compiled_once(pair: tuple[Any, Any]) -> None:
+    """It takes seconds for a large one."""
+    assert compiled_tokenizer(pair[1]) is compiled_tokenizer(pair[1])
+    assert compiled_tokenizer(pair[1]) is compiled_tokenizer(pair[1]._tokenizer)
+
+
+def test_a_grammar_that_cannot_be_followed_is_told(pair: tuple[Any, Any]) -> None:
+    """The matcher's own errors are not taken for an empty mask."""
+    place = sd.GrammarProcessor(GRAMMARS["regex"], pair[1]).beginning()
+    assert isinstance(place, Place)
+    place.matcher.rollback(5)  # more than there is
+    with pytest.raises(sd.GrammarError):
+        place.go_to([1])
+
+
+def test_the_commands_take_a_grammar(tmp_path: Path, pair: tuple[Any, Any]) -> None:
+    """See test_commands.py for the others; here each flag by its effect."""
+    from test_commands import account, run, text_in
+
+    folder = write_model_folder(tmp_path / "model")
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    (tmp_path / "rules.lark").write_text(LARK)
+    given = {
+        "json": ("--json-schema", str(tmp_path / "schema.json")),
+        "regex": ("--regex", PATTERN),
+        "lark": ("--lark", str(tmp_path / "rules.lark")),
+    }
+    for kind, flags in given.items():
+        arguments = ("generate", "--model", str(folder), "--prompt", "a cat", *flags)
+        done = run(*arguments, "--max-tokens", "150", "--draft-length", "8")
+        assert done.returncode == 0, done.stderr
+        assert fits(kind, text_in(done.stdout).strip())
+        assert account(done.stdout)[0] > 2
+    plain = run(*arguments, "--max-tokens", "150", "--drafter", "none")
+    assert fits("lark", text_in(plain.stdout).strip())
+    assert "Speculation: none" in plain.stdout
+    wrong = run("generate", "--model", str(folder), "--prompt", "a", "--regex", "(a")
+    assert wrong.returncode == 2
+    assert "regex" in wrong.stderr
+    assert "Traceback" not in wrong.stderr
+
+
+def test_each_answer_of_a_chat_keeps_to_its_grammar(tmp_path: Path) -> None:
+    """Also in later turns, which stand on the caches of earlier ones."""
+    from test_commands import run
+
+    folder = write_model_folder(tmp_path / "model")
+    arguments = ("chat", "--model", str(folder), "--max-tokens", "120", "--regex", PATTERN)
+    done = run(*arguments, stdin="the cat\nand the hat\nq\n")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall(PATTERN, done.stdout)) == 2

@@ -1,0 +1,91 @@
+"""What a command learned is there for the next one: one file for each model and machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny
+from specdec_mlx.kept_tuning import kept_tuning, tuning_path
+from specdec_mlx.tuning import Tuning, tuning_for
+from tiny_model_folder import write_model_folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def learn(model: Any) -> None:
+    for _ in range(3):
+        tuning_for(model).of("x").costs.observe(0, 0.01)
+        tuning_for(model).of("x").costs.observe(4, 0.013)
+
+
+def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> None:
+    with kept_tuning(model := tiny.build("qwen2"), "some/name"):
+        learn(model)
+    with kept_tuning(model := tiny.build("qwen2"), "some/name"):
+        assert tuning_for(model).of("x").costs.ratio(4) == pytest.approx(1.3)
+    with kept_tuning(model := tiny.build("qwen2"), "another/name"):
+        assert not tuning_for(model).drafters
+
+
+def test_an_error_keeps_it_too(cache: Path) -> None:
+    model = tiny.build("qwen2")
+    with pytest.raises(KeyboardInterrupt), kept_tuning(model, "name"):
+        learn(model)
+        raise KeyboardInterrupt
+    assert Tuning.load(tuning_path("name")).drafters
+
+
+def test_a_file_that_cannot_be_read_costs_a_line(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tuning_path("name").parent.mkdir(parents=True)
+    tuning_path("name").write_text("{")
+    with kept_tuning(model := tiny.build("qwen2"), "name"):
+        learn(model)
+    assert "learn anew" in capsys.readouterr().err
+    assert Tuning.load(tuning_path("name")).drafters
+
+
+def test_a_cache_that_cannot_be_written_costs_a_line(
+    cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache.write_text("a file where the folder should be")
+    with kept_tuning(tiny.build("qwen2"), "name"):
+        pass
+    assert "cannot keep" in capsys.readouterr().err
+
+
+def test_a_folder_is_known_by_its_place_and_not_by_how_it_is_written(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert tuning_path("model") == tuning_path(str(tmp_path / "model")) != tuning_path("org/model")
+
+
+@pytest.mark.parametrize("flags", [[], ["--no-tuning"]])
+def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) -> None:
+    write_model_folder(tmp_path / "model")
+    environment = {**os.environ, "SPECDEC_MLX_CACHE": str(tmp_path / "cache")}
+    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "the cat the cat"]
+    subprocess.run(
+        [sys.executable, "-m", "specdec_mlx", *arguments, "--max-tokens", "30", *flags],
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=240,
+    )
+    files = list((tmp_path / "cache").glob("tuning/*.json"))
+    assert len(files) == (0 if flags else 1)
+    for file in files:
+        assert Tuning.load(file).of("PromptLookupDrafter").costs.plain
