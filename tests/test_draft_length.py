@@ -56,7 +56,7 @@ class World:
     def token(position: int) -> int:
         return position % 100
 
-    def read(self, policy: Any, draft: Draft, overlapped: bool) -> None:
+    def read(self, policy: Any, draft: Draft, steady: bool = True) -> None:
         """A round's verdict, as the loop would report it."""
         accepted = 0
         while accepted < len(draft) and draft.tokens[accepted] != WRONG:
@@ -70,30 +70,16 @@ class World:
             fed=len(draft) + 1,
             tokens=tokens,
             seconds=self.cost(len(draft)),
-            overlapped=overlapped,
+            steady=steady,
         )
         policy.record(record)
         self.records.append(record)
 
     def run(self, policy: Any, num_tokens: int) -> list[RoundRecord]:
-        """Go on until so many tokens more are there, changing gears like the loop.
-
-        In the plain gear a pass is under way before the last token is read, so that a draft that
-        is found then is made one round later.
-        """
+        """Go on until so many tokens more are there, without ever running ahead."""
         start, end = len(self.records), self.position + num_tokens
-        draft, overlapped = self.propose(policy), False
-        plain_gear = not len(draft)
         while self.position < end:
-            runs_ahead = plain_gear and not len(draft)
-            self.read(policy, draft, overlapped)
-            if runs_ahead:
-                draft, overlapped = Draft(), True
-                if policy.limit(self.cheap) > 0:
-                    plain_gear = self.cheap and not len(self.propose(policy))
-            else:
-                draft, overlapped = self.propose(policy), False
-                plain_gear = not len(draft)
+            self.read(policy, self.propose(policy))
         return self.records[start:]
 
 
@@ -196,9 +182,9 @@ def compiling(seconds: float) -> Callable[[int], float]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("extra", [3.0, 10.0, 50.0])
 def test_kernels_that_compile_at_first_use_put_nothing_off(kind: str, extra: float) -> None:
-    """The longest is reached within 50 rounds all the same."""
+    """The longest is reached within 60 rounds all the same."""
     records = World(ALWAYS, compiling(extra), **KINDS[kind]).run(Auto(), 500)
-    assert len(records) < 50
+    assert len(records) < 60
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -262,10 +248,11 @@ def choose(
     policy.going_rate = rate
     policy.learned.acceptance = _Known(chances)
     costs = RoundCosts()
-    costs.observe(0, 1.0, overlapped=True)
+    for _ in range(3):
+        costs.observe(0, 1.0)
     for length in LENGTHS * 2:  # a single round at a width does not count
-        costs.observe(length, cost(length), overlapped=False)
-    policy.learned.costs = costs
+        costs.observe(length, cost(length))
+    policy.learned.by_context[0] = costs
     limit = policy.limit(cheap)
     return policy.cut(Draft(list(range(limit)), evidence=[0] * limit)) if cheap else limit
 
@@ -346,7 +333,6 @@ def test_the_going_rate_is_what_a_plain_rounds_time_has_lately_brought() -> None
                     accepted + 1,
                     drafted + 1,
                     seconds=time,
-                    overlapped=drafted == 0,
                 )
             )
         return policy.rate
@@ -360,9 +346,10 @@ def test_the_end_of_a_short_draft_may_be_kept() -> None:
     """A length outside the table is right when the drafter had no more to say."""
     policy = Auto()
     costs = policy.learned.costs
-    costs.observe(0, 1.0, overlapped=True)
+    for _ in range(3):
+        costs.observe(0, 1.0)
     for length in LENGTHS * 2:
-        costs.observe(length, 1.0 + 0.01 * length, overlapped=False)
+        costs.observe(length, 1.0 + 0.01 * length)
     policy.limit(True)
     for length in (5, 7, 8):
         assert policy.cut(Draft([1] * length, evidence=[20] * length)) == length
@@ -375,9 +362,11 @@ def test_weak_evidence_is_cut_where_strong_evidence_is_kept() -> None:
         return position < 400
 
     policy = Auto()
-    World(right, line(0.1), evidence=20).run(policy, 400)
-    World(NEVER, line(0.1), evidence=1).run(policy, 400)
+    for _ in range(10):
+        World(right, line(0.1), evidence=20).run(policy, 80)
+        World(NEVER, line(0.1), evidence=1).run(policy, 80)
     policy.limit(True)
+    policy.learned.acceptance.form = 0.5
     assert policy.cut(Draft([1] * 14, evidence=[20] * 14)) > 4
     assert policy.cut(Draft([1] * 14, evidence=[1] * 14)) == 0
     mixed = policy.cut(Draft([1] * 14, evidence=[20] * 3 + [1] * 11))
@@ -411,7 +400,6 @@ def test_the_length_of_a_drawn_draft_does_not_depend_on_its_tokens(tokens: Seque
                     fed=limit + 1,
                     tokens=(list(tokens) * 8)[: accepted + 1],
                     seconds=1 + 0.1 * limit,
-                    overlapped=limit == 0,
                 )
             )
         return asked

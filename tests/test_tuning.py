@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.evidence import Evidence
 from specdec_mlx.tuning import AcceptanceHistory, RoundCosts, Tuning, tuning_for
 
 seconds = st.floats(1e-6, 1e3)
@@ -29,10 +30,11 @@ def measured(plain: float = 0.01, **ratios: float) -> RoundCosts:
     `measured(k4=1.2)` saw 4 drafts take 1.2 plain rounds.
     """
     costs = RoundCosts()
-    costs.observe(0, plain, overlapped=True)
+    for _ in range(3):
+        costs.observe(0, plain)
     for name, ratio in ratios.items():
         for _ in range(2):
-            costs.observe(int(name[1:]), plain * ratio, overlapped=False)
+            costs.observe(int(name[1:]), plain * ratio)
     return costs
 
 
@@ -50,11 +52,14 @@ def test_a_measured_length_speaks_for_itself() -> None:
     assert [costs.ratio(k) for k in (1, 4, 6, 9)] == pytest.approx([1.1, 1.1, 1.9, 1.9])
 
 
-def test_lengths_not_measured_lie_on_the_line_through_those_that_were() -> None:
-    """Exactly, where the measured ones lie on a line."""
-    costs = measured(k1=1.25, k3=1.55, k9=2.45)
-    for length in (2, 4, 6, 14):
-        assert costs.ratio(length) == pytest.approx(1.1 + 0.15 * length)
+def test_lengths_not_measured_lie_near_the_line_through_those_that_were() -> None:
+    """The prior counts for one round in all, beside fourteen that were measured."""
+    costs = measured()
+    for _ in range(7):
+        for length in (3, 9):
+            costs.observe(length, 0.01 * (1.1 + 0.15 * length))
+    for length in (4, 6, 14):
+        assert costs.ratio(length) == pytest.approx(1.1 + 0.15 * length, rel=0.1)
 
 
 def test_one_measured_length_is_joined_to_the_prior() -> None:
@@ -64,14 +69,22 @@ def test_one_measured_length_is_joined_to_the_prior() -> None:
     assert dear.ratio(2) > RoundCosts().ratio(2)
 
 
+def test_the_worst_case_grows_in_proportion_to_the_dearest_token_measured() -> None:
+    """With nothing measured a draft token may cost as much as a plain round."""
+    assert [RoundCosts().worst_ratio(k) for k in (1, 4)] == [2, 5]
+    costs = measured(k1=1.2, k2=1.5)
+    assert costs.worst_ratio(4) == pytest.approx(2.0)
+    assert costs.worst_ratio(2) == costs.ratio(2) == pytest.approx(1.5)
+
+
 @pytest.mark.parametrize("factor", [0.01, 100.0])
 def test_three_rounds_in_seven_may_be_disturbed(factor: float) -> None:
     """Medians: another program that takes the machine for a moment changes nothing."""
     costs = RoundCosts()
     for i in range(7):
-        costs.observe(0, 0.01 * (factor if i % 2 else 1.0), overlapped=True)
+        costs.observe(0, 0.01 * (factor if i % 2 else 1.0))
     for i in range(7):
-        costs.observe(4, 0.013 * (factor if i % 2 else 1.0), overlapped=False)
+        costs.observe(4, 0.013 * (factor if i % 2 else 1.0))
     assert costs.ratio(4) == pytest.approx(1.3)
 
 
@@ -79,9 +92,10 @@ def test_a_single_round_at_a_new_width_does_not_count() -> None:
     """It may compile kernels, which says nothing of the next; of two the quicker counts."""
     costs = measured()
     before = costs.ratio(4)
-    costs.observe(4, 5.0, overlapped=False)
-    assert (costs.ratio(4), costs.longest_to_try()) == (before, 1)
-    costs.observe(4, 0.012, overlapped=False)
+    costs.observe(4, 5.0)
+    assert costs.ratio(4) == before
+    assert not costs.is_measured(4)
+    costs.observe(4, 0.012)
     assert costs.ratio(4) == pytest.approx(1.2)
 
 
@@ -91,83 +105,82 @@ def test_a_round_is_never_dearer_than_can_matter() -> None:
     assert measured(k4=1000.0).ratio(4) == 6
 
 
-def test_the_round_after_a_draft_counts_with_it() -> None:
-    """A plain round outside the plain gear lacks the overlap: the way back has its price."""
-    costs = measured(k4=1.2)
-    for _ in range(30):
-        costs.observe(4, 0.012, overlapped=False)
-        costs.observe(0, 0.015, overlapped=False)
-    assert costs.ratio(4) == pytest.approx(1.7)
-    for _ in range(60):
-        costs.observe(4, 0.012, overlapped=False)
-    assert costs.ratio(4) == pytest.approx(1.2)
-
-
-def test_what_was_measured_fades_while_nothing_is_drafted() -> None:
-    """So that bad moments of the machine do not count for ever, in a round or in the one after."""
+def test_a_dear_draft_is_tried_again_after_long_as_if_it_were_cheaper() -> None:
+    """So that one bad moment of the machine does not count for ever."""
     costs = measured(k1=3.0)
-    costs.observe(0, 9.0, overlapped=False)
-    assert costs.ratio(1) > 3
-    for _ in range(3000):
-        costs.observe(0, 0.01, overlapped=True)
-    assert costs.ratio(1) == pytest.approx(RoundCosts().ratio(1), abs=0.15)
+    for _ in range(255):
+        costs.observe(0, 0.01)
+    assert costs.hoped_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
+    costs.observe(0, 0.01)
+    prior = RoundCosts().ratio(1)
+    assert costs.hoped_ratio(1) == pytest.approx((3.0 + prior) / 2)
+    costs.observe(1, 0.03)
+    assert costs.hoped_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
 
 
-def test_what_was_cheap_does_not_fade() -> None:
+def test_a_retry_that_was_cheaper_is_believed_at_once() -> None:
+    """The bad moment is over."""
+    costs = measured(k1=3.0)
+    for _ in range(256):
+        costs.observe(0, 0.01)
+    costs.observe(1, 0.012)
+    assert costs.ratio(1) == pytest.approx(1.2)
+
+
+def test_what_is_cheaper_than_the_prior_stays_so() -> None:
     """The prior may be dearer than the machine."""
     costs = measured(k4=1.0)
-    for _ in range(3000):
-        costs.observe(0, 0.01, overlapped=True)
-    assert costs.ratio(4) == 1
+    for _ in range(300):
+        costs.observe(0, 0.01)
+    assert costs.hoped_ratio(4) == 1
 
 
 def test_old_rounds_fade() -> None:
     """A machine that got slower at wide passes is believed after some rounds."""
     costs = measured(k4=1.1)
     for _ in range(20):
-        costs.observe(4, 0.02, overlapped=False)
+        costs.observe(4, 0.02)
     assert costs.ratio(4) == pytest.approx(2.0)
 
 
-def test_a_plain_round_outside_the_plain_gear_is_no_yardstick() -> None:
-    """It lacks the overlap, so that drafts would look cheap beside it."""
-    costs = measured(plain=0.01)
-    for _ in range(20):
-        costs.observe(0, 10.0, overlapped=False)
-    for _ in range(2):
-        costs.observe(4, 0.012, overlapped=False)
-    assert costs.ratio(4) == pytest.approx(1.2)
+def test_plain_rounds_are_measured_first_and_again_after_many_drafts() -> None:
+    """A pace that is out of date would make drafts look dear or cheap."""
+    costs = RoundCosts()
+    for _ in range(3):
+        assert costs.needs_plain
+        costs.observe(0, 0.01)
+    assert not costs.needs_plain
+    for _ in range(128):
+        assert not costs.needs_plain
+        costs.observe(4, 0.012)
+    assert costs.needs_plain
+    for _ in range(3):
+        costs.observe(0, 0.02)
+    assert not costs.needs_plain
 
 
 def test_nothing_is_learned_of_drafts_before_a_plain_round_was_measured() -> None:
     """There is nothing to compare with; nor of rounds that took no time."""
     costs = RoundCosts()
     before = costs.ratio(4)
-    costs.observe(4, 99.0, overlapped=False)
+    costs.observe(4, 99.0)
     assert costs.ratio(4) == before
     costs = measured(k1=1.1)
     before = costs.ratio(4)
-    costs.observe(4, 0.0, overlapped=False)
+    costs.observe(4, 0.0)
     assert costs.ratio(4) == before
 
 
-def test_longer_drafts_are_tried_step_by_step() -> None:
-    """None without a yardstick, then 1, then at most twice the longest measured."""
-    assert RoundCosts().longest_to_try() == 0
-    assert measured().longest_to_try() == 1
-    assert measured(k1=1.1).longest_to_try() == 2
-    assert measured(k1=1.1, k4=1.2).longest_to_try() == 8
-
-
-@given(st.lists(st.tuples(st.integers(0, 20), seconds, st.booleans()), max_size=30), lengths)
+@given(st.lists(st.tuples(st.integers(0, 20), seconds), max_size=30), lengths)
 def test_a_round_never_costs_less_than_a_plain_one(
-    rounds: list[tuple[int, float, bool]], length: int
+    rounds: list[tuple[int, float]], length: int
 ) -> None:
     """Whatever was measured, every length's ratio is finite and at least 1."""
     costs = RoundCosts()
-    for num_drafted, time, overlapped in rounds:
-        costs.observe(num_drafted, time, overlapped=overlapped)
+    for num_drafted, time in rounds:
+        costs.observe(num_drafted, time)
     assert 1 <= costs.ratio(length) < float("inf")
+    assert 1 <= costs.worst_ratio(length) < float("inf")
     assert costs.ratio(0) == 1
 
 
@@ -229,10 +242,10 @@ def test_a_position_never_tried_takes_the_estimate_over_all_positions() -> None:
 def test_a_position_of_its_own_record_is_not_the_average() -> None:
     """Right at first and wrong later is told apart."""
     history = AcceptanceHistory()
-    for _ in range(60):
+    for _ in range(400):
         history.observe(4, 0, True)
         history.observe(4, 9, False)
-    history.form = 0.9  # a form that was never seen adds nothing
+    history.form = 0.5
     assert history.chance(4, 0) > 0.85
     assert history.chance(4, 9) < 0.15
 
@@ -263,13 +276,44 @@ def test_form_tells_predictable_texts_from_others() -> None:
 
 
 def test_kinds_of_evidence_learn_apart_and_by_classes() -> None:
-    """A match of 2 says nothing of one of 20, and one of 20 all of one of 30."""
+    """What is learned of a match of 20 holds for one of 30, and less for one of 2."""
     history = AcceptanceHistory()
-    before = history.chance(2, 0)
-    for _ in range(60):
+    before = {match: history.chance(match, 0) for match in (2, 20)}
+    for _ in range(100):
         history.observe(20, 0, False)
-    assert history.chance(2, 0) == before
-    assert history.chance(30, 0) == history.chance(20, 0) < 0.1
+        history.form = 0.5
+    assert history.chance(30, 0) == history.chance(20, 0)
+    odds = {match: chance / (1 - chance) for match, chance in before.items()}
+    after = {m: history.chance(m, 0) / (1 - history.chance(m, 0)) for m in (2, 20)}
+    assert after[20] / odds[20] < 0.5 * after[2] / odds[2]
+
+
+@pytest.mark.parametrize("feature", ["after_one", "after_two"])
+def test_each_feature_is_learned(feature: str) -> None:
+    """What followed regularly is told from what seldom did, whatever the match was."""
+    history = AcceptanceHistory()
+    for _ in range(200):
+        history.observe(Evidence(3, **{feature: 2}), 0, True)
+        history.observe(Evidence(3, **{feature: 5}), 0, False)
+    sure = history.chance(Evidence(8, **{feature: 2}), 0)
+    assert sure > history.chance(Evidence(8, **{feature: 5}), 0) + 0.3
+
+
+def test_costs_are_learned_by_the_length_of_the_context() -> None:
+    """A longer context starts from what the shorter ones cost, and learns apart."""
+    learned = Tuning().of("any")
+    for _ in range(3):
+        learned.costs.observe(0, 0.01)
+        learned.costs.observe(4, 0.014)
+    learned.context = 40_000
+    assert learned.costs.needs_plain
+    assert learned.costs.ratio(4) == pytest.approx(1.4)
+    for _ in range(7):
+        learned.costs.observe(0, 0.05)
+        learned.costs.observe(4, 0.055)
+    assert learned.costs.ratio(4) == pytest.approx(1.1)
+    learned.context = 100
+    assert learned.costs.ratio(4) == pytest.approx(1.4)
 
 
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20), st.booleans()), max_size=60))
@@ -286,11 +330,11 @@ def learned() -> Tuning:
     for kind in ("PromptLookupDrafter", "ModelDrafter"):
         costs, history = tuning.of(kind).costs, tuning.of(kind).acceptance
         for i in range(9):
-            costs.observe(0, 0.01 + 0.001 * i, overlapped=True)
-            costs.observe(4, 0.02, overlapped=False)
+            costs.observe(0, 0.01 + 0.001 * i)
+            costs.observe(4, 0.02)
             history.observe(i, i, i % 3 > 0)
         tuning.drafters[kind].acceptance.form = AcceptanceHistory().form  # of the text, not saved
-    tuning.of("ModelDrafter").costs.observe(9, 0.05, overlapped=False)
+    tuning.of("ModelDrafter").costs.observe(9, 0.05)
     return tuning
 
 
@@ -301,7 +345,7 @@ def answers(tuning: Tuning) -> Any:
     return [
         (
             [tuning.of(kind).costs.ratio(k) for k in range(20)],
-            tuning.of(kind).costs.longest_to_try(),
+            [tuning.of(kind).costs.worst_ratio(k) for k in range(1, 15)],
             [tuning.of(kind).acceptance.chance(e, p) for e in range(20) for p in range(10)],
         )
         for kind in ("PromptLookupDrafter", "ModelDrafter", "NeverSeen")
@@ -317,7 +361,7 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert answers(loaded) == answers(original)
     for tuning in (loaded, original):
         for _ in range(5):
-            tuning.of("ModelDrafter").costs.observe(4, 0.09, overlapped=False)
+            tuning.of("ModelDrafter").costs.observe(4, 0.09)
             tuning.of("ModelDrafter").acceptance.observe(3, 1, False)
     assert answers(loaded) == answers(original)
     assert answers(loaded) != answers(learned())
@@ -407,7 +451,7 @@ def test_a_new_model_in_an_old_ones_place_starts_afresh() -> None:
         model = nn.Linear(2, 2)
         tuning = tuning_for(model)
         assert not tuning.drafters
-        tuning.of("x").costs.observe(0, 1.0, overlapped=True)
+        tuning.of("x").costs.observe(0, 1.0)
         del model, tuning
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.evidence import Evidence
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.tuning import AcceptanceHistory, Learned, Tuning
+from specdec_mlx.tuning import AcceptanceHistory, Learned, RoundCosts, Tuning
 from specdec_mlx.types import Draft, RoundRecord
 
 DEFAULT_LENGTH = 4
@@ -83,6 +84,9 @@ MLX's tiles of 5 rows."""
 PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether a parked draft model pays again."""
 
+TRIAL_SHARE = 0.002
+"""Share of the time that may go into trying lengths whose cost is not known."""
+
 RATE_MEMORY = 0.95
 """Share of the past that is left in the running rate after another round: about 20 rounds."""
 
@@ -101,14 +105,17 @@ class Auto:
     a parked drafter is noticed when the text becomes predictable. A draft model, which costs time
     to ask, is asked again now and then instead, for at most 1% of the time.
 
-    tuning: what was learned before; goes on learning. drafter: whose history to use.
+    tuning: what was learned before; goes on learning. drafter: whose history to use. Of several
+    drafters that take turns, those that are cheap to ask and those that are not learn apart.
     """
 
     tuning: Tuning = field(default_factory=Tuning)
     drafter: str = "drafter"
     learned: Learned = field(init=False)
+    _by_cheapness: dict[bool, Learned] = field(default_factory=dict)
     _is_cheap: bool = False
     _open: _OpenDraft | None = None
+    _is_scored: bool = False
     _rounds_parked: int = 0
     _tokens: float = 0.0
     _cost: float = 0.0
@@ -120,7 +127,7 @@ class Auto:
 
     def limit(self, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        self._is_cheap = cheap
+        self._turn_to(cheap)
         if cheap:
             return LENGTHS[-1]
         best = self._best([0] * LENGTHS[-1])
@@ -128,54 +135,79 @@ class Auto:
             return 1
         return best
 
+    def _turn_to(self, cheap: bool) -> None:
+        """Go on with what was learned of cheap drafters, or of dear ones."""
+        if cheap not in self._by_cheapness:
+            second = ", cheap" if cheap else ", dear"
+            name = f"{self.drafter}{second if self._by_cheapness else ''}"
+            self._by_cheapness[cheap] = self.tuning.of(name)
+            self._by_cheapness[cheap].acceptance.form = 0.5
+        self.learned = self._by_cheapness[cheap]
+        self._is_cheap = cheap
+        self._is_scored = False
+
     def cut(self, draft: Draft) -> int:
         """The length that pays best for this draft."""
         if not len(draft):
             return 0
+        if not self._is_cheap and draft.evidence is None:
+            return len(draft)  # `limit` chose the length
         evidence = [0] * len(draft) if draft.evidence is None else list(draft.evidence)
-        is_judged = self._is_cheap or draft.evidence is not None  # else `limit` chose the length
-        kept = self._best(evidence) if is_judged else len(draft)
+        kept = self._best(evidence)
+        self._is_scored = True
         if kept or self._open is None:
-            tokens = to_list(draft.tokens) if is_judged else []
-            self._open = _OpenDraft(tokens, evidence)
+            self._open = _OpenDraft(to_list(draft.tokens), evidence, self.learned.acceptance)
         return kept
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""
-        costs = self.learned.costs
-        costs.observe(round_.drafted, round_.seconds, overlapped=round_.overlapped)
+        costs = self._learn_cost(round_)
         self._tokens = RATE_MEMORY * self._tokens + round_.emitted
         self._cost = RATE_MEMORY * self._cost + costs.ratio(round_.drafted)
         self._rounds_parked = 0 if round_.drafted else self._rounds_parked + 1
-        history = self.learned.acceptance
-        if self._open is not None and self._open.tokens:
-            if self._open.score(round_.tokens, history):
-                self._open = None
-        elif round_.drafted:
-            for i in range(min(round_.accepted + 1, round_.drafted)):
-                history.observe(0, i, i < round_.accepted)
+        if self._open is not None and self._open.score(round_.tokens):
             self._open = None
+        if not self._is_scored:
+            for i in range(min(round_.accepted + 1, round_.drafted)):
+                self.learned.acceptance.observe(0, i, i < round_.accepted)
+
+    def _learn_cost(self, round_: RoundRecord) -> RoundCosts:
+        """Costs to go by, with this round's among them; a plain round is everybody's."""
+        for learned in self._by_cheapness.values():
+            learned.context = round_.context
+        costs = self.learned.costs
+        was_trial = costs.is_retry_due or not costs.is_measured(round_.drafted)
+        if round_.steady and round_.drafted:
+            costs.observe(round_.drafted, round_.seconds)
+        elif round_.steady:
+            for learned in self._by_cheapness.values():
+                learned.costs.observe(0, round_.seconds)
+        if round_.drafted and was_trial:
+            self.learned.credit -= max(0.0, costs.ratio(round_.drafted) - round_.emitted)
+        self.learned.credit += TRIAL_SHARE
+        return costs
 
     @property
     def rate(self) -> float:
         """Tokens that the time of a plain round has lately brought, at least 1."""
         return max(1.0, self._tokens / self._cost) if self._cost else 1.0
 
-    def _best(self, evidence: Sequence[int]) -> int:
+    def _best(self, evidence: Sequence[Evidence | int]) -> int:
         """Length of the largest value; 0 if none is worth more than plain decoding."""
         history, costs = self.learned.acceptance, self.learned.costs
-        rate, longest = self.rate, costs.longest_to_try()
-        best, best_value = 0, 1.0 - rate
+        best, best_value = 0, 1.0 - self.rate
+        if costs.needs_plain:
+            return best
         reach, expected = 1.0, 1.0
         for i, kind in enumerate(evidence):
             reach *= history.chance(kind, i)
             expected += reach
             length = i + 1
-            if length > longest:
-                break
             if length in LENGTHS or length == len(evidence):
-                value = expected - rate * costs.ratio(length)
-                if value > best_value:
+                value = expected - self.rate * costs.hoped_ratio(length)
+                is_trial = costs.is_retry_due or not costs.is_measured(length)
+                loss = costs.worst_ratio(length) - expected
+                if value > best_value and not (is_trial and loss > self.learned.credit):
                     best, best_value = length, value
         return best
 
@@ -185,16 +217,17 @@ class _OpenDraft:
     """A draft, taken or not, that is being scored against what came."""
 
     tokens: list[int]
-    evidence: list[int]
+    evidence: Sequence[Evidence | int]
+    history: AcceptanceHistory
     position: int = 0
 
-    def score(self, emitted: Sequence[int], history: AcceptanceHistory) -> bool:
+    def score(self, emitted: Sequence[int]) -> bool:
         """Compare with the tokens emitted; whether the draft is through."""
         for token in emitted:
             if self.position == len(self.tokens):
                 return True
             right = self.tokens[self.position] == token
-            history.observe(self.evidence[self.position], self.position, right)
+            self.history.observe(self.evidence[self.position], self.position, right)
             self.position += 1
             if not right:
                 return True

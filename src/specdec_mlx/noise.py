@@ -42,9 +42,13 @@ class Noise:
 
     def key(self, purpose: str, position: int) -> mx.array:
         """Key for `mx.random`, uint32 [2]: 64 mixed bits of (seed, purpose, position)."""
+        return mx.array(self._words(purpose, position), dtype=mx.uint32)
+
+    def _words(self, purpose: str, position: int) -> list[int]:
+        """High and low half of the key."""
         mixed = _mix(_mix(self.seed & _MASK) ^ zlib.crc32(purpose.encode()))
         mixed = _mix(mixed + position)
-        return mx.array([mixed >> 32, mixed & 0xFFFFFFFF], dtype=mx.uint32)
+        return [mixed >> 32, mixed & 0xFFFFFFFF]
 
     def uniform(self, purpose: str, position: int, n: int = 1) -> Float[mx.array, " n"]:
         """Draw n numbers in [0, 1), all under the key of this one position."""
@@ -57,8 +61,11 @@ class Noise:
     def gumbels(
         self, purpose: str, positions: Sequence[int], vocab: int
     ) -> Float[mx.array, "n vocab"]:
-        """Gumbel noise of several positions, one row each."""
-        return mx.stack([self.gumbel(purpose, position, vocab) for position in positions])
+        """Gumbel noise of several positions, one row each; the same numbers as row by row."""
+        if len(positions) == 1:
+            return self.gumbel(purpose, positions[0], vocab)[None]
+        keys = mx.array([self._words(purpose, position) for position in positions], mx.uint32)
+        return mx.vmap(lambda key: mx.random.gumbel(shape=(vocab,), key=key))(keys)
 
 
 def _mix(x: int) -> int:

@@ -1,8 +1,9 @@
-"""Token ids on the host and on the device."""
+"""Token ids on the host and on the device, and the wait between the two."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,3 +20,9 @@ def to_list(tokens: Sequence[int] | mx.array) -> list[int]:
     if isinstance(tokens, mx.array):
         return tokens.tolist()  # type: ignore[return-value]
     return [int(token) for token in tokens]
+
+
+def read_all(*arrays: mx.array) -> list[Any]:
+    """Several small arrays as lists, after a single wait for all of them."""
+    mx.eval(*arrays)
+    return [array.tolist() for array in arrays]

@@ -8,29 +8,42 @@ saved.
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import statistics
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
+from specdec_mlx.evidence import Evidence
 from specdec_mlx.per_model import PerModel
 
 NUM_SAMPLES = 7
 """Rounds that a median is taken over: other programs use the machine too."""
 
-AFTERMATH_SAMPLES = 20
-"""Drafting rounds over which the cost of the round after is averaged."""
+MIN_PLAIN_SAMPLES = 3
+"""Plain rounds to measure before anything is drafted: the first ones after a start are slow."""
 
-FADE_AFTER = 256
-"""Plain rounds in a row after which what was measured fades: trying again costs 1 in hundreds."""
+PLAIN_EXPIRES = 128
+"""Drafting rounds after which plain ones are measured again: the machine's pace changes."""
 
-FADE = 0.25
-"""Share of the way back to the prior that it fades."""
+PRIOR_LENGTHS = (1, 8)
+"""Draft lengths at which the prior line is held against what was measured."""
+
+PRIOR_WEIGHT = 0.5
+"""For how many rounds each of those counts."""
+
+RETRY_AFTER = 256
+"""Plain rounds in a row after which a draft is tried again, whatever it cost last."""
+
+RETRY_DISCOUNT = 0.5
+"""Share of a measured cost's excess over the prior that is forgiven then."""
 
 
 @dataclass
@@ -38,86 +51,112 @@ class RoundCosts:
     """Seconds of a round that drafts K tokens, relative to a plain one.
 
     Everything between two readings of a result counts: drafting, the pass, replays of recurrent
-    caches, and the overlap that the plain gear has and a speculative round has not, nor the plain
-    round that comes after one. Measured lengths speak for themselves; the others lie on the line
-    1 + step + slope K that fits them best, starting from a prior. While nothing is drafted, what
-    was measured fades, so that one bad moment of the machine does not count for ever.
+    caches, and the overlap that the plain gear has and a speculative round has not. Measured
+    lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them and
+    a prior best. Where nothing was drafted for long, one draft is tried as if it were cheaper, so
+    that one bad moment of the machine does not count for ever.
 
     step, slope: the prior line; see `Tuning.for_model`. plain: seconds of plain rounds. ratios: K
-    -> rounds that drafted K, over plain ones. aftermath: for each of those, what the plain rounds
-    at the shifts of gear after it cost more than one in the plain gear, or less.
+    -> rounds that drafted K, over plain ones.
     """
 
     step: float = 0.05
     slope: float = 0.05
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
-    aftermath: deque[float] = field(default_factory=lambda: deque(maxlen=AFTERMATH_SAMPLES))
     _line: tuple[float, float] | None = None
     _idle: int = 0
+    _plain_wanted: int = MIN_PLAIN_SAMPLES
+    _since_plain: int = 0
 
-    def observe(self, num_drafted: int, seconds: float, *, overlapped: bool) -> None:
-        """Learn from a round; a plain one counts only if it ran in the plain gear."""
+    def observe(self, num_drafted: int, seconds: float) -> None:
+        """Learn from a round whose seconds are those of one pass."""
         if seconds <= 0:
             return
-        if self.plain:
-            relative = seconds / statistics.median(self.plain)
-            if num_drafted:
-                self.aftermath.append(0.0)
-            elif self.aftermath and not overlapped:
-                self.aftermath[-1] += min(relative - 1.0, 1.0)
-            if num_drafted:
-                # It brings K + 1 tokens at most, so that anything dearer is as good as K + 2.
-                self._samples(num_drafted).append(min(relative, num_drafted + 2.0))
-                self._line = None
-        if overlapped:
+        if num_drafted == 0:
             self.plain.append(seconds)
+            self._plain_wanted = max(0, self._plain_wanted - 1)
+            self._since_plain = 0
+        elif self.plain:
+            relative = seconds / statistics.median(self.plain)
+            # It brings K + 1 tokens at most, so that anything dearer is as good as K + 2.
+            samples = self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
+            relative = min(relative, num_drafted + 2.0)
+            if self.is_retry_due and relative < _typical(samples or [0.0]):
+                samples.extend([relative] * NUM_SAMPLES)
+            samples.append(relative)
+            self._line = None
+            self._since_plain += 1
+            if self._since_plain == PLAIN_EXPIRES:
+                self._plain_wanted = MIN_PLAIN_SAMPLES
         self._idle = 0 if num_drafted else self._idle + 1
-        if self._idle == FADE_AFTER:
-            self._fade()
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether plain rounds have to be measured before a ratio means anything."""
+        return self._plain_wanted > 0
+
+    @property
+    def is_retry_due(self) -> bool:
+        """Whether so long was nothing drafted that a draft should be tried again."""
+        return self._idle >= RETRY_AFTER
+
+    def hoped_ratio(self, num_drafted: int) -> float:
+        """The same; where a retry is due, nearer to the prior."""
+        ratio, prior = self.ratio(num_drafted), 1.0 + self.step + self.slope * num_drafted
+        if num_drafted and self.is_retry_due and ratio > prior:
+            ratio -= RETRY_DISCOUNT * (ratio - prior)
+        return ratio
 
     def ratio(self, num_drafted: int) -> float:
         """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
         if num_drafted == 0:
             return 1.0
-        after = max(0.0, statistics.fmean(self.aftermath)) if self.aftermath else 0.0
-        if samples := self._measured().get(num_drafted):
-            return max(1.0, _typical(samples) + after)
+        if self.is_measured(num_drafted):
+            return max(1.0, _typical(self.ratios[num_drafted]))
         step, slope = self.line()
-        return max(1.0, 1.0 + step + slope * num_drafted + after)
+        shorter = [_typical(self.ratios[k]) for k in self.ratios if k < num_drafted]
+        return max(1.0, 1.0 + step + slope * num_drafted, *shorter)
 
-    def _fade(self) -> None:
-        """Move what was measured some way back to the prior line, where that is cheaper."""
-        for length, samples in self.ratios.items():
-            prior = 1.0 + self.step + self.slope * length
-            for i, ratio in enumerate(samples):
-                samples[i] = min(ratio, ratio + FADE * (prior - ratio))
-        for i, extra in enumerate(self.aftermath):
-            self.aftermath[i] = min(extra, (1 - FADE) * extra)
-        self._line = None
-        self._idle = 0
+    def worst_ratio(self, num_drafted: int) -> float:
+        """The same, if each token of a length not measured cost as much as the dearest measured."""
+        if self.is_measured(num_drafted):
+            return self.ratio(num_drafted)
+        per_token = [
+            (_typical(samples) - 1.0) / k
+            for k, samples in self.ratios.items()
+            if self.is_measured(k)
+        ]
+        return 1.0 + num_drafted * max(0.0, *per_token) if per_token else 1.0 + num_drafted
 
-    def longest_to_try(self) -> float:
-        """Twice the longest length measured, so that a prior that is wrong costs little.
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured, ready for JSON."""
+        return {
+            "plain": list(self.plain),
+            "ratios": {str(length): list(samples) for length, samples in self.ratios.items()},
+        }
 
-        1 at first, and nothing before a plain round was measured to compare with.
-        """
-        return 2 * max(self._measured(), default=0.5) if self.plain else 0
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `as_dict` gave; the machine's pace today is yet to be measured."""
+        self.plain.extend(float(seconds) for seconds in saved["plain"])
+        for length, ratios in saved["ratios"].items():
+            self.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
+
+    def is_measured(self, num_drafted: int) -> bool:
+        """Whether a length was tried twice: the first round at a new width may compile kernels."""
+        return len(self.ratios.get(num_drafted, ())) > 1
 
     def line(self) -> tuple[float, float]:
-        """Step and slope that fit the measured lengths best, in the least squares sense."""
+        """Step and slope that fit the measured lengths and the prior, by weighted least squares."""
         if self._line is None:
-            points = [(k, _typical(samples) - 1.0) for k, samples in self._measured().items()]
-            points += [(k, self.step + self.slope * k) for k in (1, 8)] if len(points) < 2 else []
+            points = [
+                (k, _typical(samples) - 1.0, float(len(samples)))
+                for k, samples in self.ratios.items()
+                if self.is_measured(k)
+            ]
+            points += [(k, self.step + self.slope * k, PRIOR_WEIGHT) for k in PRIOR_LENGTHS]
             self._line = _fit(points)
         return self._line
-
-    def _samples(self, num_drafted: int) -> deque[float]:
-        return self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
-
-    def _measured(self) -> dict[int, deque[float]]:
-        """Lengths tried twice or more: the first round at a new width may compile kernels."""
-        return {length: samples for length, samples in self.ratios.items() if len(samples) > 1}
 
 
 def _typical(samples: Sequence[float]) -> float:
@@ -125,39 +164,28 @@ def _typical(samples: Sequence[float]) -> float:
     return min(samples) if len(samples) == 2 else statistics.median(samples)
 
 
-def _fit(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Intercept and slope of the least-squares line, neither below 0."""
-    mean_x = sum(x for x, _ in points) / len(points)
-    mean_y = sum(y for _, y in points) / len(points)
-    spread = sum((x - mean_x) ** 2 for x, _ in points)
-    slope = sum((x - mean_x) * (y - mean_y) for x, y in points) / spread if spread else 0.0
+def _fit(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither below 0, of the least-squares line through (x, y, weight)."""
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_y = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread
     slope = max(0.0, slope)
     return max(0.0, mean_y - slope * mean_x), slope
 
 
-EVIDENCE_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
-"""Lower ends of the classes of evidence, such as the length of a match in tokens."""
+FIRST_CREDIT = 0.3
+"""What the first trials may lose, in plain rounds."""
 
-PRIOR_ACCEPTANCE = (0.6, 0.3, 0.45, 0.55, 0.65, 0.72, 0.8, 0.87, 0.93)
-"""Chance that a draft token is right before anything was learned, by class; class 0: no evidence.
+SHORT_CONTEXT = 2048
+"""Positions below which all contexts are of one class; then a class for each doubling."""
 
-From greedy text of SmolLM2-135M with prompt lookup over 8 kinds of prompts, rounded.
-"""
+MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
+"""Lower ends of the classes of matches, in tokens."""
 
 POSITION_EDGES = (1, 2, 4, 8)
 """Lower ends of the classes of positions in a draft."""
-
-MEMORY = 0.98
-"""Share of a count that is left after another trial: about the last 50 count."""
-
-PARENT_WEIGHT = 4.0
-"""How many trials a more general estimate counts for beside a more particular one."""
-
-
-def class_of(value: float, edges: Sequence[float]) -> int:
-    """Number of edges at or below the value."""
-    return sum(value >= edge for edge in edges)
-
 
 FORM_EDGES = (0.2, 0.4, 0.6, 0.8)
 """Lower ends of the classes of form."""
@@ -165,78 +193,108 @@ FORM_EDGES = (0.2, 0.4, 0.6, 0.8)
 FORM_MEMORY = 0.7
 """Share of the form that is left after another trial: texts turn quickly."""
 
-ALL = -1
-"""Stands for all positions, or all forms, in a cell."""
+LEARNING_RATE = 0.035
+"""Step of the log-odds towards a trial's outcome."""
 
-Cell = tuple[int, int, int]
+PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
+    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13),
+    "position": (0.42, 0.35, 0.46, 0.13, 0.15),
+    "form": (0.07, 0.18, 0.13, 0.2, 0.92),
+    "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
+    "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+}
+"""What is believed before anything was learned, by feature and class."""
+
+
+def class_of(value: float, edges: Sequence[float]) -> int:
+    """Number of edges at or below the value."""
+    return bisect_right(edges, value)
 
 
 @dataclass
 class AcceptanceHistory:
-    """How often a draft token was accepted, given that all before it were.
+    """How often a draft token was accepted, given that all before it were: a logistic regression.
 
-    cells: (class of evidence, class of position or ALL, class of form or ALL) -> [accepted, tried],
-    both fading. form: share of the tokens tried lately that were accepted; the same evidence means
-    more in a text that has been predictable.
+    The chance of acceptance is 1 / (1 + exp(-z)), z the sum of one weight for each feature: the
+    evidence, the position in the draft and the form. Every trial moves those weights a little
+    (stochastic gradient on the log-likelihood), so that old trials fade.
 
-    An estimate starts from the prior and is refined by the counts over all positions and forms, at
-    the position, and in the form, each counting against the one before it.
+    weights: feature -> log-odds by class. form: share of the tokens tried lately that were
+    accepted; the same evidence means more in a text that has been predictable.
     """
 
-    cells: dict[Cell, list[float]] = field(default_factory=dict)
+    weights: dict[str, list[float]] = field(
+        default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
+    )
     form: float = 0.5
 
-    def observe(self, evidence: int, position: int, accepted: bool) -> None:
+    def observe(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
         """Learn from one token of a draft that was tried or could be scored afterwards."""
-        for cell in self._cells(evidence, position):
-            counts = self.cells.setdefault(cell, [0.0, 0.0])
-            counts[0] = MEMORY * counts[0] + accepted
-            counts[1] = MEMORY * counts[1] + 1
+        step = LEARNING_RATE * (accepted - self.chance(evidence, position))
+        for weights, index in self._active(evidence, position):
+            weights[index] += step
         self.form = FORM_MEMORY * self.form + (1 - FORM_MEMORY) * accepted
 
-    def chance(self, evidence: int, position: int) -> float:
+    def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
-        chance = PRIOR_ACCEPTANCE[class_of(evidence, EVIDENCE_EDGES)]
-        for cell in self._cells(evidence, position):
-            accepted, tried = self.cells.get(cell, (0.0, 0.0))
-            chance = (accepted + PARENT_WEIGHT * chance) / (tried + PARENT_WEIGHT)
-        return chance
+        log_odds = sum(weights[index] for weights, index in self._active(evidence, position))
+        return 1 / (1 + math.exp(-log_odds))
 
-    def _cells(self, evidence: int, position: int) -> tuple[Cell, Cell, Cell]:
-        """From the general to the particular."""
-        kind = class_of(evidence, EVIDENCE_EDGES)
-        return (
-            (kind, ALL, ALL),
-            (kind, class_of(position, POSITION_EDGES), ALL),
-            (kind, ALL, class_of(self.form, FORM_EDGES)),
-        )
+    def _active(self, evidence: Evidence | int, position: int) -> Iterator[tuple[list[float], int]]:
+        """The weights that count, as lists and places in them."""
+        if not isinstance(evidence, Evidence):
+            evidence = Evidence(evidence)
+        yield self.weights["match"], class_of(evidence.match, MATCH_EDGES)
+        yield self.weights["position"], class_of(position, POSITION_EDGES)
+        yield self.weights["form"], class_of(self.form, FORM_EDGES)
+        yield self.weights["after one"], evidence.after_one
+        yield self.weights["after two"], evidence.after_two
 
 
 @dataclass
 class Learned:
-    """What was learned about one kind of drafter on one model."""
+    """What was learned about one kind of drafter on one model.
 
-    costs: RoundCosts = field(default_factory=RoundCosts)
+    step, slope: the prior line of costs. by_context: costs by class of context length, since
+    attention over a long context weighs on wide and narrow passes alike. context: positions on the
+    caches at the latest round. credit: what may be lost in trying lengths whose cost is not known,
+    in plain rounds.
+    """
+
+    step: float = 0.05
+    slope: float = 0.05
+    by_context: dict[int, RoundCosts] = field(default_factory=dict)
     acceptance: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    context: int = 0
+    credit: float = FIRST_CREDIT
+
+    @property
+    def costs(self) -> RoundCosts:
+        """Costs at the latest context length; at first, those of the next shorter class.
+
+        Its plain rounds are measured anew in any case.
+        """
+        kind = (self.context // SHORT_CONTEXT).bit_length()
+        if kind not in self.by_context:
+            shorter = [k for k in self.by_context if k < kind]
+            known = self.by_context[max(shorter)].ratios if shorter else {}
+            self.by_context[kind] = RoundCosts(self.step, self.slope, ratios=copy.deepcopy(known))
+        return self.by_context[kind]
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
         return {
-            "plain": list(self.costs.plain),
-            "ratios": {str(length): list(r) for length, r in self.costs.ratios.items()},
-            "acceptance": {
-                ",".join(map(str, cell)): counts for cell, counts in self.acceptance.cells.items()
-            },
+            "costs": {str(kind): costs.as_dict() for kind, costs in self.by_context.items()},
+            "acceptance": self.acceptance.weights,
         }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave."""
-        self.costs.plain.extend(float(seconds) for seconds in saved["plain"])
-        for length, ratios in saved["ratios"].items():
-            self.costs.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
-        for cell, counts in saved["acceptance"].items():
-            kind, position, form = map(int, cell.split(","))
-            self.acceptance.cells[kind, position, form] = [float(x) for x in counts]
+        for kind, costs in saved["costs"].items():
+            self.by_context[int(kind)] = RoundCosts(self.step, self.slope)
+            self.by_context[int(kind)].restore(costs)
+        for name, weights in self.acceptance.weights.items():
+            weights[:] = _numbers(saved["acceptance"][name], len(weights))
 
 
 @dataclass
@@ -269,7 +327,7 @@ class Tuning:
     def of(self, drafter: str) -> Learned:
         """What was learned with a kind of drafter."""
         if drafter not in self.drafters:
-            self.drafters[drafter] = Learned(RoundCosts(self.step, self.slope))
+            self.drafters[drafter] = Learned(self.step, self.slope)
         return self.drafters[drafter]
 
     def save(self, path: Path | str) -> None:
@@ -299,6 +357,13 @@ class Tuning:
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"{path} is not a saved Tuning ({error!r}). Delete it.") from error
         return tuning
+
+
+def _numbers(values: Sequence[Any], length: int) -> list[float]:
+    """`length` numbers. Raises ValueError for another length."""
+    if len(values) != length:
+        raise ValueError(f"{len(values)} numbers where {length} are expected")
+    return [float(value) for value in values]
 
 
 tuning_for = PerModel(Tuning.for_model)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specdec_mlx.errors import DraftError, PromptError
+from specdec_mlx.evidence import Evidence, share_class
 from specdec_mlx.types import Draft, DraftContext
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ class NGramSession:
         """Continue with up to `limit` tokens, each the most frequent after those before it."""
         context = self._context()
         draft: list[int] = []
-        evidence: list[int] = []
+        evidence: list[Evidence] = []
         self.match_length = 0
         for _ in range(min(limit, self._config.num_draft)):
             found = self._counts.most_frequent(context)
@@ -150,7 +151,8 @@ class NGramSession:
             if not draft:
                 self.match_length = matched
             draft.append(token)
-            evidence.append(max(1, matched) * min(max(1, lead), MAX_LEAD))
+            strength = max(1, matched) * min(max(1, lead), MAX_LEAD)
+            evidence.append(Evidence(strength, *self._counts.shares(context, token)))
             context = self._counts.shift(context, token)
         return Draft(draft, evidence=evidence)
 
@@ -263,6 +265,15 @@ class NGramCounts:
                 if found is not None:
                     return found[0], width, found[1]
         return None
+
+    def shares(self, context: Context, token: int) -> tuple[int, int]:
+        """How regularly a token has followed the last one and two tokens; see `share_class`."""
+        classes = [0, 0]
+        for width, table in self._tables:
+            if 1 <= width <= min(2, len(context)):
+                counts = table.counts(_last(context, width))
+                classes[width - 1] = share_class(counts.get(token, 0), sum(counts.values()))
+        return classes[0], classes[1]
 
     def matched(self, context: Context) -> int:
         """Length of the longest known context; 0 also where none is known."""
