@@ -11,16 +11,25 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache, cached_property, reduce
-from itertools import product
+from itertools import pairwise, product
 from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.acceptance import Rejection, acceptance_probability, match, point_mass, residual
-from specdec_mlx.types import AcceptanceRule
+from specdec_mlx.acceptance import (
+    Lenient,
+    Rejection,
+    acceptance_probability,
+    match,
+    point_mass,
+    residual,
+)
+from specdec_mlx.draft_length import DraftLength
+from specdec_mlx.types import AcceptanceRule, RoundRecord
 
 NUM_STATES = 7
 Tokens = tuple[int, ...]
@@ -55,6 +64,15 @@ class Source:
     def at_temperature(self, temp: float) -> Source:
         """The same source, sharper (temp < 1) or flatter."""
         return Source(sharpened(self.laws, temp))
+
+
+def rolled(law: list[float]) -> Source:
+    """A source whose laws are one law, turned by the state."""
+    return Source(np.stack([np.roll(law, state) for state in range(NUM_STATES)]))
+
+
+TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])
+"""The stated example: V = 3."""
 
 
 def sharpened(probs: Any, temp: float) -> Any:
@@ -173,13 +191,63 @@ class ByMatch:
     """The target draws a token at each position on its own."""
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
-        result: Outcomes = defaultdict(float)
-        for own in product(range(target_probs.shape[-1]), repeat=len(tokens) + 1):
-            weight = np.prod(target_probs[range(len(own)), own])
-            verdict = match(np.array(own), np.array(tokens, int))
-            n = int(verdict.num_accepted)
-            result[(*tokens[:n], int(verdict.next_token)), n] += weight
-        return result
+        return matched(target_probs, tokens)
+
+
+@dataclass(frozen=True)
+class ByCoupling:
+    """The target draws a token at each position from the noise that the draft's was drawn from."""
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
+        own = [
+            coupled_joint(p, q)[:, token] / q[token]
+            for p, q, token in zip(target_probs[:-1], laws, tokens, strict=True)
+        ]
+        return matched(np.stack([*own, target_probs[-1]]), tokens)
+
+
+def matched(own_laws: np.ndarray, tokens: Tokens) -> Outcomes:
+    """What `match` makes of a draft over all that the target may draw; own_laws [K+1, V]."""
+    result: Outcomes = defaultdict(float)
+    for own in product(range(own_laws.shape[-1]), repeat=len(tokens) + 1):
+        weight = np.prod(own_laws[range(len(own)), own])
+        verdict = match(np.array(own), np.array(tokens, int))
+        n = int(verdict.num_accepted)
+        result[(*tokens[:n], int(verdict.next_token)), n] += weight
+    return result
+
+
+def coupled_joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """Chance [V, V] of x = argmax(log p + g) and y = argmax(log q + g), g the same Gumbel noise.
+
+    With E_i = exp(-g_i), exponential, these are the first of the arrival times E_i / p_i and
+    E_i / q_i. Given E_x = u and E_y = t u, nothing else may come before either, which leaves the
+    integral of 1 / (1 + t + sum of max(p_i / p_x, t q_i / q_y))^2 over the t for which both win.
+    """
+    joint = np.zeros((len(p), len(q)))
+    for x, y in product(np.flatnonzero(p), np.flatnonzero(q)):
+        to_target, to_draft = p / p[x], q / q[y]
+        if x == y:
+            joint[x, x] = 1 / np.maximum(to_target, to_draft).sum()
+        elif to_target[y] * to_draft[x] < 1:
+            ends = to_target[y], np.inf if to_draft[x] == 0 else 1 / to_draft[x]
+            others = [i for i in range(len(p)) if i not in (x, y)]
+            joint[x, y] = _first_of_both(to_target[others], to_draft[others], *ends)
+    return joint
+
+
+def _first_of_both(a: np.ndarray, b: np.ndarray, start: float, end: float) -> float:
+    """Integral of 1 / (1 + t + sum max(a, b t))^2 from start to end, piece by piece."""
+    turns = a[b > 0] / b[b > 0]
+    ends = [start, *np.sort(turns[(turns > start) & (turns < end)]), end]
+    total = 0.0
+    for left, right in pairwise(ends):
+        middle = left + 1 if right == np.inf else (left + right) / 2
+        steep = b * middle > a
+        slope, level = 1 + b[steep].sum(), 1 + a[~steep].sum()
+        upper = 0.0 if right == np.inf else 1 / (level + slope * right)
+        total += (1 / (level + slope * left) - upper) / slope
+    return total
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,6 +297,51 @@ class Rounds:
         """Distance of `joint` from the target's own law."""
         own = continued(self.target, {(): 1.0}, length)
         return float(np.abs(self.joint(num_rounds, length) - own).sum() / 2)
+
+
+@dataclass(frozen=True, eq=False)
+class RoundsOfLength(Rounds):
+    """Rounds whose draft lengths a policy chooses from the verdicts so far.
+
+    lengths: how a draft of k tokens is made, for each k from 0. seconds: what a round with k
+    drafts costs. chosen: the lengths that came up in the second round or later.
+    """
+
+    lengths: list[Drafting]
+    policy: DraftLength
+    seconds: Callable[[int], float]
+    chosen: set[int]
+
+    def joint(self, num_rounds: int, length: int) -> np.ndarray:
+        outcomes = [Rounds(self.target, way, self.deciding).outcomes for way in self.lengths]
+        branches: list[tuple[Tokens, float, DraftLength]] = [((), 1.0, self.policy)]
+        for i in range(num_rounds):
+            longer = []
+            for text, weight, policy in branches:
+                num_draft = min(policy.limit(cheap=False), len(self.lengths) - 1)
+                if i:
+                    self.chosen.add(num_draft)
+                for (tokens, n), chance in outcomes[num_draft][state_after(0, text)].items():
+                    learned = deepcopy(policy) if i + 1 < num_rounds else policy
+                    if i + 1 < num_rounds:
+                        learned.record(self.round_record(num_draft, tokens, n))
+                    longer.append(((text + tokens)[:length], weight * chance, learned))
+            branches = longer
+        texts: dict[Tokens, float] = defaultdict(float)
+        for text, weight, _ in branches:
+            texts[text] += weight
+        return continued(self.target, texts, length)
+
+    def round_record(self, num_draft: int, tokens: Tokens, num_accepted: int) -> RoundRecord:
+        """What the loop would tell the policy."""
+        return RoundRecord(
+            drafted=num_draft,
+            accepted=num_accepted,
+            emitted=len(tokens),
+            fed=num_draft + 1,
+            tokens=tokens,
+            seconds=self.seconds(num_draft),
+        )
 
 
 def continued(source: Source, texts: dict[Tokens, float], length: int) -> np.ndarray:
@@ -299,16 +412,6 @@ class Swapped(Rejection):
 
 
 @dataclass(frozen=True)
-class Lenient(Rejection):
-    """Wrong: more is accepted than may be."""
-
-    lenience: float = 1.2
-
-    def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
-        return acceptance_probability(self.lenience * target_probs[:-1], draft_probs, draft_tokens)
-
-
-@dataclass(frozen=True)
 class OnMLX:
     """A rule computed by MLX in float32, for callers with NumPy arrays."""
 
@@ -344,7 +447,7 @@ WRONG_RULES: dict[str, AcceptanceRule] = {
     "residual replaced by p": ResidualIsTarget(),
     "bonus at temperature 0.5": SharpBonus(),
     "p and q swapped": Swapped(),
-    "lenience 1.2": Lenient(),
+    "lenience 1.2": Lenient(lenience=1 / 1.2),
 }
 
 

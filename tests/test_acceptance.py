@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.stats import chisquare
 
 import strategies
 from exact import (
+    DRAFT,
     NUM_STATES,
+    TARGET,
     WRONG_RULES,
+    ByCoupling,
     ByMatch,
     ByRule,
     Copied,
@@ -21,9 +27,11 @@ from exact import (
     Drawn,
     OnMLX,
     Rounds,
+    RoundsOfLength,
     Source,
     TakingTurns,
     by_state,
+    coupled_joint,
     longest_joint,
     to_mlx,
     up_to,
@@ -31,19 +39,28 @@ from exact import (
 from specdec_mlx import UnknownNameError
 from specdec_mlx.acceptance import (
     RULES,
+    Lenient,
+    Rejection,
+    Typical,
     acceptance_probability,
-    check_rule_name,
     decide,
     leading_run,
+    make_rule,
     match,
     point_mass,
     residual,
     rule_names,
 )
+from specdec_mlx.draft_length import Auto, DraftLength, Heuristic
+from specdec_mlx.types import RoundRecord
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
 
+EVERY_WAY: list[Deciding] = [ByMatch(), ByCoupling(), *map(ByRule, RULES.values())]
+"""All that leave the target's law alone."""
+
+every_way = pytest.mark.parametrize("deciding", EVERY_WAY, ids=str)
 every_rule = pytest.mark.parametrize("name", list(RULES))
 
 
@@ -215,17 +232,29 @@ def test_no_token_without_mass(name, block, seed):
 
 
 def test_rule_names_are_checked():
-    """Unknown names are refused, with the list of known ones."""
+    """Unknown names are refused, with the list of known ones; a rule is taken as it is."""
     for name in rule_names():
-        check_rule_name(name)
-    assert {"auto", "match", "rejection", "block"} <= set(rule_names())
+        rule = make_rule(name)
+        assert rule == name if isinstance(rule, str) else rule.name == name
+    assert {"auto", "match", "coupled", "rejection", "block"} <= set(rule_names())
+    assert make_rule("block") is RULES["block"]
+    assert make_rule(RULES["block"]) is RULES["block"]
     with pytest.raises(UnknownNameError, match=", ".join(rule_names())) as error:
-        check_rule_name("lenient")
-    assert "'lenient'" in str(error.value)
+        make_rule("linient")
+    assert "'linient'" in str(error.value)
+    for choice in ("block:lenience=1", "coupled:x=1", "lenient:lenience", 3, None, Rejection):
+        with pytest.raises(ValueError, match=r"takes no options|key=value|AcceptanceRule"):
+            make_rule(choice)
 
 
 def test_a_rule_is_known_by_its_own_name():
-    assert all(rule.name == name for name, rule in RULES.items())
+    """Which is nothing to be chosen: no argument of the rule is its name."""
+    for name, rule in RULES.items():
+        assert rule.name == name
+        with pytest.raises(TypeError):
+            type(rule)("another name")
+    assert Lenient(0.25) == Lenient(lenience=0.25)
+    assert Typical(0.2, 0.4) == Typical(epsilon=0.2, delta=0.4)
 
 
 # The law of whole rounds --------------------------------------------------------------------------
@@ -237,15 +266,6 @@ def distance(
     """Total variation between the text of some rounds, K at most num_draft, and the target's."""
     length = longest_joint(target.vocab_size, rounds, num_draft)
     return Rounds(target, drafting, deciding).total_variation(rounds, length)
-
-
-def rolled(law: list[float]) -> Source:
-    """A source whose laws are one law, turned by the state."""
-    return Source(np.stack([np.roll(law, state) for state in range(NUM_STATES)]))
-
-
-TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])
-"""The stated example: V = 3, K = 2."""
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -271,15 +291,38 @@ def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
     assert distance(Source(p), drafting, ByRule(RULES[name]), 2, num_draft) < EXACT
 
 
+@pytest.mark.parametrize("deciding", [ByMatch(), ByCoupling()], ids=str)
 @given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
-def test_match_leaves_the_law_alone(shape, data):
-    """Accept-iff-equal: the joint law of 3 rounds is the target's, whatever the draft's law."""
+@settings(max_examples=25)
+def test_match_leaves_the_law_alone(deciding, shape, data):
+    """Accept-iff-equal, with noise of its own or shared: the joint law of 3 rounds."""
     vocab_size, num_draft = shape
     target, draft = data.draw(strategies.source_pairs(vocab_size))
-    assert distance(target, Drawn(draft, up_to(num_draft)), ByMatch(), 3, num_draft) < EXACT
+    assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 3, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+@given(st.integers(1, 5).flatmap(strategies.law_pairs))
+def test_shared_noise_draws_from_both_laws(pair):
+    """The tokens of target and draft, drawn from one noise, have the law p and the law q."""
+    p, q = pair
+    joint = coupled_joint(p, q)
+    assert np.all(joint >= 0)
+    np.testing.assert_allclose(joint.sum(axis=1), p, atol=EXACT)
+    np.testing.assert_allclose(joint.sum(axis=0), q, atol=EXACT)
+
+
+def test_shared_noise_is_what_the_loop_has():
+    """20,000 pairs of draws from MLX's Gumbel noise follow the joint law; false alarms 1e-6."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    noise = np.array(mx.random.gumbel((20_000, 3), key=mx.random.key(0)))
+    pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
+    expected = 20_000 * coupled_joint(p, q).ravel()
+    seen = np.bincount(pairs, minlength=9)
+    assert seen[expected == 0].sum() == 0
+    assert chisquare(seen[expected > 0], expected[expected > 0]).pvalue > 1e-6
+
+
+@every_way
 @given(shape=st.tuples(st.integers(2, 5), st.integers(1, 3)), data=st.data())
 @settings(max_examples=25)
 def test_copied_drafts_leave_the_law_alone(deciding, shape, data):
@@ -290,7 +333,7 @@ def test_copied_drafts_leave_the_law_alone(deciding, shape, data):
     assert distance(target, drafting, deciding, 3, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+@every_way
 @given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
 @settings(max_examples=25)
 def test_draft_lengths_decided_beforehand_leave_the_law_alone(deciding, shape, data):
@@ -301,7 +344,7 @@ def test_draft_lengths_decided_beforehand_leave_the_law_alone(deciding, shape, d
     assert distance(target, drafting, deciding, 2, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
+@every_way
 def test_empty_drafts_are_plain_decoding(deciding):
     """K = 0: one token a round, drawn from the target."""
     rounds = Rounds(TARGET, Drawn(DRAFT, up_to(0)), deciding)
@@ -310,14 +353,55 @@ def test_empty_drafts_are_plain_decoding(deciding):
     assert rounds.total_variation(3, 3) < EXACT
 
 
-@pytest.mark.parametrize("deciding", [ByMatch(), *map(ByRule, RULES.values())])
-def test_drafters_taking_turns_leave_the_law_alone(deciding):
-    """A model, a copy and nothing, in an order that the text decides."""
-    copies = [(0, 1), (2,), (), (1, 1), (0,), (2, 0), (1,)]
-    drafting = TakingTurns(
-        [Drawn(DRAFT, up_to(2)), Copied(copies, 3), Drawn(DRAFT.at_temperature(0.5), up_to(1))]
-    )
-    assert distance(TARGET, drafting, deciding, 3, 2) < EXACT
+@every_way
+@given(data=st.data())
+@settings(max_examples=10)
+def test_drafters_taking_turns_leave_the_law_alone(deciding, data):
+    """Two models and a copy, in an order that the text decides."""
+    target, draft = data.draw(strategies.source_pairs(3))
+    _, other = data.draw(strategies.source_pairs(3))
+    copies = data.draw(strategies.copies(3, 2))
+    drafting = TakingTurns([Drawn(draft, up_to(2)), Copied(copies, 3), Drawn(other, up_to(1))])
+    assert distance(target, drafting, deciding, 3, 2) < EXACT
+
+
+def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength:
+    """A policy after rounds of every length, half of whose drafts were kept."""
+    for i in range(200):
+        num_draft = i % 4
+        accepted = num_draft if i % 8 < 4 else 0
+        tokens = [0] * (accepted + 1)
+        policy.record(
+            RoundRecord(
+                drafted=num_draft,
+                accepted=accepted,
+                emitted=accepted + 1,
+                fed=num_draft + 1,
+                tokens=tokens,
+                seconds=seconds(num_draft),
+            )
+        )
+    return policy
+
+
+def affine(num_draft: int) -> float:
+    """Seconds of a round."""
+    return 1.0 + 0.4 * num_draft
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
+@pytest.mark.parametrize(
+    "policy", [Heuristic(1), trained(Auto(), affine)], ids=["heuristic", "auto"]
+)
+@every_way
+def test_lengths_that_follow_the_verdicts_leave_the_law_alone(deciding, policy, shape):
+    """The policies of the loop, "auto" among them: the joint law of 3 rounds; laws from a seed."""
+    vocab_size, num_draft = shape
+    p, q = np.random.default_rng(1).dirichlet(np.ones(vocab_size), (2, NUM_STATES))
+    lengths = [Drawn(Source(q), up_to(k)) for k in range(num_draft + 1)]
+    rounds = RoundsOfLength(Source(p), lengths[0], deciding, lengths, policy, affine, set())
+    assert rounds.total_variation(3, longest_joint(vocab_size, 3, num_draft)) < EXACT
+    assert len(rounds.chosen) > 1
 
 
 @every_rule
@@ -390,16 +474,31 @@ def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
 
 
 def test_block_accepts_more_on_the_stated_example():
-    """Kept of 3 drawn tokens: 0.515 by match, 1.533 token by token, 1.761 as a block."""
+    """Kept of 3 drawn tokens: by match, coupled, token by token, and as a block."""
     drafting = Drawn(DRAFT, up_to(3))
-    ways = [ByMatch(), ByRule(RULES["rejection"]), ByRule(RULES["block"])]
-    kept = [accepted(TARGET, drafting, way)[0] for way in ways]
-    assert kept == pytest.approx([0.515, 1.533, 1.761], abs=5e-4)
+    kept = [accepted(TARGET, drafting, way)[0] for way in EVERY_WAY]
+    assert kept == pytest.approx([0.515, 1.510, 1.533, 1.761], abs=5e-4)
+
+
+@given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
+def test_rules_accept_in_their_order(shape, data):
+    """Of drawn drafts, for any K: token by token >= shared noise >= noise of their own."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    ways = [ByRule(RULES["rejection"]), ByCoupling(), ByMatch()]
+    kept = [accepted(target, Drawn(draft, up_to(num_draft)), way) for way in ways]
+    assert np.all(np.diff(kept, axis=0) <= EXACT)
+
+
+def coupled_formula(p: np.ndarray, q: np.ndarray) -> float:
+    """Sum over x of 1 / sum over y of max(p_y / p_x, q_y / q_x) (Daliri et al. 2024)."""
+    both = np.flatnonzero((p > 0) & (q > 0))
+    return sum(1 / np.maximum(p / p[x], q / q[x]).sum() for x in both)
 
 
 @given(shape=strategies.shapes, data=st.data())
 def test_one_token_is_accepted_as_the_formulas_say(shape, data):
-    """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match."""
+    """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match; coupled."""
     target, draft = data.draw(strategies.source_pairs(shape[0]))
     drafting = Drawn(draft, up_to(1))
     common = np.minimum(target.laws, draft.laws).sum(axis=1)
@@ -407,18 +506,22 @@ def test_one_token_is_accepted_as_the_formulas_say(shape, data):
         np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), common, atol=EXACT)
     product = (target.laws * draft.laws).sum(axis=1)
     np.testing.assert_allclose(accepted(target, drafting, ByMatch()), product, atol=EXACT)
-    assert np.all(product <= common + EXACT)
+    coupled = [coupled_formula(p, q) for p, q in zip(target.laws, draft.laws, strict=True)]
+    np.testing.assert_allclose(accepted(target, drafting, ByCoupling()), coupled, atol=EXACT)
+    assert np.all(product <= np.array(coupled) + EXACT)
+    assert np.all(coupled <= common + EXACT)
+    assert np.all(coupled >= common / (2 - common) - EXACT)
 
 
 @given(shape=st.tuples(st.integers(2, 4), st.integers(1, 3)), data=st.data())
 def test_all_rules_accept_copies_alike(shape, data):
-    """For point masses match, rejection and block keep equally many on average."""
+    """For point masses match, coupled, rejection and block keep equally many on average."""
     vocab_size, num_draft = shape
     target, _ = data.draw(strategies.source_pairs(vocab_size))
     drafting = Copied(data.draw(strategies.copies(vocab_size, num_draft)), vocab_size)
     by_match = accepted(target, drafting, ByMatch())
-    for rule in RULES.values():
-        np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), by_match, atol=EXACT)
+    for way in EVERY_WAY:
+        np.testing.assert_allclose(accepted(target, drafting, way), by_match, atol=EXACT)
 
 
 @every_rule

@@ -4,7 +4,7 @@ The joint law of the first three tokens after a prompt is known exactly, from th
 single-token passes over all 6 x 6 x 6 texts. 20,000 generations are held against it: every drafter
 and rule, at temperature 1 and with top-p, top-k and min-p, from fixed seeds.
 
-A seventh of them runs a tiny random Llama. The rest run the same Llama from a table of its logits,
+A sixth of them runs a tiny random Llama. The rest run the same Llama from a table of its logits,
 since otherwise nearly all the time would go into passes whose outcome is known; loop, caches,
 laws, rules and noise are the same.
 
@@ -26,7 +26,7 @@ runs where that is enough, and all must be found.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
@@ -44,7 +44,8 @@ from scipy.stats import chi2
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES
-from specdec_mlx.acceptance import RULES
+from specdec_mlx import lab
+from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.noise import Noise
 
 V = 6
@@ -63,15 +64,18 @@ CASES = {
     "n-gram": (lambda model: sd.NGramDrafter(), "auto"),
     "n-gram, drawn": (lambda model: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
     "model": (sd.ModelDrafter, "auto"),
-    "model, in blocks": (sd.ModelDrafter, "block"),
+    "model, token by token": (sd.ModelDrafter, "rejection"),
     "model, coupled": (sd.ModelDrafter, "coupled"),
     "model, greedy": (partial(sd.ModelDrafter, greedy=True), "auto"),
+    "model, sharper": (partial(sd.ModelDrafter, draft_temp=0.6), "auto"),
+    "model, flatter, coupled": (partial(sd.ModelDrafter, draft_temp=1.6), "coupled"),
 }
 FALSE_ALARM = 1e-4 / (2 * len(CASES) * len(SETTINGS) + len(SETTINGS))
 RUNS_OF_LLAMA = 100
-RUNS_OF_TABLE = 510
+RUNS_OF_TABLE = 370
 MORE_RUNS_OF_TABLE = 2100
 """Where q matters most: drafts of a model at temperature 1."""
+LARGER_CASES = ("model", "model, token by token")
 
 
 # The models ---------------------------------------------------------------------------------------
@@ -198,7 +202,7 @@ class Count:
 
 
 def generate(
-    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: str = "auto"
+    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
 ) -> Count:
     """Three tokens from each of the seeds 0 ... runs - 1."""
     count = Count(np.zeros((V,) * LENGTH))
@@ -265,7 +269,7 @@ def test_text_follows_the_targets_law(case, passes):
     accepted = rejected = 0
     for name, sampling in SETTINGS.items():
         runs = RUNS_OF_LLAMA if passes == "llama" else RUNS_OF_TABLE
-        if passes == "table" and name == "temperature 1" and case in ("model", "model, in blocks"):
+        if passes == "table" and name == "temperature 1" and case in LARGER_CASES:
             runs = MORE_RUNS_OF_TABLE
         count = generate(models(TARGET), make_drafter(models(DRAFT)), sampling, runs, rule)
         assert p_value(count.texts, joint_law(sampling)) > FALSE_ALARM, name
@@ -280,10 +284,10 @@ def test_enough_is_generated():
     assert len(CASES) * len(SETTINGS) * (RUNS_OF_LLAMA + RUNS_OF_TABLE) + more >= 20_000
 
 
-def rejects(drafter: Any, runs: int) -> bool:
+def rejects(drafter: Any, runs: int, rule: Any = "rejection") -> bool:
     """Whether the test above would fail at temperature 1, on so many runs of the table."""
     sampling = SETTINGS["temperature 1"]
-    count = generate(table(TARGET), drafter, sampling, runs)
+    count = generate(table(TARGET), drafter, sampling, runs, rule)
     return p_value(count.texts, joint_law(sampling)) < FALSE_ALARM
 
 
@@ -296,10 +300,23 @@ def rejects(drafter: Any, runs: int) -> bool:
         ("lenience 1.2", 2000),
     ],
 )
-def test_wrong_rules_are_found(name, runs, monkeypatch):
+def test_wrong_rules_are_found(name, runs):
     """The same test rejects them."""
-    monkeypatch.setitem(RULES, "rejection", WRONG_RULES[name])
-    assert rejects(sd.ModelDrafter(table(DRAFT)), runs)
+    assert rejects(sd.ModelDrafter(table(DRAFT)), runs, WRONG_RULES[name])
+
+
+def test_auto_takes_block_for_drawn_drafts():
+    """Seed by seed the same texts, and the same drafts kept, as when asked for by name."""
+    sampling, drafter = SETTINGS["temperature 1"], sd.ModelDrafter(table(DRAFT))
+    counts = [
+        generate(table(TARGET), drafter, sampling, 60, rule)
+        for rule in ("auto", "block", "rejection")
+    ]
+    same = [
+        counts[0].accepted == other.accepted and np.array_equal(counts[0].texts, other.texts)
+        for other in counts[1:]
+    ]
+    assert same == [True, False]
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,21 +354,26 @@ def test_wrong_drafts_are_found(alter, runs):
 # Model drafters -----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("draft_temp", [None, 0.6])
 @pytest.mark.parametrize("setting", list(SETTINGS))
-def test_a_models_drafts_follow_the_law_it_declares(setting):
+def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     """1,000 drafts of 2 tokens: chi-square of their joint.
 
-    The declared laws are those of the draft model's own single-token passes.
+    The declared laws are those of the draft model's own single-token passes, under the target's
+    filters and at the temperature of the drafts.
     """
     sampling = SETTINGS[setting]
+    drafter = sd.ModelDrafter(table(DRAFT), draft_temp=draft_temp)
     seen = np.zeros((V, V))
     first, second = np.zeros((V,)), np.zeros((V, V))
     for seed in range(1000):
         context = sd.DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=V)
-        draft = sd.ModelDrafter(table(DRAFT)).begin(PROMPT, context).propose(2)
+        draft = drafter.begin(PROMPT, context).propose(2)
         x, y = draft.tokens.tolist()
         seen[x, y] += 1
         first, second[x] = np.exp(np.array(draft.logprobs, np.float64))
+    if draft_temp is not None:
+        sampling = replace(sampling, temp=draft_temp)
     own = [law_of(next_logits(tiny_llama(DRAFT), all_texts(i)), sampling) for i in (0, 1)]
     np.testing.assert_allclose(first, own[0][0], atol=1e-6)
     np.testing.assert_allclose(second[first > 0], own[1][first > 0], atol=1e-6)
@@ -375,6 +397,33 @@ def test_a_models_law_is_right_after_any_verdict(num_accepted):
     for row, seen in zip(draft.logprobs, (text, [*text, first]), strict=True):
         own = law_of(next_logits(tiny_llama(DRAFT), mx.array([seen]))[0], sampling)
         np.testing.assert_allclose(np.exp(np.array(row, np.float64)), own, atol=1e-6)
+
+
+def test_a_draft_temperature_of_0_is_greedy():
+    """A point mass; and with a greedy target any draft temperature is."""
+    for sampling, draft_temp in [(SETTINGS["top-p"], 0.0), (sd.Sampling(), 1.5)]:
+        context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
+        drafter = sd.ModelDrafter(table(DRAFT), draft_temp=draft_temp)
+        draft = drafter.begin(PROMPT, context).propose(2)
+        greedy = sd.ModelDrafter(table(DRAFT), greedy=True).begin(PROMPT, context).propose(2)
+        assert draft.logprobs is None
+        assert draft.tokens.tolist() == greedy.tokens.tolist()
+    for wrong in (-0.5, float("nan")):
+        with pytest.raises(ValueError, match="draft_temp="):
+            sd.ModelDrafter(table(DRAFT), draft_temp=wrong)
+
+
+def test_a_draft_temperature_on_the_command_line():
+    """`--drafter model:draft_temp=0.7` with --draft-model; it is asked for once, in its place."""
+    specs = ["ngram", "model:draft_temp=0.7,greedy=false"]
+    flags = Flags(drafters=specs, draft_model=str(lab.draft_path()))
+    assert flags.names == specs
+    drafter = flags.make(flags.names[1])
+    assert isinstance(drafter, sd.ModelDrafter)
+    assert (drafter.draft_temp, drafter.greedy) == (0.7, False)
+    assert drafter.tokenizer is not None
+    with pytest.raises(ValueError, match="draft_temperature"):
+        flags.make("model:draft_temperature=0.7")
 
 
 NUM_TOKENS = 200

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import mlx.core as mx
 import mlx_lm.sample_utils
 import numpy as np
@@ -125,6 +127,7 @@ def test_greedy_is_the_first_argmax(logits):
     assert np.array_equal(sampling.law(logits)[0], one_hot)
     assert sampling.draw(logits, None).item() == best
     assert sampling(logits).item() == best
+    assert sampling(logits[0]).item() == best
     assert make_sampler(temp=0.0)(logits).item() == best
 
 
@@ -206,6 +209,13 @@ def test_calling_it_draws_from_the_global_state():
     assert not mx.array_equal(first, second)
 
 
+def test_defaults_are_those_of_the_host_sampler():
+    """Greedy, and with a temperature alone nothing is filtered."""
+    defaults = {name: p.default for name, p in inspect.signature(make_sampler).parameters.items()}
+    assert vars(Sampling()) | {"xtc_special_tokens": None} == defaults
+    assert mx.allclose(Sampling(temp=1.0).law(LOGITS), normalised(LOGITS[None])[0]).item()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -262,4 +272,6 @@ def test_top_k_of_the_whole_vocabulary_is_refused():
 def test_special_tokens_may_come_in_any_sequence():
     """A list, as mlx-lm takes it; the instance stays hashable."""
     assert Sampling(xtc_special_tokens=[3, 4]) == Sampling(xtc_special_tokens=(3, 4))
+    assert Sampling(xtc_special_tokens=[3, 4]).xtc_special_tokens == (3, 4)
+    assert Sampling(xtc_special_tokens=None) == Sampling()
     assert hash(Sampling(xtc_special_tokens=[3])) == hash(Sampling(xtc_special_tokens=(3,)))

@@ -1,4 +1,4 @@
-"""The law behind a sampler that mlx-lm's `make_sampler` made.
+"""The law behind a sampler that mlx-lm's `make_sampler` made, and how far its penalties look back.
 
 mlx-lm's samplers are closures: they can be called and not asked. What they were made from stands in
 their cells, so the arguments can be read back; whether they were read rightly is seen by making the
@@ -7,16 +7,19 @@ sampler again and comparing the two, code object by code object and cell by cell
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
 from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.types import LogitsProcessor
 
 METHODS = "sampling_methods"
 TEMPERATURE = "temp"
+CONTEXT_SIZE = "context_size"
+BIAS_CELLS = {"indices", "values"}
 
 
 def law_of(sampler: Sampler | Sampling | None) -> Sampling | None:
@@ -37,6 +40,27 @@ def law_of(sampler: Sampler | Sampling | None) -> Sampling | None:
         return Sampling(**arguments) if _same(sampler, again) else None
     except (TypeError, ValueError):
         return None
+
+
+def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
+    """How many of the last tokens are enough for all of these, at least 1; None for all tokens.
+
+    mlx-lm's penalties say in a cell how far they look back, and its bias does not look. Whatever
+    else a processor is, it gets the whole text.
+    """
+    windows = [_window(processor) for processor in processors]
+    known = [window for window in windows if window is not None]
+    return max(1, *known) if known and len(known) == len(windows) else None
+
+
+def _window(processor: LogitsProcessor) -> int | None:
+    if getattr(processor, "__module__", None) != make_sampler.__module__:
+        return None
+    cells = _cells(processor) or {}
+    if cells.keys() == BIAS_CELLS:
+        return 1
+    size = cells.get(CONTEXT_SIZE)
+    return size if isinstance(size, int) and size > 0 else None  # tokens[-0:] is all of them
 
 
 def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:

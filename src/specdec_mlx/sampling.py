@@ -37,7 +37,7 @@ class Sampling:
     top_k: int = 0
     xtc_probability: float = 0.0
     xtc_threshold: float = 0.1
-    xtc_special_tokens: Sequence[int] = ()
+    xtc_special_tokens: Sequence[int] | None = ()
 
     def __post_init__(self) -> None:
         """Refuse what mlx-lm would refuse, but before the first token."""
@@ -118,7 +118,8 @@ class Sampling:
         """
         state: Any = mx.random.state
         before = mx.array(state[0])
-        excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, list(self.xtc_special_tokens))
+        kept = list(self.xtc_special_tokens or ())
+        excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, kept)
         state[0][:] = before
         return excluded
 

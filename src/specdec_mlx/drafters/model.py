@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +24,9 @@ class ModelDrafter:
 
     model: the draft model; may equal the target. tokenizer: its tokenizer; where both are known
     they are compared by content, and TokenizerMismatchError shows the first difference. greedy:
-    propose the model's argmax, a point mass, whatever the target's sampling.
+    propose the model's argmax, a point mass, whatever the target's sampling. draft_temp:
+    temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
+    target's law all the same, since the drafts' own law is handed over.
 
     Draws come from the draft model's logits under the same law as the target's (processors,
     temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
@@ -34,11 +36,26 @@ class ModelDrafter:
     model: nn.Module
     tokenizer: Any = None
     greedy: bool = False
+    draft_temp: float | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a temperature that is none."""
+        if self.draft_temp is not None and not self.draft_temp >= 0:
+            raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
+
+    def sampling_for(self, target: Sampling | None) -> Sampling:
+        """How to draw for a target: its filters, at the drafts' temperature."""
+        if self.greedy or target is None or target.greedy:
+            return Sampling()
+        return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError for a target with another tokenizer."""
+        if self.tokenizer is not None and context.tokenizer is not None:
+            check_same_tokenizer(context.tokenizer, self.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        if self.tokenizer is not None and context.tokenizer is not None:
-            check_same_tokenizer(context.tokenizer, self.tokenizer)
         return ModelSession(self, prompt, context)
 
 
@@ -58,15 +75,13 @@ class ModelSession:
         self.tape = Rollback(self.callers_cache or make_prompt_cache(self.model))
         self.text = list(prompt)
         self.num_prompt = len(prompt)
-        sampling = context.sampling
-        self.draws = not drafter.greedy and sampling is not None and not sampling.greedy
-        self.sampling = sampling if self.draws and sampling is not None else Sampling()
+        self.sampling = drafter.sampling_for(context.sampling)
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them."""
         if limit == 0:
             return Draft()
-        self.catch_up(1)
+        self.catch_up()
         room = self.tape.widest_pass()
         self.tape.mark()
         ids = to_ids(self.text[self.tape.position :])
@@ -78,13 +93,14 @@ class ModelSession:
             for processor in self.context.logits_processors:
                 logits = processor(seen, logits)
             ids = self.draw(logits, i, laws)
+            mx.async_eval(ids)  # the device drafts while the rest of the graph is made
             tokens.append(ids)
             seen = None if seen is None else mx.concatenate([seen, ids])
         return Draft(mx.concatenate(tokens), mx.concatenate(laws) if laws else None)
 
     def draw(self, logits: mx.array, index: int, laws: list[mx.array]) -> mx.array:
         """Token [1] at `index` of the draft, from logits [1, V]; its law is added to `laws`."""
-        if not self.draws:
+        if self.sampling.greedy:
             return mx.argmax(logits, axis=-1).astype(mx.uint32)
         law = self.sampling.law(logits)
         laws.append(law)
@@ -96,12 +112,17 @@ class ModelSession:
         self.tape.rewind_to(min(self.tape.position, len(self.text) + len(tokens) - 1))
         self.text += tokens
 
-    def catch_up(self, num_pending: int) -> None:
-        """Feed the text, in chunks, until few enough tokens are pending for a single pass."""
+    def catch_up(self) -> None:
+        """Feed the text, in chunks, but for its last token, or two.
+
+        A proposal feeds those behind its mark: what is behind it is read again after a rejection,
+        by caches that can only go back to a mark.
+        """
         step = self.context.prefill_step_size
-        while len(self.text) - self.tape.position > max(num_pending, step):
-            self.feed_text(step)
-            mx.eval([cache.state for cache in self.tape.caches])
+        while (left := len(self.text) - self.tape.position) > 2:
+            self.feed_text(min(left - 1, step))
+            if left - 1 > step:
+                mx.eval([cache.state for cache in self.tape.caches])
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""

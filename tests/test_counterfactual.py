@@ -1,0 +1,273 @@
+"""What every rule would have accepted: unbiased by enumeration, and it changes nothing."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from itertools import product
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from scipy.stats import binomtest
+
+import specdec_mlx as sd
+import strategies
+import tiny
+from exact import (
+    NUM_STATES,
+    ByCoupling,
+    ByMatch,
+    ByRule,
+    Copied,
+    Deciding,
+    Drawn,
+    Rounds,
+    Source,
+    coupled_joint,
+    state_after,
+    to_mlx,
+    up_to,
+)
+from specdec_mlx import verifier
+from specdec_mlx.acceptance import RULES
+from specdec_mlx.counterfactual import (
+    BY_ROUND,
+    BY_TOKEN,
+    COLUMNS,
+    Counterfactual,
+    chances,
+    coupled_probs,
+    kept_by_token,
+    wilson,
+)
+
+EXACT = 1e-12
+COUNT = len(BY_TOKEN)
+
+
+# The numbers --------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 6).flatmap(strategies.law_pairs))
+def test_coupled_by_sorting_is_the_formula(pair):
+    """Two running sums give what the definition gives for each token; float32 on MLX too."""
+    p, q = pair
+    expected = np.diag(coupled_joint(p, q))
+    np.testing.assert_allclose(coupled_probs(p, q), expected, atol=EXACT)
+    np.testing.assert_allclose(np.array(coupled_probs(to_mlx(p), to_mlx(q))), expected, atol=2e-6)
+
+
+@given(st.integers(1, 5).flatmap(strategies.law_pairs))
+def test_a_positions_chance_is_the_mean_over_its_tokens(pair):
+    """Chance at a position = sum over x of q(x) times the chance to accept that very x."""
+    p, q = pair
+    mean = np.zeros(COUNT)
+    for token in np.flatnonzero(q):
+        row = chances(np.stack([p, p]), np.array([token]), q[None])[0]
+        mean += q[token] * row[COUNT : 2 * COUNT]
+    np.testing.assert_allclose(mean, row[:COUNT], atol=EXACT)
+    expected = [np.minimum(p, q).sum(), np.trace(coupled_joint(p, q)), p @ q, p[np.argmax(q)]]
+    np.testing.assert_allclose(row[:COUNT], expected, atol=EXACT)
+
+
+def likeliest(target: Source, draft: Source, num_draft: int) -> Rounds:
+    """Rounds with the draft's likeliest tokens, K of them."""
+    copies = []
+    for state in range(NUM_STATES):
+        tokens: tuple[int, ...] = ()
+        for _ in range(num_draft):
+            tokens += (int(np.argmax(draft.laws[state_after(state, tokens)])),)
+        copies.append(tokens)
+    return Rounds(target, Copied(copies, target.vocab_size), ByMatch())
+
+
+@given(shape=strategies.shapes.filter(lambda shape: shape != (3, 3)), data=st.data())
+@settings(max_examples=30)
+def test_estimates_of_a_round_are_unbiased(shape, data):
+    """Mean over all drafts, of each rule's estimate = what that rule keeps, by enumeration."""
+    vocab_size, num_draft = shape
+    target, draft = data.draw(strategies.source_pairs(vocab_size))
+    drafting = Drawn(draft, up_to(num_draft))
+    mean = np.zeros(len(BY_ROUND))
+    for weight, tokens, laws in drafting.drafts(0):
+        rows = np.stack([target.after(0, tokens[:i]) for i in range(num_draft + 1)])
+        table = chances(rows, np.array(tokens), laws)
+        mean += weight * np.array([table[:, -1].sum(), *kept_by_token(table)])
+    ways: list[Deciding] = [ByRule(RULES["block"]), ByRule(RULES["rejection"])]
+    ways += [ByCoupling(), ByMatch()]
+    expected = [Rounds(target, drafting, way).expected_accepted() for way in ways]
+    expected.append(likeliest(target, draft, num_draft).expected_accepted())
+    np.testing.assert_allclose(mean, expected, atol=1e-10)
+
+
+@given(strategies.blocks())
+def test_point_masses_are_accepted_alike(block):
+    """q a one-hot: every rule has the same chance, p of the token."""
+    target_probs, tokens, _ = block
+    hits = (np.arange(target_probs.shape[-1]) == tokens[:, None]).astype(float)
+    table = chances(target_probs, tokens, hits)
+    own = np.take_along_axis(target_probs[:-1], tokens[:, None], axis=-1)
+    np.testing.assert_allclose(table[:, :-1], np.tile(own, 2 * COUNT), atol=EXACT)
+    np.testing.assert_allclose(kept_by_token(table), table[:, -1].sum(), atol=EXACT)
+
+
+@given(strategies.blocks())
+def test_block_keeps_at_least_what_rejection_keeps_of_every_draft(block):
+    """Not only on average: the estimates of the two are in order draft by draft."""
+    table = chances(*block)
+    assert table[:, -1].sum() >= kept_by_token(table)[0] - EXACT
+
+
+@given(strategies.blocks())
+def test_mlx_agrees_with_numpy(block):
+    """One body of code; float32 rounds, and ratios of tiny chances magnify that."""
+    table = np.array(chances(*(to_mlx(x) for x in block)))
+    assert table.shape == (len(block[1]), COLUMNS)
+    own_q = np.take_along_axis(block[2], block[1][:, None], axis=-1)
+    sure = (own_q > 1e-3) & (np.arange(COLUMNS) != COLUMNS - 1)
+    np.testing.assert_allclose(
+        np.where(sure, table, 0), np.where(sure, chances(*block), 0), atol=1e-3
+    )
+
+
+@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
+def test_intervals_are_wilsons(counts):
+    """As in SciPy; they never leave [0, 1] but by rounding."""
+    interval = wilson(*counts)
+    expected = binomtest(*counts).proportion_ci(0.95, "wilson")
+    assert interval.mean == counts[0] / counts[1]
+    assert interval[1:] == pytest.approx((expected.low, expected.high), abs=1e-4)
+
+
+def test_an_account_by_hand():
+    """Two rounds of two tokens; what was not reached is not in its position's mean."""
+    account = Counterfactual()
+    assert account.as_dict()["observed"] is None
+    assert str(account) == "No drafts."
+    first = [[0.5, 0.4, 0.3, 0.2, 0.5, 0.4, 0.3, 0.0, 0.5], [1, 1, 1, 1, 1, 1, 1, 1, 1.0]]
+    second = [[0.7, 0.6, 0.5, 0.4, 1.0, 0.5, 0.5, 1.0, 0.2], [0.5] * COLUMNS]
+    account.record(np.array(first), 0)
+    account.record(np.array(second), 2)
+    assert account.rounds == 2
+    assert account.observed.mean == 1.0
+    kept = {name: e.mean for name, e in account.accepted_per_round.items()}
+    assert kept["rejection"] == pytest.approx((0.5 + 0.5 * 1 + 0.7 + 1.0 * 0.5) / 2)
+    assert kept["greedy draft"] == pytest.approx((0.2 + 0 + 0.4 + 1.0 * 0.5) / 2)
+    assert kept["block"] == pytest.approx((0.5 + 1 + 0.2 + 0.5) / 2)
+    one, two = account.positions
+    assert (one.reached, two.reached) == (2, 1)
+    assert one.expected["match"].mean == pytest.approx(0.4)
+    assert two.expected["match"].mean == 0.5
+    assert (one.observed.mean, two.observed.mean) == (0.5, 1.0)
+    spread = 1.96 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
+    assert one.expected["match"].high == pytest.approx(0.4 + spread)
+    assert "rejection" in str(account)
+
+
+# In the loop --------------------------------------------------------------------------------------
+
+
+@cache
+def target() -> nn.Module:
+    return tiny.build("llama")
+
+
+@cache
+def noisy_copy() -> nn.Module:
+    """A draft model whose law overlaps with the target's about half."""
+    model, key = tiny.build("llama"), mx.random.key(1)
+    model.update(
+        tree_map(
+            lambda w: w + 0.4 * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
+        )
+    )
+    return model
+
+
+def run(counterfactual: bool, drafter: str = "model", **options) -> tuple[list[int], object]:
+    drafters = {
+        "model": sd.ModelDrafter(noisy_copy()),
+        "sharper model": sd.ModelDrafter(noisy_copy(), draft_temp=0.6),
+        "n-gram": sd.NGramDrafter(min_order=1),
+        "none": None,
+    }
+    options = {"sampling": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3} | options
+    items = list(
+        sd.speculate(
+            target(),
+            [3, 1, 2],
+            drafters[drafter],
+            **{"max_tokens": 40} | options,
+            counterfactual=counterfactual,
+        )
+    )
+    return [item.token for item in items], items[-1].stats
+
+
+@pytest.mark.parametrize("rule", ["auto", "match", "coupled", "rejection", "lenient", "typical"])
+@pytest.mark.parametrize("drafter", ["model", "n-gram"])
+def test_the_text_stays_the_same(drafter, rule):
+    """Token by token, as do all counts; without being asked for there is no account."""
+    text, stats = run(True, drafter, rule=rule)
+    plain, others = run(False, drafter, rule=rule)
+    assert text == plain
+    assert stats.rounds == others.rounds
+    assert stats.counterfactual.rounds == sum(drafted > 0 for drafted, _ in stats.rounds)
+    assert others.counterfactual is None
+    assert "counterfactual" not in others.as_dict()
+    json.dumps(stats.as_dict())
+
+
+@pytest.mark.parametrize(("drafter", "sampling"), list(product(["model", "none"], [None, "top-p"])))
+def test_it_costs_no_synchronisation(drafter, sampling, monkeypatch):
+    """What it needs is read with the round's other numbers: one wait a round."""
+    sampling = None if sampling is None else sd.Sampling(temp=0.8, top_p=0.9)
+    reads = []
+    read_all = verifier.read_all
+    monkeypatch.setattr(verifier, "read_all", lambda *a: (reads.append(1), read_all(*a))[1])
+    _, stats = run(True, drafter, sampling=sampling)
+    assert len(reads) == stats.target_passes
+
+
+def test_counts_are_those_of_the_stats():
+    """Position i is reached by drafts longer than i of which i tokens were accepted."""
+    _, stats = run(True, max_tokens=120)
+    for i, position in enumerate(stats.counterfactual.positions):
+        assert position.reached == sum(d > i and a >= i for d, a in stats.rounds)
+        assert position.observed.mean == stats.accepted_at[i] / position.reached
+    mean = stats.accepted / stats.counterfactual.rounds
+    assert stats.counterfactual.observed.mean == pytest.approx(mean)
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafter"),
+    [
+        ("rejection", "model"),
+        ("coupled", "model"),
+        ("match", "model"),
+        ("rejection", "sharper model"),
+        ("coupled", "sharper model"),
+    ],
+)
+def test_what_was_observed_is_what_was_expected(drafter, rule):
+    """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
+    _, stats = run(True, drafter, rule=rule, max_tokens=200, draft_length=2)
+    account = stats.counterfactual
+    first = account.positions[0]
+    error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)
+    assert abs(first.observed.mean - first.expected[rule].mean) < 4 * error
+    expected = account.accepted_per_round
+    width = sum(e.high - e.mean for e in (account.observed, expected[rule]))
+    assert abs(account.observed.mean - expected[rule].mean) < 2 * width
+    assert expected["rejection"] > expected["coupled"] > expected["match"]
+
+
+def test_a_sampler_without_a_law_has_no_account():
+    """ValueError before the first token."""
+    with pytest.raises(ValueError, match="counterfactual=True needs"):
+        run(True, sampling=lambda x: mx.argmax(x, axis=-1))

@@ -1,0 +1,359 @@
+"""Rules that change the target's law: what still holds, and that nobody gets them unasked.
+
+By enumeration in float64, as in test_acceptance; then in the loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import cache
+from itertools import product
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+import specdec_mlx as sd
+import strategies
+import tiny
+from exact import (
+    NUM_STATES,
+    ByRule,
+    Copied,
+    Drawn,
+    OnMLX,
+    Rounds,
+    Source,
+    continued,
+    longest_joint,
+    up_to,
+)
+from specdec_mlx import Lenient, Typical
+from specdec_mlx.acceptance import LOSSY, RULES, decide, make_rule, point_mass
+from specdec_mlx.mlx_lm_plugin.flags import add_arguments
+
+EXACT = 1e-12
+
+lenient_rules = st.sampled_from([1.0, 0.8, 0.5, 0.1, 1e-3]).map(lambda x: Lenient(lenience=x))
+typical_rules = st.sampled_from([(0.09, 0.3), (0.0, 0.5), (0.9, 0.99), (0.5, 0.0), (0.3, 0.6)]).map(
+    lambda x: Typical(*x)
+)
+
+
+def conditionals(joint: np.ndarray) -> list[np.ndarray]:
+    """Law of each token given those before it, from the joint law [V, ..., V]; 0/0 is 0."""
+    laws = []
+    for size in range(1, joint.ndim + 1):
+        begun = joint.sum(axis=tuple(range(size, joint.ndim)))
+        before = begun.sum(axis=-1, keepdims=True)
+        laws.append(begun / np.where(before > 0, before, 1))
+    return laws
+
+
+def drafted(data: st.DataObject, shape: tuple[int, int], draft) -> Drawn | Copied:
+    """Drawn at random, or point masses."""
+    vocab_size, num_draft = shape
+    if data.draw(st.booleans()):
+        return Drawn(draft, up_to(num_draft))
+    return Copied(data.draw(strategies.copies(vocab_size, num_draft)), vocab_size)
+
+
+# Lenient ------------------------------------------------------------------------------------------
+
+
+@given(shape=strategies.shapes.filter(lambda s: s != (3, 3)), rule=lenient_rules, data=st.data())
+def test_no_token_comes_more_often_than_lenience_allows(shape, rule, data):
+    """Given any text before it, after two rounds of drafts: at most p(x) / l."""
+    target, draft = data.draw(strategies.source_pairs(shape[0]))
+    length = longest_joint(shape[0], 2, shape[1])
+    joint = Rounds(target, drafted(data, shape, draft), ByRule(rule)).joint(2, length)
+    own = conditionals(continued(target, {(): 1.0}, length))
+    for seen, law in zip(conditionals(joint), own, strict=True):
+        reached = law.sum(axis=-1) > 0  # a text that p excludes is never written, nor continued
+        assert np.all(seen[reached] <= law[reached] / rule.lenience + EXACT)
+        assert np.all(seen[~reached] == 0)
+
+
+@given(pair=st.integers(1, 5).flatmap(strategies.law_pairs), rule=lenient_rules)
+def test_one_lenient_token_has_the_stated_law(pair, rule):
+    """At K = 1 sum min(p/l, q) is kept; nothing that q does not favour comes above p; distance."""
+    p, q = pair
+    law, kept = one_token(rule, p, q)
+    capped = np.minimum(p / rule.lenience, q)
+    assert kept == pytest.approx(capped.sum(), abs=EXACT)
+    assert np.all(law <= np.where(q <= p, p, capped) + EXACT)
+    distance = np.abs(law - p).sum() / 2
+    assert distance == pytest.approx(np.where(q > p, capped - p, 0).sum(), abs=EXACT)
+
+
+def one_token(rule: sd.AcceptanceRule, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, float]:
+    """Law [V] of the first token of a round with one draft token, and the chance to keep that."""
+    law, kept = np.zeros_like(p), 0.0
+    for token in np.flatnonzero(q):
+        block = np.stack([p, p]), np.array([token]), q[None]
+        chance = float(rule.accept_probs(*block)[0])
+        law[token] += q[token] * chance
+        law += q[token] * (1 - chance) * rule.next_probs(*block, 0)
+        kept += q[token] * chance
+    return law, kept
+
+
+@given(block=strategies.blocks())
+def test_without_lenience_it_is_rejection(block):
+    """l = 1: the same chances and the same laws, bit for bit."""
+    exact, lenient = RULES["rejection"], Lenient(lenience=1.0)
+    assert np.array_equal(lenient.accept_probs(*block), exact.accept_probs(*block))
+    for n in range(len(block[1]) + 1):
+        assert np.array_equal(lenient.next_probs(*block, n), exact.next_probs(*block, n))
+
+
+@given(block=strategies.blocks(), rule=lenient_rules)
+def test_more_lenience_accepts_more(block, rule):
+    """Token by token, for drawn drafts and for point masses."""
+    for laws in (block[2], point_mass(block[1], block[0])):
+        strict = rule.accept_probs(block[0], block[1], laws)
+        loose = Lenient(lenience=rule.lenience / 2).accept_probs(block[0], block[1], laws)
+        assert np.all(loose >= strict)
+
+
+@pytest.mark.parametrize("array", [np.array, mx.array])
+def test_near_matches_by_hand(array):
+    """p(x) >= l max p, log-probabilities in; what p excludes never is one."""
+    logprobs = array(np.log([[0.5, 0.25, 0.2, 0.05]] * 4 + [[1.0, 1e-9, 1e-9, 1e-9]]).tolist())
+    tokens = array([0, 1, 2, 3])
+    assert Lenient(lenience=0.499).nearly_matches(logprobs, tokens).tolist() == [1, 1, 0, 0]
+    assert Lenient(lenience=1.0).nearly_matches(logprobs, tokens).tolist() == [1, 0, 0, 0]
+    excluded = array([[0.0, -np.inf], [0.0, -np.inf]])
+    assert Lenient(lenience=1e-9).nearly_matches(excluded, tokens[1:2]).tolist() == [0]
+
+
+# Typical ------------------------------------------------------------------------------------------
+
+
+@given(pair=st.integers(1, 5).flatmap(strategies.law_pairs), rule=typical_rules)
+def test_one_typical_token_has_the_stated_law(pair, rule):
+    """A draft token is kept iff p > min(epsilon, delta exp(-H)); else a token of p follows."""
+    p, q = pair
+    entropy = -sum(x * np.log(x) for x in p if x > 0)
+    threshold = min(rule.epsilon, rule.delta * np.exp(-entropy))
+    assert rule.threshold(p) == pytest.approx(threshold, abs=EXACT)
+    typical = p > rule.threshold(p)
+    law, kept = one_token(rule, p, q)
+    assert kept == pytest.approx(q[typical].sum(), abs=EXACT)
+    np.testing.assert_allclose(law, np.where(typical, q, 0) + (1 - kept) * p, atol=EXACT)
+    assert np.all(law[~typical] <= p[~typical] + EXACT)
+    assert np.all(law[typical] * threshold <= p[typical] + EXACT)
+    assert typical[np.argmax(p)]
+
+
+@given(shape=strategies.shapes.filter(lambda s: s != (3, 3)), rule=typical_rules, data=st.data())
+def test_what_is_not_typical_comes_no_more_often(shape, rule, data):
+    """Given any text before it, after two rounds of drafts: at most p(x) below the threshold."""
+    target, draft = data.draw(strategies.source_pairs(shape[0]))
+    length = longest_joint(shape[0], 2, shape[1])
+    joint = Rounds(target, drafted(data, shape, draft), ByRule(rule)).joint(2, length)
+    own = conditionals(continued(target, {(): 1.0}, length))
+    for seen, law in zip(conditionals(joint), own, strict=True):
+        rare = law <= rule.threshold(law)[..., None]
+        reached = law.sum(axis=-1, keepdims=True) > 0
+        assert np.all(seen[rare & reached] <= law[rare & reached] + EXACT)
+        assert np.all((seen == 0) | reached)
+
+
+def test_a_threshold_by_hand():
+    """Half and half, H = log 2: min(0.09, 0.3 / 2); a one-hot: min(0.09, 0.3)."""
+    rule = Typical()
+    laws = np.array([[0.5, 0.5, 0.0], [1.0, 0.0, 0.0], [0.98, 0.01, 0.01]])
+    assert rule.threshold(laws).tolist() == pytest.approx([0.09, 0.09, 0.09])
+    assert Typical(epsilon=0.9, delta=0.3).threshold(laws)[0] == pytest.approx(0.15)
+    chances = rule.accept_probs(np.stack([laws[2], laws[0]]), np.array([1]), laws[:1])
+    assert chances.tolist() == [0.0]
+
+
+# Both ---------------------------------------------------------------------------------------------
+
+
+@given(block=strategies.blocks(), rule=lenient_rules | typical_rules, seed=st.integers(0, 1000))
+def test_no_token_without_mass(block, rule, seed):
+    """What p excludes is never emitted, one-hots and vocabularies of 1 included; no NaN."""
+    target_probs, tokens, draft_probs = (mx.array(x) for x in block)
+    target_probs, draft_probs = (x.astype(mx.float32) for x in (target_probs, draft_probs))
+    for laws in (draft_probs, None):
+        verdict = decide(
+            rule,
+            target_probs,
+            tokens,
+            laws,
+            mx.random.uniform(shape=tokens.shape, key=mx.random.key(seed)),
+            mx.random.gumbel(shape=target_probs.shape[-1:], key=mx.random.key(seed + 1)),
+        )
+        n = verdict.num_accepted.item()
+        emitted = [*tokens.tolist()[:n], verdict.next_token.item()]
+        assert all(target_probs[i, token].item() > 0 for i, token in enumerate(emitted))
+
+
+@given(block=strategies.blocks(), rule=lenient_rules)
+def test_lenient_on_mlx_agrees_with_numpy(block, rule):
+    """float32 on MLX is float64 on NumPy, but for rounding."""
+    exact, computed = rule.accept_probs(*block), OnMLX(rule).accept_probs(*block)
+    np.testing.assert_allclose(computed, exact, atol=2e-6)
+
+
+@given(block=strategies.blocks(), rule=typical_rules)
+def test_typical_on_mlx_agrees_with_numpy(block, rule):
+    """Alike but where p lies at the threshold up to rounding."""
+    p = np.take_along_axis(block[0][:-1], block[1][:, None], axis=-1)[:, 0]
+    clear = np.abs(p - rule.threshold(block[0][:-1])) > 1e-6
+    exact, computed = rule.accept_probs(*block), OnMLX(rule).accept_probs(*block)
+    assert np.array_equal(computed[clear], exact[clear])
+
+
+def test_they_are_told_from_the_lossless_ones():
+    """`RULES` are lossless, `LOSSY` are not, by enumeration, and their docstrings begin so."""
+    p, q = np.random.default_rng(0).dirichlet(np.ones(3), (2, NUM_STATES))
+    for name, make in LOSSY.items():
+        assert make.__doc__.startswith("Changes the target's law")
+        rounds = Rounds(Source(p), Drawn(Source(q), up_to(2)), ByRule(make()))
+        assert rounds.total_variation(1, 3) > 0.01, name
+    assert not RULES.keys() & LOSSY.keys()
+
+
+@pytest.mark.parametrize(
+    ("spec", "rule"),
+    [
+        ("lenient", Lenient(lenience=0.5)),
+        ("lenient:lenience=0.25", Lenient(lenience=0.25)),
+        ("typical", Typical(epsilon=0.09, delta=0.3)),
+        ("typical:delta=0.5,epsilon=0.2", Typical(epsilon=0.2, delta=0.5)),
+    ],
+)
+def test_options_stand_behind_the_name(spec, rule):
+    """In Python and on the command line; and a rule is its own specification."""
+    assert make_rule(spec) == rule
+    assert make_rule(rule) is rule
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    assert parser.parse_args(["--rule", spec]).rule == spec
+    assert parser.parse_args([]).rule == "auto"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("lenient:lenience=0", r"\(0, 1\]"),
+        ("lenient:lenience=1.5", r"\(0, 1\]"),
+        ("lenient:lenience=much", "lenience"),
+        ("lenient:leniency=0.5", "leniency"),
+        ("typical:epsilon=1", r"Typical\(epsilon=1\)"),
+        ("typical:delta=-0.1", r"Typical\(delta=-0.1\)"),
+        ("typical:delta", "key=value"),
+    ],
+)
+def test_what_gives_no_guarantee_is_refused(spec, words, capsys):
+    """ValueError in words; status 2 on the command line."""
+    with pytest.raises(ValueError, match=words):
+        make_rule(spec)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--rule", spec])
+    assert "--rule" in capsys.readouterr().err
+
+
+# In the loop --------------------------------------------------------------------------------------
+
+PROMPT = [3, 1, 2]
+NUM_TOKENS = 60
+
+
+@cache
+def target() -> nn.Module:
+    return tiny.build("qwen2")
+
+
+@cache
+def noisy_copy() -> nn.Module:
+    """A draft model that often agrees with the target."""
+    model, key = tiny.build("qwen2"), mx.random.key(1)
+    noise = tree_map(lambda w: mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters())
+    model.update(tree_map(lambda w, e: w + 0.2 * e, model.parameters(), noise))
+    return model
+
+
+def run(rule, sampling=None, **options):
+    """Tokens of a generation with the noisy copy as the drafter, and its stats."""
+    options = {"seed": 3, "draft_length": 3, "max_tokens": NUM_TOKENS} | options
+    drafter = options.pop("drafter", sd.ModelDrafter(noisy_copy()))
+    tokens = list(sd.speculate(target(), PROMPT, drafter, sampling=sampling, rule=rule, **options))
+    return [t.token for t in tokens], tokens[-1].stats
+
+
+def test_a_lenient_greedy_text_has_no_unlikely_token():
+    """Each token is at least l times as likely as the likeliest there; more is accepted."""
+    plain, strict = run("auto")
+    text, stats = run("lenient:lenience=0.6")
+    logits = target()(mx.array([[*PROMPT, *text]]), cache=make_prompt_cache(target()))[0]
+    probs = mx.softmax(logits[len(PROMPT) - 1 : -1], axis=-1)
+    own = mx.take_along_axis(probs, mx.array(text)[:, None], axis=-1)[:, 0]
+    assert mx.all(own >= (0.6 - 1e-5) * probs.max(axis=-1)).item()
+    assert text != plain
+    assert stats.acceptance_rate > strict.acceptance_rate
+
+
+def test_lenience_is_no_longer_felt_at_its_ends():
+    """Greedy: l = 1 writes the plain text; a tiny l keeps every draft token."""
+    plain, strict = run("auto")
+    assert run("lenient:lenience=1.0")[0] == plain
+    assert run("lenient:lenience=1e-30")[1].acceptance_rate == 1.0
+    assert strict.acceptance_rate < 0.95
+
+
+def test_a_typical_greedy_text_is_the_plain_one():
+    """A greedy target's law is a one-hot: exact match."""
+    assert run("typical")[0] == run("auto", drafter=None)[0]
+
+
+@pytest.mark.parametrize("rule", [Lenient(lenience=0.3), Typical()])
+@pytest.mark.parametrize("drafter", ["model", "greedy model", "prompt lookup"])
+def test_more_is_accepted_when_sampling(rule, drafter):
+    """Than by rejection, for drawn drafts and point masses."""
+    made = {
+        "model": sd.ModelDrafter(noisy_copy()),
+        "greedy model": sd.ModelDrafter(noisy_copy(), greedy=True),
+        "prompt lookup": sd.PromptLookupDrafter(),
+    }[drafter]
+    sampling = sd.Sampling(temp=0.8)
+    options = {"drafter": made, "max_tokens": 150}
+    strict, lossy = (run(r, sampling, **options)[1] for r in ("rejection", rule))
+    assert strict.drafted > 0
+    assert lossy.acceptance_rate > strict.acceptance_rate
+
+
+def test_auto_takes_a_lossless_rule(monkeypatch):
+    """Greedy, drawn or point mass, nothing lossy is computed unless it is asked for by name."""
+
+    def unasked(*arguments):
+        raise AssertionError("a lossy rule was used")
+
+    monkeypatch.setattr(Lenient, "accept_probs", unasked)
+    monkeypatch.setattr(Lenient, "nearly_matches", unasked)
+    monkeypatch.setattr(Typical, "accept_probs", unasked)
+    drafters = [sd.ModelDrafter(noisy_copy()), sd.PromptLookupDrafter()]
+    for sampling, drafter in product([None, sd.Sampling(temp=1.0)], drafters):
+        run("auto", sampling, drafter=drafter)
+    for rule in ("lenient", "typical"):
+        with pytest.raises(AssertionError, match="lossy"):
+            run(rule, sd.Sampling(temp=1.0))
+
+
+@given(lenience=st.floats(0.01, 1.0))
+@settings(max_examples=5)
+def test_lenient_and_opaque_samplers_do_not_go_together(lenience):
+    """No law, no lossy rule."""
+    with pytest.raises(ValueError, match="needs the target's law"):
+        run(Lenient(lenience=lenience), lambda x: mx.argmax(x, axis=-1))

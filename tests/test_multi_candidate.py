@@ -1,0 +1,178 @@
+"""Several candidates for one position: the token has the target's law, by enumeration."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import strategies
+from exact import to_mlx
+from specdec_mlx.acceptance import RULES, point_mass
+from specdec_mlx.multi_candidate import (
+    candidate_accept_probs,
+    choose,
+    remaining_laws,
+    without_replacement,
+)
+
+EXACT = 1e-12
+sizes = st.tuples(st.integers(1, 5), st.integers(1, 3))
+
+
+def outcome(p: np.ndarray, candidates: np.ndarray, laws: np.ndarray) -> tuple[np.ndarray, float]:
+    """Law [V] of the token, given the candidates, and the chance that one of them is kept."""
+    law, left = np.zeros_like(p), 1.0
+    for token, chance in zip(candidates, candidate_accept_probs(p, candidates, laws), strict=True):
+        law[token] += left * chance
+        left *= 1 - chance
+    return law + left * remaining_laws(p, laws)[-1], 1 - left
+
+
+def over_all_draws(p: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, float]:
+    """The same over independent draws of each candidate from its row [C, V]."""
+    law, kept = np.zeros_like(p), 0.0
+    for candidates in product(*[np.flatnonzero(row).tolist() for row in rows]):
+        weight = np.prod(rows[range(len(rows)), candidates])
+        given_these, kept_of_these = outcome(p, np.array(candidates), rows)
+        law += weight * given_these
+        kept += weight * kept_of_these
+    return law, kept
+
+
+@st.composite
+def candidate_laws(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Target's law [V], and laws [C, V] of the candidates."""
+    vocab_size, count = draw(sizes)
+    p, first = draw(strategies.law_pairs(vocab_size))
+    return p, np.stack([first, *[draw(strategies.laws(vocab_size)) for _ in range(count - 1)]])
+
+
+@given(candidate_laws())
+def test_independent_candidates_leave_the_law_alone(laws):
+    """One from each of several laws: the token's law is p to 1e-12."""
+    p, rows = laws
+    np.testing.assert_allclose(over_all_draws(p, rows)[0], p, atol=EXACT)
+
+
+@given(st.integers(1, 5).flatmap(strategies.law_pairs), st.integers(1, 3))
+def test_several_candidates_of_one_law_leave_the_law_alone(pair, count):
+    """The same law C times; and each further candidate is kept at least now and then."""
+    p, q = pair
+    kept = []
+    for size in range(1, count + 1):
+        law, chance = over_all_draws(p, np.tile(q, (size, 1)))
+        np.testing.assert_allclose(law, p, atol=EXACT)
+        kept.append(chance)
+    assert np.all(np.diff(kept) >= -EXACT)
+    assert kept[0] == pytest.approx(np.minimum(p, q).sum(), abs=EXACT)
+
+
+@given(st.integers(2, 5).flatmap(strategies.law_pairs), st.integers(1, 3))
+def test_draws_without_replacement_leave_the_law_alone(pair, count):
+    """Each candidate has the law that is left by those before it."""
+    p, q = pair
+    count = min(count, np.count_nonzero(q))
+    law, total = np.zeros_like(p), 0.0
+    for candidates in product(np.flatnonzero(q), repeat=count):
+        if len(set(candidates)) < count:
+            continue
+        rows = without_replacement(q, np.array(candidates))
+        weight = np.prod(rows[range(count), candidates])
+        law += weight * outcome(p, np.array(candidates), rows)[0]
+        total += weight
+    assert total == pytest.approx(1, abs=EXACT)
+    np.testing.assert_allclose(law, p, atol=EXACT)
+
+
+@given(st.integers(1, 5).flatmap(strategies.laws), st.data())
+def test_fixed_candidates_are_kept_as_often_as_p_has_mass_on_them(p, data):
+    """Point masses, all different: p is left alone, and their mass under p is kept."""
+    token = st.integers(0, len(p) - 1)
+    candidates = np.array(data.draw(st.lists(token, min_size=1, unique=True)))
+    law, kept = outcome(p, candidates, point_mass(candidates, p[None]))
+    np.testing.assert_allclose(law, p, atol=EXACT)
+    assert kept == pytest.approx(p[candidates].sum(), abs=EXACT)
+
+
+@given(strategies.blocks())
+def test_one_candidate_is_rejection(block):
+    """C = 1: chance and residual of the rule for K = 1, bit for bit."""
+    p, tokens, rows = block[0][0], block[1][:1], block[2][:1]
+    single = np.stack([p, p]), tokens, rows
+    rule = RULES["rejection"]
+    assert np.array_equal(candidate_accept_probs(p, tokens, rows), rule.accept_probs(*single))
+    assert np.array_equal(remaining_laws(p, rows)[1], rule.next_probs(*single, 0))
+
+
+@pytest.mark.parametrize("array", [np.array, mx.array])
+def test_edges(array):
+    """A vocabulary of 1; p = q; one-hots; candidates that p excludes; the same fixed one twice."""
+    one = array([1.0])
+    assert candidate_accept_probs(one, array([0, 0]), array([[1.0]] * 2)).tolist() == [1, 1]
+    p = array([0.75, 0.25, 0.0])
+    same = candidate_accept_probs(p, array([1, 0]), array([[0.75, 0.25, 0.0]] * 2))
+    assert same.tolist() == [1, 1]
+    twice = candidate_accept_probs(p, array([0, 0]), array([[1.0, 0.0, 0.0]] * 2))
+    assert twice.tolist() == [0.75, 0.0]
+    excluded = candidate_accept_probs(p, array([2]), array([[0.0, 0.0, 1.0]]))
+    assert excluded.tolist() == [0]
+    assert remaining_laws(p, array([[0.0, 0.0, 1.0]])).tolist() == [[0.75, 0.25, 0]] * 2
+
+
+def test_forgetting_the_residual_is_found():
+    """Wrong: each candidate held against p itself. The test above would fail by more than 0.1."""
+    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
+    law = np.zeros(3)
+    chance = np.minimum(1, p / q)
+    for x, y in product(range(3), repeat=2):
+        weight = q[x] * q[y]
+        law[x] += weight * chance[x]
+        law[y] += weight * (1 - chance[x]) * chance[y]
+        law += weight * (1 - chance[x]) * (1 - chance[y]) * remaining_laws(p, np.stack([q, q]))[-1]
+    assert np.abs(law - p).max() > 0.05
+    np.testing.assert_allclose(over_all_draws(p, np.stack([q, q]))[0], p, atol=EXACT)
+
+
+@given(laws=candidate_laws(), seed=st.integers(0, 1000))
+@settings(max_examples=30)
+def test_choose_is_coins_then_a_token(laws, seed):
+    """The first candidate whose coin shows heads, or index C and a token of what is left."""
+    p, rows = (to_mlx(x) for x in laws)
+    key_coins, key_next, key_draw = mx.random.split(mx.random.key(seed), 3)
+    candidates = mx.random.categorical(mx.log(rows), key=key_draw)
+    uniform = mx.random.uniform(shape=candidates.shape, key=key_coins)
+    gumbel = mx.random.gumbel(shape=p.shape, key=key_next)
+    choice = choose(p, candidates, rows, uniform, gumbel)
+    coins = (uniform < candidate_accept_probs(p, candidates, rows)).tolist()
+    index = [*coins, True].index(True)
+    assert choice.index.item() == index
+    if index < len(coins):
+        assert choice.token.item() == candidates[index].item()
+    else:
+        left = remaining_laws(p, rows)[-1]
+        assert choice.token.item() == mx.argmax(mx.log(left) + gumbel).item()
+    assert p[choice.token].item() > 0
+
+
+def test_choices_follow_the_targets_law():
+    """4,000 choices out of 2 candidates each: chi-square, false alarms 1e-6.
+
+    A law that is off by a total variation of 0.07 fails with a chance above 0.99.
+    """
+    p, q = mx.array([0.5, 0.3, 0.15, 0.05]), mx.array([0.1, 0.2, 0.3, 0.4])
+    keys = mx.random.split(mx.random.key(0), 3)
+    candidates = mx.random.categorical(mx.log(q), shape=(4_000, 2), key=keys[0])
+    uniform = mx.random.uniform(shape=(4_000, 2), key=keys[1])
+    gumbel = mx.random.gumbel(shape=(4_000, 4), key=keys[2])
+    rows = mx.stack([q, q])
+    draws = zip(candidates, uniform, gumbel, strict=True)
+    tokens = [choose(p, c, rows, u, g).token for c, u, g in draws]
+    seen = np.bincount(np.array(mx.stack(tokens)), minlength=4)
+    expected = 4_000 * np.array(p, np.float64) / np.array(p, np.float64).sum()
+    assert chisquare(seen, expected).pvalue > 1e-6

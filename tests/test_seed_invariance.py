@@ -1,0 +1,132 @@
+"""Under the coupled rule a seed is a text: with any drafter, any draft length, or none.
+
+Bit for bit in float32 on the CPU, over prompts and settings that Hypothesis draws.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from mlx_lm.sample_utils import make_logits_processors
+
+import specdec_mlx as sd
+import tiny
+from scripted import OracleDrafter, always_wrong
+
+NUM_TOKENS = 16
+LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
+
+
+@cache
+def target() -> nn.Module:
+    return tiny.build("llama")
+
+
+@cache
+def vocab_size() -> int:
+    return int(target()(mx.array([[0]])).shape[-1])
+
+
+@cache
+def noisy_copy() -> nn.Module:
+    """A draft model that often agrees with the target."""
+    model, key = tiny.build("llama"), mx.random.key(1)
+    model.update(
+        tree_map(
+            lambda w: w + 0.2 * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
+        )
+    )
+    return model
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> dict[str, Any]:
+    """Prompt, seed and how to sample: any filter, XTC, a penalty that looks back."""
+    few_tokens = st.integers(0, 5)  # so that look-ups find something
+    return {
+        "prompt_tokens": draw(st.lists(few_tokens, min_size=1, max_size=12)),
+        "seed": draw(st.integers(-(2**70), 2**70)),
+        "sampling": {
+            "temp": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])),
+            "top_p": draw(st.sampled_from([0.0, 0.9])),
+            "min_p": draw(st.sampled_from([0.0, 0.05])),
+            "top_k": draw(st.sampled_from([0, 4])),
+            "xtc_probability": draw(st.sampled_from([0.0, 0.5])),
+        },
+        "penalty": draw(st.sampled_from([None, 1.3])),
+    }
+
+
+def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple[list[int], Any]:
+    """Tokens of a generation, and its stats."""
+    options = dict(request)
+    penalty = options.pop("penalty", None)
+    sampling = sd.Sampling(**options.pop("sampling"))
+    items = list(
+        sd.speculate(
+            target(),
+            drafter=drafter,
+            draft_length=length,
+            rule=rule,
+            max_tokens=NUM_TOKENS,
+            tuning=sd.Tuning(),
+            sampling=sampling,
+            logits_processors=penalty and make_logits_processors(None, penalty),
+            **options,
+        )
+    )
+    return [item.token for item in items], items[-1].stats
+
+
+def drafters(coming: list[int]) -> dict[str, Any]:
+    """All kinds, for a text that is known."""
+    return {
+        "none": None,
+        "n-gram": sd.NGramDrafter(min_order=1),
+        "n-gram, drawn": sd.NGramDrafter(min_order=1, stochastic=True),
+        "prompt lookup": sd.PromptLookupDrafter(),
+        "model": sd.ModelDrafter(noisy_copy()),
+        "model, flatter": sd.ModelDrafter(noisy_copy(), draft_temp=2.0),
+        "model, greedy": sd.ModelDrafter(noisy_copy(), greedy=True),
+        "always wrong": always_wrong(coming, vocab_size()),
+        "oracle": OracleDrafter(coming, vocab_size()),
+    }
+
+
+@given(request=requests(), data=st.data())
+@settings(max_examples=12)
+def test_a_seed_is_a_text(request, data):
+    """The same tokens with every drafter, each at a draft length of its own."""
+    expected, _ = text(request, None, 0, "coupled")
+    for name, drafter in drafters(expected).items():
+        length = data.draw(st.sampled_from(LENGTHS), label=name)
+        tokens, stats = text(request, drafter, length, "coupled")
+        assert tokens == expected, (name, length)
+        if name in ("oracle", "model") and isinstance(length, int):
+            assert stats.drafted > 0
+
+
+@given(request=requests(), length=st.sampled_from(LENGTHS))
+@settings(max_examples=12)
+def test_point_masses_need_no_coupled_rule(request, length):
+    """Under "auto", what is accepted is the target's own draw, from the noise of its position."""
+    expected, _ = text(request, None, 0, "auto")
+    assert text(request, None, 0, "coupled")[0] == expected
+    for name in ("n-gram", "prompt lookup", "model, greedy", "always wrong", "oracle"):
+        assert text(request, drafters(expected)[name], length, "auto")[0] == expected, name
+
+
+def test_other_rules_have_other_texts():
+    """A control: drawn drafts under rejection or block give another text for the seed."""
+    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampling": {"temp": 1.0}}
+    expected, _ = text(request, None, 0, "coupled")
+    model = drafters(expected)["model"]
+    for rule in ("rejection", "block", "auto"):
+        assert text(request, model, 3, rule)[0] != expected
+    assert text(request | {"seed": 2}, None, 0, "coupled")[0] != expected
