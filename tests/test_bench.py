@@ -23,6 +23,7 @@ from specdec_mlx.bench.contenders import (
     Contender,
     drafter_from_spec,
     make_contenders,
+    ours,
     parse_draft_length,
 )
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
@@ -120,7 +121,8 @@ def test_a_wrong_loop_is_found_out() -> None:
         sample = next(
             s
             for s in record.samples
-            if (s.id, s.key, s.repeat) == (difference.id, ("prompt-lookup", "3"), difference.repeat)
+            if (s.id, s.key, s.repeat)
+            == (difference.id, ("prompt-lookup", "3", "auto"), difference.repeat)
         )
         at = difference.position
         assert sample.tokens[:at] == references[difference.id][:at]
@@ -200,6 +202,45 @@ def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
         assert result.tokens_per_pass == 4  # 24 tokens in 6 rounds of 3 + 1
     assert only(record, MLX_LM_SPECULATION).host_ms_per_round is None
     assert only(record, "model").host_ms_per_round is not None
+
+
+def test_each_rule_is_a_contender_of_its_own() -> None:
+    """Both rules' results stand apart, in the record and, by a column, in the report.
+
+    Under "coupled" the text does not depend on the drafts; the other rule's does.
+    """
+    rules = ["coupled", "rejection"]
+    draft_model = narrow.model(seed=1)
+    contenders = make_contenders(
+        narrow.model(), ["model"], ["2"], 1.0, draft_model=draft_model, rules=rules
+    )
+    assert [c.rule for c in contenders] == ["", "", *rules]
+    record = run.run_bench(
+        narrow.model(), narrow.tasks(2), contenders, SETTINGS, temp=1.0, measure_cost=False
+    )
+    assert [r.rule for r in record.results if r.category == ALL] == ["", "", *rules]
+    coupled, rejection = (
+        [s for s in record.samples if s.key == ("model", "2", rule)] for rule in rules
+    )
+    alone = dataclasses.replace(SETTINGS, repeats=1)
+    (undrafted, *_) = run_interleaved(
+        narrow.tasks(1), [ours(narrow.model(), None, "none", "", 1.0, rule="coupled")], alone
+    )
+    assert coupled[0].tokens == undrafted.tokens != rejection[0].tokens
+    for result in record.results:
+        own = [s for s in record.samples if s.key == result.key]
+        if result.category == ALL:
+            assert result.accepted == sum(s.accepted for s in own)
+    header = format_record(record).split("| category")[1].splitlines()[0]
+    assert [cell.strip() for cell in header.split("|")[1:4]] == ["drafter", "K", "rule"]
+    assert "| rule" not in format_record(usual())
+
+
+def test_a_rule_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse("--rule", "lossless")
+    assert "Unknown rule 'lossless'" in capsys.readouterr().err
+    assert parse("--rule", "block", "--rule", "coupled").rule == ["block", "coupled"]
 
 
 def test_counts_of_mlx_lms_speculation_follow_its_rounds() -> None:

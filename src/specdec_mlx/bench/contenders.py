@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,13 +27,32 @@ NO_DRAFTER = "none"
 MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
+class Passes(NamedTuple):
+    """What somebody else's loop says of itself so far.
+
+    target_passes: the one that gave the first token included. drafted: tokens proposed.
+    drafting: passes that had a draft.
+    """
+
+    target_passes: int
+    drafted: int
+    drafting: int
+
+
 @dataclass(frozen=True)
 class Emitted:
-    """One token of a generation. stats: the running account, None for mlx-lm's own loops."""
+    """One token of a generation.
+
+    stats: the running account, of our loop only. passes: the same of another package's loop; None
+    for mlx-lm's. at: when the token was known, by `time.perf_counter`; None is now, as it is handed
+    out, which a loop without streaming cannot do.
+    """
 
     token: int
     from_draft: bool = False
     stats: SpeculationStats | None = None
+    passes: Passes | None = None
+    at: float | None = None
 
 
 Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
@@ -42,17 +62,19 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 class Contender:
     """A way to generate. start: prompt [n], max_tokens and seed to a stream of tokens.
 
-    drafter: as given on the command line. draft_length: the same; "" where it means nothing.
+    drafter: as given on the command line. draft_length, rule: the same; "" where they mean
+    nothing.
     """
 
     drafter: str
     draft_length: str
     start: Start
+    rule: str = ""
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str, str]:
         """What tells it from the others."""
-        return self.drafter, self.draft_length
+        return self.drafter, self.draft_length, self.rule
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
@@ -99,8 +121,9 @@ def ours(
     draft_length: str,
     temp: float = 0.0,
     tokenizer: Any = None,
+    rule: str = "auto",
 ) -> Contender:
-    """Our loop with a drafter, or with none.
+    """Our loop with a drafter, or with none; `rule` as in `speculate`.
 
     What an automatic draft length learns it keeps from text to text, for each seed, and so for
     each repeat, anew: a text that it has seen before would be no fair test.
@@ -116,6 +139,7 @@ def ours(
             max_tokens=max_tokens,
             sampling=Sampling(temp),
             seed=seed,
+            rule=rule,
             draft_length=length,
             tuning=tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
@@ -124,7 +148,9 @@ def ours(
             for token in tokens:
                 yield Emitted(token.token, token.from_draft, token.stats)
 
-    return Contender(name, "" if drafter is None else draft_length, start)
+    if drafter is None:
+        return Contender(name, "", start)
+    return Contender(name, draft_length, start, rule)
 
 
 def make_contenders(
@@ -135,8 +161,11 @@ def make_contenders(
     tokenizer: Any = None,
     draft_model: nn.Module | None = None,
     draft_tokenizer: Any = None,
+    rules: Sequence[str] = ("auto",),
 ) -> list[Contender]:
-    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter and length.
+    """Plain mlx-lm, its own speculation if there is a draft model, then ours.
+
+    Ours is each drafter with each length and rule; without a drafter these mean nothing.
 
     Raises UnknownNameError and ValueError for drafters that cannot be made.
     """
@@ -147,8 +176,8 @@ def make_contenders(
             contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
     for spec in drafters:
         drafter = drafter_from_spec(spec, draft_model, draft_tokenizer)
-        for length in draft_lengths if drafter else [""]:
-            contenders.append(ours(model, drafter, spec, length, temp, tokenizer))
+        for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
+            contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders
 
 

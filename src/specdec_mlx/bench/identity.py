@@ -33,6 +33,12 @@ class Difference:
     position: int
     top_two_gap: float
     excused: bool
+    rule: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its contender's key."""
+        return self.drafter, self.draft_length, self.rule
 
 
 def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
@@ -60,7 +66,7 @@ def find_differences(
         differences.append(
             Difference(
                 *(sample.id, sample.category, sample.drafter, sample.draft_length, sample.repeat),
-                *(position, gap, excused),
+                *(position, gap, excused, sample.rule),
             )
         )
     return differences

@@ -57,6 +57,11 @@ class Record:
                 return result.ratio
         return None
 
+    def _repr_html_(self) -> str:
+        from specdec_mlx.views import record_html
+
+        return record_html(self)
+
 
 def save_record(record: Record, path: Path | str) -> None:
     """Write JSON: one key a field. Samples go without their tokens, which `texts` has."""

@@ -60,6 +60,15 @@ class Score:
     live_ratio: float | None = None
 
 
+class Scores(list[Score]):
+    """Scores, which a notebook shows as a table."""
+
+    def _repr_html_(self) -> str:
+        from specdec_mlx.views import scores_html
+
+        return scores_html(self)
+
+
 def score_record(
     record: Record,
     drafters: dict[str, Drafter | None],
@@ -68,7 +77,7 @@ def score_record(
     *,
     draft_cost: float = 0.0,
     longest: int = LONGEST_DRAFT,
-) -> list[Score]:
+) -> Scores:
     """Every drafter with every draft length on all texts, and the oracles.
 
     drafters: name -> drafter. draft_cost: seconds of a draft token over c(1). longest: most tokens
@@ -77,7 +86,7 @@ def score_record(
     """
     draft_seconds = draft_cost * cost(1)
     vocab_size = int(record.settings["vocab_size"])
-    scores: list[Score] = []
+    scores = Scores()
 
     def add(drafter: str, length: str, modelled: Iterable[Modelled]) -> None:
         scores.extend(_scores(record, cost.name, drafter, length, list(modelled)))

@@ -37,26 +37,28 @@ def format_record(record: Record) -> str:
 
 def format_speed(results: Sequence[Result]) -> str:
     """How fast: a row per category and contender."""
-    header = ["category", "drafter", "K", "ratio", "95%", "mean", "end to end", "tok/s", "total"]
+    names = _Names(results)
+    header = ["category", *names.header, "ratio", "95%", "mean", "end to end", "tok/s", "total"]
     rows = [
         [
-            *(r.category, r.drafter, r.draft_length or "-", _number(r.ratio)),
+            *(r.category, *names(r), _number(r.ratio)),
             f"{_number(r.ratio_low)} to {_number(r.ratio_high)}",
             *(_number(r.mean_ratio), _number(r.end_to_end_ratio)),
             *(_number(r.tokens_per_second, 1), _number(r.total_tokens_per_second, 1)),
         ]
         for r in results
     ]
-    return markdown_table(header, rows, num_text_columns=3)
+    return markdown_table(header, rows, 1 + len(names.header))
 
 
 def format_rounds(results: Sequence[Result]) -> str:
     """What happened in the rounds: a row per category and contender."""
-    header = ["category", "drafter", "K", "tok/pass", "accepted", "rate", "drafting", "host ms"]
+    names = _Names(results)
+    header = ["category", *names.header, "tok/pass", "accepted", "rate", "drafting", "host ms"]
     header += ["peak GB", "first s", "identical"]
     rows = [
         [
-            *(r.category, r.drafter, r.draft_length or "-", f"{r.tokens_per_pass:.2f}"),
+            *(r.category, *names(r), f"{r.tokens_per_pass:.2f}"),
             f"{r.accepted} of {r.drafted}" if r.drafted else "-",
             f"{r.acceptance_rate:.2f}" if r.drafted else "-",
             f"{r.drafting_share:.2f}",
@@ -65,23 +67,24 @@ def format_rounds(results: Sequence[Result]) -> str:
         ]
         for r in results
     ]
-    return markdown_table(header, rows, num_text_columns=3)
+    return markdown_table(header, rows, 1 + len(names.header))
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
     """Where texts part from plain decoding's; empty if nowhere."""
     if not differences:
         return ""
+    names = _Names(differences)
     rows = [
         [
-            *(d.id, d.drafter, d.draft_length or "-", str(d.repeat), str(d.position)),
+            *(d.id, *names(d), str(d.repeat), str(d.position)),
             *(f"{d.top_two_gap:.2e}", "yes" if d.excused else "NO"),
         ]
         for d in differences
     ]
-    header = ["text", "drafter", "K", "repeat", "position", "top-two gap", "excused"]
+    header = ["text", *names.header, "repeat", "position", "top-two gap", "excused"]
     note = f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
-    return f"{note}\n\n{markdown_table(header, rows, num_text_columns=3)}"
+    return f"{note}\n\n{markdown_table(header, rows, 1 + len(names.header))}"
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -104,6 +107,18 @@ def markdown_table(
         for i, width in enumerate(widths)
     ]
     return "\n".join(_line(cells, widths, num_text_columns) for cells in [header, rule, *rows])
+
+
+class _Names:
+    """The columns that tell contenders apart: the rule only where there is more than one."""
+
+    def __init__(self, rows: Sequence[Result | Difference]) -> None:
+        self.with_rule = len({row.rule for row in rows if row.rule}) > 1
+        self.header = ["drafter", "K", *(["rule"] if self.with_rule else [])]
+
+    def __call__(self, row: Result | Difference) -> list[str]:
+        rule = [row.rule or "-"] if self.with_rule else []
+        return [row.drafter, row.draft_length or "-", *rule]
 
 
 def _line(cells: Sequence[str], widths: Sequence[int], num_text_columns: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.generate import generation_stream, wired_limit
 
+from specdec_mlx.acceptance import make_rule
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostCurve, CostMeter
 from specdec_mlx.bench.identity import Difference, find_differences, reference_texts
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
+from specdec_mlx.bench.peers import PEERS, make_peer
 from specdec_mlx.bench.prompts import (
     Prompt,
     Task,
@@ -34,6 +36,7 @@ from specdec_mlx.demo_model import demo_model_path
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)
+DEFAULT_RULES = ("auto",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +58,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         metavar="N|POLICY",
         help="repeatable: every drafter with every length (auto)",
+    )
+    add(
+        "--rule",
+        action="append",
+        type=checked_rule,
+        metavar="NAME",
+        help="acceptance rule, repeatable: every drafter and length with every rule (auto)",
+    )
+    add(
+        "--peer",
+        action="append",
+        choices=PEERS,
+        help="also run this package's own prompt lookup, if it is installed; repeatable",
     )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")
@@ -78,7 +94,9 @@ def main(args: argparse.Namespace) -> int:
         tokenizer,
         draft_model,
         draft_tokenizer,
+        args.rule or DEFAULT_RULES,
     )
+    contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
     tasks = make_tasks(tokenizer, _prompts(args))
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     models = [m for m in (model, draft_model) if m is not None]
@@ -145,6 +163,41 @@ def run_bench(
     )
 
 
+def bench_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    drafters: Sequence[str],
+    draft_lengths: Sequence[str] = ("4",),
+    *,
+    draft_model: nn.Module | None = None,
+    settings: Settings | None = None,
+    progress: bool = True,
+) -> Record:
+    """A benchmark of your own texts from Python: kind of text -> user messages.
+
+    drafters, draft_lengths: as on the command line. draft_model: what the drafter "model" means;
+    it has the target's tokenizer. settings: 128 tokens and one repeat if None. progress: show a
+    bar.
+    """
+    prompts = [
+        Prompt(f"{kind}/{i}", kind, text)
+        for kind, messages in texts.items()
+        for i, text in enumerate(messages)
+    ]
+    contenders = make_contenders(
+        model,
+        drafters,
+        draft_lengths,
+        tokenizer=tokenizer,
+        draft_model=draft_model,
+        draft_tokenizer=None if draft_model is None else tokenizer,
+    )
+    settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    make_bar = _progress_bar if progress else None
+    return run_bench(model, make_tasks(tokenizer, prompts), contenders, settings, make_bar=make_bar)
+
+
 def make_record(
     model: nn.Module,
     tasks: Sequence[Task],
@@ -209,7 +262,16 @@ def _load_draft_model(name: str | None) -> tuple[nn.Module | None, Any]:
     return loaded[0], loaded[1]
 
 
-def _progress_bar(total: int) -> Any:
-    from tqdm import tqdm
+def checked_rule(text: str) -> str:
+    """A rule's name with its options, which `make_rule` takes."""
+    try:
+        make_rule(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
-    return tqdm(total=total, desc="bench", unit="text", file=sys.stderr)
+
+def _progress_bar(total: int) -> Any:
+    from tqdm.auto import tqdm
+
+    return tqdm(total=total, desc="bench", unit="text")

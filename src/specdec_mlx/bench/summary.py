@@ -72,6 +72,12 @@ class Result:
     first_token_seconds: float
     identical: int | None
     excused: int | None
+    rule: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Its contender's key."""
+        return self.drafter, self.draft_length, self.rule
 
 
 @dataclass(frozen=True)
@@ -98,7 +104,7 @@ def summarise(
         baseline = [s for s in chosen if s.drafter == PLAIN]
         for key in _unique(s.key for s in samples):
             own = [s for s in chosen if s.key == key]
-            parted = [d for d in differences if (d.drafter, d.draft_length) == key]
+            parted = [d for d in differences if d.key == key]
             results.append(_result(category, own, baseline, parted, greedy))
     return results
 
@@ -172,6 +178,7 @@ def _result(
         first_token_seconds=statistics.median(s.first_seconds for s in own),
         identical=identical if greedy else None,
         excused=excused if greedy else None,
+        rule=first.rule,
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -14,6 +14,9 @@ from specdec_mlx.bench.contenders import MLX_LM_SPECULATION, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 
 WARM_UP_TOKENS = 24
+
+TURN_TOKENS = 8
+"""Tokens that a contender generates before it is another one's turn."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,8 @@ class Sample:
     passes, drafted, accepted: target passes, draft tokens proposed, and draft tokens handed out.
     drafting_rounds: passes that had a draft. host_seconds: host time of the loop outside the
         target's passes; None for mlx-lm's own loops, and for a text that met an end token, since
-        it leaves a pass under way whose launch would count. peak_bytes: MLX's peak memory.
+        it leaves a pass under way whose launch would count. peak_bytes: MLX's peak memory, with the
+        caches of all that run side by side.
     """
 
     id: str
@@ -54,11 +58,12 @@ class Sample:
     drafting_rounds: int
     host_seconds: float | None
     peak_bytes: int
+    rule: str = ""
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> tuple[str, str, str]:
         """Its contender's key."""
-        return self.drafter, self.draft_length
+        return self.drafter, self.draft_length, self.rule
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -74,10 +79,10 @@ def run_interleaved(
     on_sample: Callable[[Sample], None] = lambda sample: None,
     between_tasks: Callable[[], None] = lambda: None,
 ) -> list[Sample]:
-    """Every contender on every task, `repeats` times: A B C A B C on the first task, then the next.
+    """Every contender on every task, `repeats` times, all of them side by side.
 
-    So a change in the machine's speed meets all contenders alike. Begins with a short untimed
-    generation of each contender.
+    They take turns of a few tokens, A B C B C A C A B, so that a change in the machine's speed
+    meets all alike, one of a second included. Begins with a short untimed generation of each.
     """
     for contender in contenders:
         _warm_up(contender, tasks[0], settings)
@@ -85,45 +90,98 @@ def run_interleaved(
     for task in tasks:
         between_tasks()
         for repeat in range(settings.repeats):
-            for contender in contenders:
-                samples.append(time_generation(contender, task, settings, repeat))
+            runs = [Run(contender, task, settings, repeat) for contender in contenders]
+            turn = repeat
+            while any(not run.is_over for run in runs):
+                for i in range(len(runs)):
+                    runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
+                turn += 1
+            for run in runs:
+                samples.append(run.sample())
                 on_sample(samples[-1])
     return samples
 
 
 def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
     """Generate one text to its end, or to max_tokens."""
-    emitted: list[Emitted] = []
-    mx.synchronize(generation_stream)  # a closed generator may have left a pass under way
-    mx.reset_peak_memory()
-    began = first = last = time.perf_counter()
-    stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
-    with closing(stream):
-        for item in stream:
-            last = time.perf_counter()
-            if not emitted:
-                first = last
-            emitted.append(item)
-            if item.token in settings.end_tokens:
+    run = Run(contender, task, settings, repeat)
+    while not run.is_over:
+        run.go_on(settings.max_tokens)
+    return run.sample()
+
+
+class Run:
+    """One generation under way, timed in turns.
+
+    The clock runs while it has its turn; at the end of a turn it waits until the device is idle.
+    """
+
+    def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
+        """Start it; nothing is computed yet."""
+        self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
+        self.is_over = False
+        self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
+        self._emitted: list[Emitted] = []
+        self._began = self._first_seconds = self._decode_seconds = 0.0
+        self._counts: tuple[int, int, int, float | None] = (0, 0, 0, None)
+        self._peak_bytes = 0
+
+    def go_on(self, num_tokens: int) -> None:
+        """Take a turn of so many tokens; the first turn ends with the first token."""
+        if self.is_over:
+            return
+        is_first = not self._emitted
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        for item in islice(self._stream, 1 if is_first else num_tokens):
+            self._emitted.append(item)
+            if item.token in self.settings.end_tokens:
+                self.is_over = True
                 break
-        passes, drafted, drafting_rounds, host_seconds = _count(contender, emitted, settings)
-    return Sample(
-        id=task.id,
-        category=task.category,
-        drafter=contender.drafter,
-        draft_length=contender.draft_length,
-        repeat=repeat,
-        tokens=[item.token for item in emitted],
-        first_round=len(next(_rounds(emitted), [])),
-        first_seconds=first - began,
-        decode_seconds=last - first,
-        passes=passes,
-        drafted=drafted,
-        accepted=sum(item.from_draft for item in emitted),
-        drafting_rounds=drafting_rounds,
-        host_seconds=host_seconds,
-        peak_bytes=mx.get_peak_memory(),
-    )
+        mx.synchronize(generation_stream)
+        seconds = time.perf_counter() - began
+        if is_first:
+            self._began, self._first_seconds = began, seconds
+        else:
+            self._decode_seconds += seconds
+        self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
+        if self.is_over or len(self._emitted) >= self.settings.max_tokens:
+            self.is_over = True
+            self._counts = _count(self.contender, self._emitted, self.settings)
+            self._stream.close()
+
+    def sample(self) -> Sample:
+        """What happened."""
+        passes, drafted, drafting_rounds, host_seconds = self._counts
+        first_seconds, decode_seconds = self._seconds()
+        return Sample(
+            id=self.task.id,
+            category=self.task.category,
+            drafter=self.contender.drafter,
+            draft_length=self.contender.draft_length,
+            repeat=self.repeat,
+            tokens=[item.token for item in self._emitted],
+            first_round=len(next(_rounds(self._emitted), [])),
+            first_seconds=first_seconds,
+            decode_seconds=decode_seconds,
+            passes=passes,
+            drafted=drafted,
+            accepted=sum(item.from_draft for item in self._emitted),
+            drafting_rounds=drafting_rounds,
+            host_seconds=host_seconds,
+            peak_bytes=self._peak_bytes,
+            rule=self.contender.rule,
+        )
+
+    def _seconds(self) -> tuple[float, float]:
+        """To the first token, and from there to the last.
+
+        A loop that does not stream has run in its first turn, and says itself what was when.
+        """
+        times = [item.at for item in self._emitted if item.at is not None]
+        if not times:
+            return self._first_seconds, self._decode_seconds
+        return times[0] - self._began, times[-1] - times[0]
 
 
 def _count(
@@ -131,8 +189,8 @@ def _count(
 ) -> tuple[int, int, int, float | None]:
     """Passes, drafted tokens, passes with a draft, host seconds.
 
-    Ours are counted by the loop itself. mlx-lm's speculation drafts K tokens a round, or as many
-    as are still wanted.
+    Ours, and those of other packages, are counted by the loop itself. mlx-lm's speculation drafts K
+    tokens a round, or as many as are still wanted.
     """
     stats = emitted[-1].stats if emitted else None
     if stats is not None:
@@ -140,6 +198,8 @@ def _count(
         is_whole = len(emitted) == settings.max_tokens
         host_seconds = stats.draft_seconds + stats.other_seconds if is_whole else None
         return stats.target_passes, stats.drafted, drafting, host_seconds
+    if emitted and emitted[-1].passes is not None:
+        return *emitted[-1].passes, None
     rounds = list(_rounds(emitted))
     if contender.drafter != MLX_LM_SPECULATION:
         return len(rounds), 0, 0, None
