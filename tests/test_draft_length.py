@@ -515,3 +515,30 @@ def test_auto_does_not_change_the_text(wrong: float) -> None:
         drafter = scripted.OracleDrafter(expected, 128, wrong=wrong)
         got = sd.speculate(model, prompt, drafter, max_tokens=60, tuning=tuning)
         assert [t.token for t in got] == expected
+
+
+def test_cheap_and_dear_parts_of_one_drafter_learn_apart() -> None:
+    """A look-up's rounds cost a pass, a model's its drafting too: K alone does not tell."""
+    tuning = Tuning()
+    policy = Auto(tuning, "FirstOf")
+    for i in range(60):
+        cheap = i % 2 == 0
+        policy.limit(cheap)
+        drafted = 0 if i % 6 > 3 else 4
+        seconds = 1.0 if not drafted else 1.2 if cheap else 2.5
+        policy.record(RoundRecord(drafted, drafted, drafted + 1, drafted + 1, seconds=seconds))
+    ratios = {name: learned.costs.ratio(4) for name, learned in tuning.drafters.items()}
+    assert ratios == pytest.approx({"FirstOf": 1.2, "FirstOf, dear": 2.5})
+
+
+def test_a_models_drafts_are_learned_from_after_a_look_up_that_was_not_taken() -> None:
+    """The look-up's draft goes on being scored, and the model's own rounds count all the same."""
+    policy = Auto(Tuning(), "FirstOf")
+    for _ in range(40):
+        policy.limit(True)
+        policy.cut(Draft([WRONG] * 4, evidence=[0] * 4))
+        policy.limit(False)
+        policy.record(RoundRecord(2, 2, 3, 3, tokens=[1, 2, 3], seconds=1.1))
+    assert policy.learned.acceptance.chance(0, 0) > 0.75
+    policy.limit(True)
+    assert policy.learned.acceptance.chance(0, 0) < 0.4

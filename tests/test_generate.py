@@ -380,7 +380,7 @@ def test_code_that_takes_a_response_apart_keeps_working() -> None:
     response = ours(max_tokens=1)[0]
     names = [f.name for f in dataclasses.fields(GenerationResponse)]
     assert isinstance(response, GenerationResponse)
-    assert [f.name for f in dataclasses.fields(response)] == [*names, "stats", "origin"]
+    assert [f.name for f in dataclasses.fields(response)] == [*names, "stats", "origin", "drafter"]
     text, token, *_rest = (getattr(response, name) for name in names)
     again = type(response)(text, token, *_rest)
     assert again.finish_reason == "length"

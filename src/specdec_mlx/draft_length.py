@@ -173,14 +173,15 @@ class Auto:
 
     def _learn_cost(self, round_: RoundRecord) -> RoundCosts:
         """Costs to go by, with this round's among them; a plain round is everybody's."""
-        for learned in self._by_cheapness.values():
+        everybody = list(self._by_cheapness.values()) or [self.learned]
+        for learned in everybody:
             learned.context = round_.context
         costs = self.learned.costs
         was_trial = costs.is_retry_due or not costs.is_measured(round_.drafted)
         if round_.steady and round_.drafted:
             costs.observe(round_.drafted, round_.seconds)
         elif round_.steady:
-            for learned in self._by_cheapness.values():
+            for learned in everybody:
                 learned.costs.observe(0, round_.seconds)
         if round_.drafted and was_trial:
             self.learned.credit -= max(0.0, costs.ratio(round_.drafted) - round_.emitted)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +20,8 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats import SpeculationStats
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Drafter, Origin
+from specdec_mlx.types import AcceptanceRule, Drafter, Origin
+from specdec_mlx.views import Piece, text_html
 
 
 @dataclass
@@ -28,10 +29,51 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
     """mlx-lm's response, and where its token came from.
 
     stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
+    drafter: what the drafter is called.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     origin: Origin = "plain"
+    drafter: str = ""
+
+    def _repr_html_(self) -> str:
+        return text_html([self.piece], self.stats, self.drafter)
+
+    @property
+    def piece(self) -> Piece:
+        """What this token is to the whole text."""
+        return Piece(self.text, self.token, self.origin)
+
+
+class Text(str):
+    """A generated text: a str that also knows how it came about, and shows it in a notebook.
+
+    pieces: one for each token, with its text, id and origin. stats: the account of the generation.
+    drafter: what the drafter is called. What is made of it (a slice, a sum) is a plain str.
+    """
+
+    pieces: tuple[Piece, ...]
+    stats: SpeculationStats
+    drafter: str
+
+    @classmethod
+    def of(cls, responses: Iterable[SpeculativeResponse]) -> Text:
+        """The text of a stream of responses, none of which is kept: each has a row of logits."""
+        pieces, stats, drafter = [], SpeculationStats(), ""
+        for response in responses:
+            pieces.append(response.piece)
+            stats, drafter = response.stats, response.drafter
+        text = cls("".join(piece.text for piece in pieces))
+        text.pieces, text.stats, text.drafter = tuple(pieces), stats, drafter
+        return text
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of its tokens."""
+        return [piece.token for piece in self.pieces]
+
+    def _repr_html_(self) -> str:
+        return text_html(self.pieces, self.stats, self.drafter)
 
 
 def stream_generate(
@@ -41,7 +83,7 @@ def stream_generate(
     max_tokens: int = 256,
     drafter: Drafter | str | None = None,
     draft_model: nn.Module | Drafter | str | None = None,
-    rule: str = "auto",
+    rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
     seed: int | None = None,
     sampler: Sampler | Sampling | None = None,
@@ -78,10 +120,16 @@ def stream_generate(
         stream=stream,
         **kwargs,
     )
-    models = [model, getattr(chosen, "model", None)]
+    models = [model, *models_of(chosen)]
     num_prompt = len(encode(tokenizer, prompt)) or len(kwargs.get("input_embeddings", ()))
     return _respond(
-        tokens, tokenizer, [m for m in models if m is not None], num_prompt, max_tokens, stream
+        tokens,
+        tokenizer,
+        models,
+        num_prompt,
+        max_tokens,
+        stream,
+        drafter if isinstance(drafter, str) else _kind(chosen),
     )
 
 
@@ -91,23 +139,58 @@ def generate(
     prompt: str | mx.array | Sequence[int],
     verbose: bool = False,
     **kwargs: Any,
-) -> str:
+) -> Text:
     """Generate the same text as `mlx_lm.generate`, sooner; takes what `stream_generate` takes.
 
     verbose: print the text as it comes, then speeds, peak memory and the speculation's stats.
+    The text is a str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
     """
     if verbose:
-        print("=" * 10)
-    text = ""
+        kwargs.setdefault("prompt_progress_callback", _prefill_bar())
+    responses = stream_generate(model, tokenizer, prompt, **kwargs)
+    return Text.of(_printed(responses) if verbose else responses)
+
+
+def _prefill_bar() -> Callable[[int, int], None]:
+    """A progress bar for prompts that take longer than a second to read."""
+    from tqdm.auto import tqdm
+
+    bar = tqdm(desc="prefill", unit="token", delay=1, leave=False)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def _printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
+    """The same responses, printed as mlx-lm prints them."""
+    print("=" * 10)
     response = None
-    for response in stream_generate(model, tokenizer, prompt, **kwargs):
-        if verbose:
-            print(response.text, end="", flush=True)
-        text += response.text
-    if verbose and response is not None:
+    for response in responses:
+        print(response.text, end="", flush=True)
+        yield response
+    if response is not None:
         print("\n" + "=" * 10)
         print(summary(response))
-    return text
+
+
+def models_of(drafter: Any) -> list[nn.Module]:
+    """Models that run for a drafter: its own `model`, and those of the drafters it is made of."""
+    if drafter is None:
+        return []
+    own = getattr(drafter, "model", None)
+    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
+    models = [*([] if own is None else [own]), *(m for part in parts for m in models_of(part))]
+    return list({id(model): model for model in models}.values())
+
+
+def _kind(drafter: Drafter | None) -> str:
+    """What a drafter without a name is called."""
+    return "" if drafter is None else type(drafter).__name__
 
 
 def summary(response: SpeculativeResponse) -> str:
@@ -155,6 +238,7 @@ def _respond(
     num_prompt: int,
     max_tokens: int,
     stream: Any,
+    drafter: str,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
     detokenizer = tokenizer.detokenizer
@@ -184,6 +268,7 @@ def _respond(
                 finish_reason=("stop" if is_end else "length") if finished else None,
                 stats=token.stats,
                 origin=token.origin,
+                drafter=drafter,
             )
             if finished:
                 return

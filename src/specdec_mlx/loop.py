@@ -25,6 +25,7 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.cache import Rollback
+from specdec_mlx.counterfactual import Counterfactual
 from specdec_mlx.draft_length import DraftLength, make_draft_length
 from specdec_mlx.errors import CacheRollbackError, PromptError
 from specdec_mlx.noise import Noise
@@ -33,6 +34,7 @@ from specdec_mlx.stats import SpeculationStats
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.tuning import Tuning, tuning_for
 from specdec_mlx.types import (
+    AcceptanceRule,
     Draft,
     DraftContext,
     Drafter,
@@ -42,6 +44,12 @@ from specdec_mlx.types import (
     RoundRecord,
 )
 from specdec_mlx.verifier import Block, Verifier
+
+HOPE_MEMORY = 0.8
+"""Share of the hope for a draft that is left after a round without one."""
+
+LITTLE_HOPE = 0.05
+"""Share of rounds with a draft below which the plain gear pays."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +82,7 @@ def speculate(
     max_tokens: int = 256,
     sampling: Sampling | Sampler | None = None,
     seed: int | None = None,
-    rule: str = "auto",
+    rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
     tuning: Tuning | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
@@ -88,6 +96,7 @@ def speculate(
     input_embeddings: mx.array | None = None,
     tokenizer: Any = None,
     probe: bool = True,
+    counterfactual: bool = False,
     stream: Any = generation_stream,
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
@@ -96,13 +105,16 @@ def speculate(
     max_tokens: tokens to emit, -1 for no limit. sampling: how the target's tokens are drawn,
     greedy if None; any mlx-lm sampler will do. seed: makes the draws reproducible; None takes one
     from MLX's global random state. rule: acceptance rule; "auto" takes match for greedy decoding,
-    opaque samplers and point-mass drafts, and rejection for drafts drawn at random; "coupled" gives
-    one text for a seed, with any drafter and draft length. draft_length: most tokens to draft a
-    round, K; "auto" takes what pays, 0 included, from measured cost and acceptance; "heuristic"
-    follows the last verdict. tuning: what "auto" has learned and goes on learning; None takes the
-    one that is kept with the loaded model. tokenizer: the target's, for drafters that compare it.
-    probe: measure once, for each loaded model, whether passes over several positions are exact,
-    and do not draft where they are not. The rest is as in mlx-lm's `generate_step`.
+    opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled" gives
+    one text for a seed, with any drafter and draft length; "lenient" and "typical" change the
+    text's law (see `acceptance`, whose rules may be given as objects too). draft_length: most
+    tokens to draft a round, K; "auto" takes what pays, 0 included, from measured cost and
+    acceptance; "heuristic" follows the last verdict. tuning: what "auto" has learned and goes
+    on learning; None takes the one that is kept with the loaded model. tokenizer: the target's,
+    for drafters that compare it. probe: measure once, for each loaded model, whether passes over
+    several positions are exact, and do not draft where they are not. counterfactual: also work
+    out, in `stats.counterfactual`, what every rule would have accepted; the text stays the same.
+    The rest is as in mlx-lm's `generate_step`.
 
     prompt_cache may hold the target's caches alone or, as mlx-lm lays them out, the target's and
     then a draft model's. However the generation ends (length, close, an exception), the caches
@@ -125,6 +137,7 @@ def speculate(
         kv_group_size=kv_group_size,
         quantized_kv_start=quantized_kv_start,
         probe=probe and drafter is not None,
+        counterfactual=Counterfactual() if counterfactual else None,
     )
     generation = Generation(
         verifier=verifier,
@@ -136,10 +149,12 @@ def speculate(
         embeddings=input_embeddings,
         stream=stream,
         callers_cache=prompt_cache,
+        stats=SpeculationStats(counterfactual=verifier.counterfactual),
     )
-    return generation.run(
-        drafter, verifier.draft_context(tokenizer, draft_cache, prefill_step_size)
-    )
+    context = verifier.draft_context(tokenizer, draft_cache, prefill_step_size)
+    if drafter is not None and hasattr(drafter, "check"):
+        drafter.check(context)
+    return generation.run(drafter, context)
 
 
 @dataclass
@@ -149,7 +164,7 @@ class _UnderWay:
     block: Block
     draft_seconds: float
     launch_seconds: float
-    overlapped: bool = False
+    is_ahead: bool = False
 
     @property
     def seconds(self) -> float:
@@ -162,7 +177,8 @@ class Generation:
     """Everything that changes while one prompt is continued.
 
     text: prompt + tokens read. num_read: tokens known here. num_handed_out: tokens that the caller
-    has. plain_gear: whether the next pass may start before this one's token is known.
+    has. plain_gear: whether the next pass may start before this one's token is known. hope: share
+    of the rounds lately that had a draft.
     """
 
     verifier: Verifier
@@ -179,9 +195,11 @@ class Generation:
     num_read: int = 0
     num_handed_out: int = 0
     plain_gear: bool = True
+    hope: float = 1.0
     is_prefilled: bool = False
     last_read_at: float = 0.0
     waited: float = 0.0
+    away: float = 0.0
 
     def __post_init__(self, prompt: list[int]) -> None:
         """Start with the prompt as the text."""
@@ -209,10 +227,12 @@ class Generation:
                     failure = error
                 spent = time.perf_counter() - resumed - self.waited
                 self.stats.other_seconds += spent - (following.seconds if following else 0.0)
+                handed_over = time.perf_counter()
                 yield from self.hand_out(origins, current.block.logprobs)
                 if failure is not None:
                     raise failure
                 resumed = time.perf_counter()
+                self.away = resumed - handed_over
                 if following is not None and not len(following.block.draft):
                     self.tape.forget()
                 current = following
@@ -244,7 +264,7 @@ class Generation:
             return None
         started = time.perf_counter()
         draft = self.propose()
-        self.plain_gear = len(draft) == 0
+        self.choose_gear(len(draft) > 0)
         drafted = time.perf_counter()
         pending = self.text[self.tape.position :]
         embeddings = self.embeddings_from(self.tape.position, len(pending))
@@ -260,20 +280,39 @@ class Generation:
         with mx.stream(self.stream):
             self.verifier.observe(block.next_token)
             ahead = self.verifier.launch(block.next_token, Draft(), self.num_read + 1)
-        return _UnderWay(ahead, 0.0, time.perf_counter() - started, overlapped=True)
+        return _UnderWay(ahead, 0.0, time.perf_counter() - started, is_ahead=True)
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
-        limit = self.draft_limit()
-        if self.session is None or limit == 0:
-            return Draft()
+        for part, limit in self.parts():
+            draft = self.ask(part, limit)
+            if len(draft):
+                return draft
+        return Draft()
+
+    def parts(self) -> Iterator[tuple[DraftSession, int]]:
+        """The sessions to ask now, in order, each with the most tokens that it may draft."""
+        for part in self.sessions():
+            if limit := self.draft_limit(is_cheap(part)):
+                yield part, limit
+
+    def sessions(self) -> Sequence[DraftSession]:
+        """The drafter's session, or those that it is made of."""
+        whole = [] if self.session is None else [self.session]
+        return getattr(self.session, "parts", whole)
+
+    def ask(self, part: DraftSession, limit: int) -> Draft:
+        """A session's draft, cut to what is worth verifying if that may be done."""
         with mx.stream(self.stream):
-            draft = self.session.propose(limit).head(limit)
+            draft = part.propose(limit).head(limit)
         return draft if draft.logprobs is not None else draft.head(self.length.cut(draft))
 
-    def draft_limit(self) -> int:
-        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
-        limit = self.length.limit(self.is_cheap)
+    def draft_limit(self, cheap: bool) -> int:
+        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
+
+        cheap: whether the proposal costs nothing.
+        """
+        limit = self.length.limit(cheap)
         if self.embeddings_from(self.tape.position, 1) is not None:
             return 0
         if self.max_tokens >= 0:
@@ -294,6 +333,7 @@ class Generation:
             tokens, num_accepted = block.read()
         now = time.perf_counter()
         self.waited = now - started
+        seconds = now - self.last_read_at
         if self.num_read == 0:
             self.on_progress(self.prompt_length, self.prompt_length)
         origins = _origins(len(block.draft), num_accepted)
@@ -311,10 +351,12 @@ class Generation:
             emitted=len(tokens),
             fed=block.num_fed,
             tokens=tokens,
-            seconds=now - self.last_read_at,
+            seconds=seconds,
             draft_seconds=launched.draft_seconds,
             verify_seconds=launched.launch_seconds + self.waited,
-            overlapped=launched.overlapped and is_ahead,
+            steady=launched.is_ahead == is_ahead and self.away < seconds / 2,
+            ahead=launched.is_ahead,
+            context=self.tape.position - block.num_fed,
         )
         self.last_read_at = now
         self.length.record(record)
@@ -331,14 +373,23 @@ class Generation:
             self.session.observe(self.text[self.prompt_length + self.num_handed_out :])
         if ahead is None:
             return self.launch_with_draft()
-        if self.session is not None and self.draft_limit() > 0:
-            self.plain_gear = self.is_cheap and len(self.propose()) == 0
+        self.choose_gear(
+            any(
+                len(self.ask(part, limit)) > 0 if is_cheap(part) else True
+                for part, limit in self.parts()
+            )
+        )
         return ahead
 
-    @property
-    def is_cheap(self) -> bool:
-        """Whether a proposal may be asked for and thrown away."""
-        return getattr(self.session, "cheap", False)
+    def choose_gear(self, found: bool) -> None:
+        """Run ahead while there is no draft, and little hope for one after the next token.
+
+        found: whether there is one. A pass that was launched ahead leaves no room for a draft
+        before its token, which costs the first token of the next draft; waiting costs the overlap.
+        """
+        self.hope = HOPE_MEMORY * self.hope + (1 - HOPE_MEMORY) * found
+        may_wait = self.hope >= LITTLE_HOPE and any(map(is_cheap, self.sessions()))
+        self.plain_gear = not found and not may_wait
 
     def hand_out(self, origins: list[Origin], logprobs: mx.array) -> Iterator[Token]:
         """Yield the tokens of the round that was read last, one per origin."""
@@ -403,6 +454,11 @@ class Generation:
                 f"The prompt holds token {highest}; the target has 0 to {vocab_size - 1}. Encode "
                 "the prompt with the target's own tokenizer."
             )
+
+
+def is_cheap(session: DraftSession) -> bool:
+    """Whether a proposal may be asked for and thrown away."""
+    return getattr(session, "cheap", False)
 
 
 def _origins(num_drafted: int, num_accepted: int) -> list[Origin]:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import mlx.core as mx
 from jaxtyping import Float
 
+from specdec_mlx.evidence import Evidence
+
 if TYPE_CHECKING:
     from specdec_mlx.noise import Noise
     from specdec_mlx.sampling import Sampling
@@ -29,14 +31,14 @@ class Draft:
     logprobs: [K, V] float32 log-probabilities of the law that each token was *drawn from*,
         captured while drafting and normalised; None for a point mass, that is when the drafter
         would always propose these very tokens.
-    evidence: optional [K] what speaks for each token, in the drafter's own small numbers >= 0,
-        such as the length of a match. The automatic draft length learns how often tokens with the
-        same evidence are accepted; no acceptance rule reads it.
+    evidence: optional [K] what speaks for each token; a plain int is `Evidence.match`. The
+        automatic draft length learns how often tokens with the like of it are accepted; no
+        acceptance rule reads it.
     """
 
     tokens: Sequence[int] | mx.array = ()
     logprobs: Float[mx.array, "k vocab"] | None = None
-    evidence: Sequence[int] | None = None
+    evidence: Sequence[Evidence | int] | None = None
 
     def __len__(self) -> int:
         """K."""
@@ -75,9 +77,11 @@ class RoundRecord:
     seconds: from the reading of the round before to this one's, all that the round cost.
     draft_seconds, verify_seconds: host time spent in proposing, and in launching the pass and
         waiting for it (a draft model's lazy steps run inside verify).
-    overlapped: whether the round ran in the plain gear at both ends: launched before the one before
-        it was read, and read after the next one was launched. Only such a round's seconds are
-        those of one pass; at a shift of gears some backends count two, and then next to none.
+    steady: whether the round was launched and read in the same gear, and the caller was not busy
+        with its tokens for most of the time. Only such a round's seconds are those of one pass; at
+        a shift of gears some backends count two, and then next to none.
+    ahead: whether it was launched before the round before it was read, in the plain gear.
+    context: positions on the caches before the pass.
     """
 
     drafted: int
@@ -88,7 +92,9 @@ class RoundRecord:
     seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
-    overlapped: bool = False
+    steady: bool = True
+    ahead: bool = False
+    context: int = 0
 
 
 @dataclass(frozen=True)
@@ -137,7 +143,8 @@ class DraftSession(Protocol):
 
     Optional members: `cheap`, true if proposing is microseconds of host work that may be thrown
     away, so that the loop may look for a draft while a pass runs; `close(length)`, called once at
-    the end, when the first `length` tokens of prompt + observed are all that the caller has.
+    the end, when the first `length` tokens of prompt + observed are all that the caller has;
+    `parts`, sessions that are asked in its place, in order, until one has a draft.
     """
 
     def propose(self, limit: int) -> Draft:
@@ -151,7 +158,11 @@ class DraftSession(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Frozen configuration of a way to draft; reusable and shareable between generations."""
+    """Frozen configuration of a way to draft; reusable and shareable between generations.
+
+    Optional member: `check(context)`, called before anything is computed; raises a ValueError if
+    the drafter cannot draft for this target.
+    """
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation after `prompt` [n] token ids."""

@@ -8,6 +8,7 @@ no further than the first rejected token.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,18 +16,32 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.acceptance import COUPLED, RULES, check_rule_name, decide, match
+from specdec_mlx.acceptance import (
+    COUPLED,
+    RULES,
+    Lenient,
+    decide,
+    leading_run,
+    make_rule,
+    match,
+    point_mass,
+)
 from specdec_mlx.cache import Rollback
+from specdec_mlx.counterfactual import Counterfactual, chances
 from specdec_mlx.errors import DraftError, LogitsError
-from specdec_mlx.known_samplers import law_of
+from specdec_mlx.known_samplers import law_of, max_window
 from specdec_mlx.noise import Noise
 from specdec_mlx.probe import is_exact
 from specdec_mlx.sampling import Sampler, Sampling
-from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import Draft, DraftContext, LogitsProcessor, Verdict
+from specdec_mlx.token_ids import read_all, to_ids, to_list
+from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, LogitsProcessor
+
+LAW_TOLERANCE = 1e-3
+"""How far a draft's law may be from summing to 1, in float32."""
 
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
@@ -55,26 +70,34 @@ class Block(Protocol):
 
 @dataclass
 class LazyBlock:
-    """A round as one graph: what `read` needs is packed into one small array."""
+    """A round as one graph; `results` is what `read` waits for, a few small arrays.
+
+    Under match that is the target's own token at every position, and the comparison is made on the
+    host: the fewer small operations wait behind a pass, the better. Else it is the rule's verdict.
+    """
 
     draft: Draft
     num_fed: int
     logprobs: mx.array
     next_token: mx.array
-    packed: mx.array
+    results: dict[str, mx.array]
+    counterfactual: Counterfactual | None = None
 
     def read(self) -> tuple[list[int], int]:
         """Tokens [n + 1] of this round, and n."""
-        bad_logits, bad_law, num_accepted, next_token, *draft_tokens = to_list(self.packed)
-        if bad_logits:
-            raise _logits_error(bad_logits - 1)
-        if bad_law:
-            raise DraftError(
-                f"The law of draft token {bad_law - 1} is none: it must sum to 1 and give mass to "
-                "the token drawn. Hand over the log-probabilities that it was drawn from."
-            )
-        tokens = draft_tokens if isinstance(self.draft.tokens, mx.array) else self.draft.tokens
-        return [*tokens[:num_accepted], next_token], num_accepted
+        numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
+        drafted = numbers.get("drafted", self.draft.tokens)
+        if "target_tokens" in numbers:
+            verdict = match(np.array(numbers["target_tokens"]), np.array(drafted))
+            num_accepted, next_token = int(verdict.num_accepted), int(verdict.next_token)
+        else:
+            num_accepted, next_token = numbers["verdict"]
+        _check_logits(numbers["scales"][: num_accepted + 1])
+        if "masses" in numbers:
+            _check_law(numbers["masses"], numbers["own"])
+        if self.counterfactual is not None and len(self.draft):
+            self.counterfactual.record(np.array(numbers["chances"]), num_accepted)
+        return [*drafted[:num_accepted], next_token], num_accepted
 
 
 @dataclass
@@ -124,9 +147,10 @@ class Verifier:
 
     model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler; the law
     of those that `make_sampler` made is read back from them.
-    processors: mlx-lm logits processors. rule: a name out of `rule_names()`.
+    processors: mlx-lm logits processors. rule: what `make_rule` takes.
     kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`. probe: whether to
-    measure, once, if the model is exact for several positions at once.
+    measure, once, if the model is exact for several positions at once. counterfactual: an account
+    to keep of what each rule would have accepted.
     """
 
     def __init__(
@@ -136,33 +160,40 @@ class Verifier:
         *,
         sampler: Sampler | Sampling,
         processors: Sequence[LogitsProcessor],
-        rule: str,
+        rule: str | AcceptanceRule,
         noise: Noise,
         kv_bits: int | None = None,
         kv_group_size: int = 64,
         quantized_kv_start: int = 0,
         probe: bool = True,
+        counterfactual: Counterfactual | None = None,
     ) -> None:
         """Check that rule and sampler go together."""
-        check_rule_name(rule)
         self.model = model
         self.tape = tape
         self.sampler = law_of(sampler) or sampler
         self.processors = list(processors)
-        self.rule = rule
+        self.rule = make_rule(rule)
         self.noise = noise
         self.kv_bits = kv_bits
         self.kv_group_size = kv_group_size
         self.quantized_kv_start = quantized_kv_start
         self.probe = probe
+        self.counterfactual = counterfactual
         self.history: mx.array | None = None
+        self.window = max_window(self.processors)
         self.vocab_size: int | None = None
         self.stepped = not all(is_pure(f) for f in (self.sampler, *self.processors))
         no_law = self.stepped or not isinstance(self.sampler, Sampling)
-        if no_law and (rule in RULES or rule == COUPLED):
+        if no_law and (not isinstance(self.rule, str) or self.rule == COUPLED):
             raise ValueError(
                 f"rule={rule!r} needs the target's law, and a sampler or processor of your own "
                 "gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."
+            )
+        if no_law and counterfactual is not None:
+            raise ValueError(
+                "counterfactual=True needs the target's law, and a sampler or processor of your "
+                "own gives none. Use specdec_mlx.Sampling(...) as the sampler."
             )
 
     @property
@@ -237,10 +268,11 @@ class Verifier:
             )
 
     def observe(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add emitted tokens to what the processors see."""
+        """Add emitted tokens to what the processors see, which need not be the whole text."""
         if self.processors and len(tokens):
             new = to_ids(tokens)
-            self.history = new if self.history is None else mx.concatenate([self.history, new])
+            seen = new if self.history is None else mx.concatenate([self.history, new])
+            self.history = seen if self.window is None else seen[-self.window :]
 
     def launch(
         self,
@@ -265,13 +297,15 @@ class Verifier:
             room = self.widest_pass()
         if len(draft):
             self.tape.mark()
-        fed = mx.concatenate([pending, to_ids(draft.tokens)])
-        logits = self.feed(fed, embeddings)[-len(draft) - 1 :]
+        fed = mx.concatenate([pending, to_ids(draft.tokens)]) if len(draft) else pending
+        logits = self.feed(fed, embeddings)
+        if logits.shape[0] > len(draft) + 1:
+            logits = logits[-len(draft) - 1 :]
         if self.stepped:
             mx.async_eval(logits)
             return SteppedBlock(draft, fed.shape[0], logits, self._chooser(logits, position))
         block = self._decide(logits, draft, position, fed.shape[0])
-        mx.async_eval(block.packed, block.next_token, block.logprobs)
+        mx.async_eval(block.results, block.next_token, block.logprobs)
         return block
 
     def _check_draft(self, draft: Draft) -> None:
@@ -292,20 +326,24 @@ class Verifier:
             )
 
     def _decide(self, logits: mx.array, draft: Draft, position: int, num_fed: int) -> LazyBlock:
-        """Law, verdict and checks of a round, as one graph."""
+        """Law, verdict and what is to be checked of a round, as one graph."""
         drafted = to_ids(draft.tokens)
         logits = self._process(logits, drafted)
-        scale = mx.logsumexp(logits, axis=-1, keepdims=True)
-        logprobs = logits - scale
-        verdict = self._verdict(logprobs, drafted, draft, position)
-        rows = mx.arange(len(draft) + 1)
-        bad_rows = ~mx.isfinite(scale[:, 0]) & (rows <= verdict.num_accepted)
-        packed = [_first(bad_rows), self._bad_law(draft, drafted), verdict.num_accepted]
-        packed = [x.astype(mx.int32).reshape(1) for x in [*packed, verdict.next_token]]
+        scales = mx.logsumexp(logits, axis=-1, keepdims=True)
+        logprobs = logits - scales
+        results = {"scales": scales, **self._outcome(logprobs, drafted, draft, position)}
         if isinstance(draft.tokens, mx.array):
-            packed.append(drafted.astype(mx.int32))
-        next_token = verdict.next_token.astype(mx.uint32).reshape(1)
-        return LazyBlock(draft, num_fed, logprobs, next_token, mx.concatenate(packed))
+            results["drafted"] = drafted
+        if draft.logprobs is not None and len(draft):
+            results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
+            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
+        if self.counterfactual is not None and len(draft) and self.sampling is not None:
+            results["chances"] = chances(
+                mx.exp(self.sampling.law(logprobs)), drafted, _probs_of(draft, drafted, logprobs)
+            )
+        tokens = results["target_tokens"] if "target_tokens" in results else results["verdict"]
+        next_token = (tokens[-1:] if len(draft) else tokens).astype(mx.uint32)
+        return LazyBlock(draft, num_fed, logprobs, next_token, results, self.counterfactual)
 
     def _process(self, logits: mx.array, drafted: mx.array) -> mx.array:
         """Run pure processors over every row, each with the history that it would have."""
@@ -322,15 +360,20 @@ class Verifier:
             rows.append(row)
         return mx.concatenate(rows)
 
-    def _verdict(
+    def _outcome(
         self, logprobs: mx.array, drafted: mx.array, draft: Draft, position: int
-    ) -> Verdict:
+    ) -> dict[str, mx.array]:
+        """What decides: the rule's verdict, or under match the target's own tokens [K+1]."""
         sampling = self.sampling
-        by_law = self.rule in RULES or (self.rule == "auto" and draft.logprobs is not None)
-        if not by_law or sampling is None or sampling.greedy or not len(draft):
-            return match(self._draw(logprobs, position), drafted)
-        rule = RULES["rejection" if self.rule == "auto" else self.rule]
-        return decide(
+        drawn = draft.logprobs is not None
+        rule = RULES["block"] if self.rule == "auto" and drawn else self.rule
+        if isinstance(rule, str) or sampling is None or sampling.greedy or not len(draft):
+            own = self._draw(logprobs, position)
+            if not (isinstance(rule, Lenient) and len(draft)):
+                return {"target_tokens": own}
+            kept = leading_run(rule.nearly_matches(logprobs, drafted))
+            return {"verdict": mx.stack([kept, own[kept].astype(mx.int32)])}
+        verdict = decide(
             rule,
             mx.exp(sampling.law(logprobs)),
             drafted,
@@ -338,6 +381,7 @@ class Verifier:
             self.noise.uniform("accept", position, len(draft)),
             self.noise.gumbel("next", position, logprobs.shape[-1]),
         )
+        return {"verdict": mx.stack([verdict.num_accepted, verdict.next_token])}
 
     def _draw(self, logprobs: mx.array, position: int) -> mx.array:
         """The target's own token at each row [K+1]."""
@@ -349,15 +393,6 @@ class Verifier:
         return self.sampling.draw(
             logprobs, self.noise.gumbels("target", positions, logprobs.shape[-1])
         )
-
-    @staticmethod
-    def _bad_law(draft: Draft, drafted: mx.array) -> mx.array:
-        """1 + index of the first draft token whose law is none, 0 if all are laws."""
-        if draft.logprobs is None or not len(draft):
-            return mx.array(0)
-        mass = mx.sum(mx.exp(draft.logprobs), axis=-1)
-        own = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)[:, 0]
-        return _first(~((mx.abs(mass - 1) < 1e-3) & (own > -mx.inf)))
 
     def _chooser(
         self, logits: mx.array, position: int
@@ -396,6 +431,26 @@ def _logits_error(row: int) -> LogitsError:
     )
 
 
-def _first(flags: mx.array) -> mx.array:
-    """1 + index of the first true entry, 0 if there is none."""
-    return mx.where(mx.any(flags), mx.argmax(flags) + 1, 0)
+def _check_logits(scales: Sequence[Sequence[float]]) -> None:
+    """Raise LogitsError for the first row whose log-sum-exp is not finite."""
+    for row, (scale,) in enumerate(scales):
+        if not math.isfinite(scale):
+            raise _logits_error(row)
+
+
+def _check_law(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
+    """Raise DraftError for a row of draft_probs that does not sum to 1 or excludes its token."""
+    for i, (mass, (logprob,)) in enumerate(zip(masses, own, strict=True)):
+        if not (abs(mass - 1) < LAW_TOLERANCE and logprob > -math.inf):
+            raise DraftError(
+                f"The law of draft token {i} is none: it must sum to 1 and give mass to the token "
+                "drawn. Hand over the log-probabilities that it was drawn from."
+            )
+
+
+def _probs_of(draft: Draft, drafted: mx.array, like: mx.array) -> mx.array:
+    """Law [K, V] that a draft was drawn from; of a point mass, all on its tokens."""
+    if draft.logprobs is not None:
+        return mx.exp(draft.logprobs)
+    probs: mx.array = point_mass(drafted, like.astype(mx.float32))
+    return probs
