@@ -1,0 +1,15 @@
+"""A trained pair that ships: a small target and its drafter, real distributions offline.
+
+    target, draft, tokenizer = lab.load_pair()
+
+Both are ordinary mlx-lm model folders, so the commands take them too, as
+`--model $(python -m specdec_mlx.lab target) --draft-model $(python -m specdec_mlx.lab draft)`.
+They read and write the manner of Python's own reference manual, one byte a token, and nothing
+else. `MODEL_CARD.md` beside this file says what they were trained on and how well they agree;
+`specdec_mlx.lab.train` makes them.
+"""
+
+from specdec_mlx.lab.pair import Pair as Pair
+from specdec_mlx.lab.pair import draft_path as draft_path
+from specdec_mlx.lab.pair import load_pair as load_pair
+from specdec_mlx.lab.pair import target_path as target_path

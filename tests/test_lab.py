@@ -1,0 +1,206 @@
+"""The pair that ships: it loads, it fits, it agrees, and its script runs."""
+
+from __future__ import annotations
+
+import socket
+from itertools import islice
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.models import llama
+
+from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
+from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
+from specdec_mlx.lab import corpus, train
+
+LARGEST = 16_000_000  # bytes that the package may grow by
+
+HELD_OUT_PROMPT = """\
+Function calls
+**************
+
+A call calls a callable object (e.g., a *function*) with a possibly
+empty series of *arguments*:
+"""  # the held-out topic "calls"; other Pythons may carry other words, this test does not
+
+
+@pytest.fixture(scope="module")
+def pair() -> lab.Pair:
+    return lab.load_pair()
+
+
+@pytest.fixture(scope="module")
+def prompt(pair: lab.Pair) -> list[int]:
+    return pair.tokenizer.encode(HELD_OUT_PROMPT)
+
+
+def plain_greedy(pair: lab.Pair, prompt: list[int], max_tokens: int) -> list[int]:
+    steps = generate_step(mx.array(prompt), pair.target, max_tokens=max_tokens)
+    return [token for token, _ in steps]
+
+
+def acceptance(tokens: list[Token]) -> float:
+    """Accepted draft tokens per draft token that the rule came to look at."""
+    origins = [token.origin for token in tokens]
+    return origins.count("draft") / (origins.count("draft") + origins.count("correction"))
+
+
+def test_loads_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("the lab pair asked for a network connection")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    assert lab.load_pair().tokenizer.decode([72, 105]) == "Hi"
+
+
+def test_shapes_and_dtype(pair: lab.Pair) -> None:
+    sizes = []
+    for model, shape in [(pair.target, train.TARGET_SHAPE), (pair.draft, train.DRAFT_SHAPE)]:
+        assert {name: getattr(model.args, name) for name in shape} == shape
+        assert model.args.vocab_size == len(pair.tokenizer.get_vocab()) == corpus.VOCAB_SIZE
+        weights = [weight for _, weight in tree_flatten(model.parameters())]
+        assert {weight.dtype for weight in weights} == {mx.float32}
+        sizes.append(sum(weight.size for weight in weights))
+    assert 2.5e6 < sizes[0] < 4e6
+    assert sizes[1] < sizes[0] / 10
+
+
+def test_fits_into_the_package() -> None:
+    folder = Path(lab.__file__).parent
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files if "__pycache__" not in file.parts) < LARGEST
+
+
+def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
+    _, draft_tokenizer = mlx_lm.load(str(lab.draft_path()))[:2]
+    check_same_tokenizer(pair.tokenizer, draft_tokenizer)
+    assert pair.tokenizer.eos_token_ids == {corpus.END_OF_TEXT_ID}
+    assert not pair.tokenizer.has_chat_template
+
+
+@pytest.mark.parametrize("text", [*SAMPLES, "\r\n\t\x00\xa0", " 's n't , .", ""])
+def test_a_text_is_its_bytes_and_comes_back(pair: lab.Pair, text: str) -> None:
+    tokens = pair.tokenizer.encode(text, add_special_tokens=False)
+    assert tokens == list(text.encode())
+    assert pair.tokenizer.decode(tokens) == text
+
+
+def test_end_of_text_is_one_token(pair: lab.Pair) -> None:
+    assert pair.tokenizer.encode(f"a{corpus.END_OF_TEXT}b") == [97, corpus.END_OF_TEXT_ID, 98]
+
+
+@pytest.mark.parametrize("draft_length", [4, "auto"])
+def test_greedy_text_is_the_targets_own(
+    pair: lab.Pair, prompt: list[int], draft_length: int | str
+) -> None:
+    drafter = ModelDrafter(pair.draft)
+    tokens = speculate(pair.target, prompt, drafter, max_tokens=160, draft_length=draft_length)
+    assert [token.token for token in tokens] == plain_greedy(pair, prompt, 160)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: float) -> None:
+    tokens = list(
+        speculate(
+            pair.target,
+            prompt,
+            ModelDrafter(pair.draft),
+            max_tokens=256,
+            sampling=Sampling(temperature),
+            seed=1,
+            draft_length=4,
+        )
+    )
+    assert acceptance(tokens) > 0.6
+    assert tokens[-1].stats.tokens_per_pass > 2
+
+
+def test_knows_its_language(pair: lab.Pair, prompt: list[int]) -> None:
+    """The continuation is words, and much likelier than bytes at random (8 bits)."""
+    text = pair.tokenizer.decode(plain_greedy(pair, prompt, 160))
+    assert text.isprintable() or "\n" in text
+    measured = train.agreement(pair.target, pair.draft, np.array(prompt), 64)
+    assert measured.target_bits_per_byte < 2.5
+    assert measured.acceptance > 0.6
+
+
+def test_held_out_topics_are_not_trained_on() -> None:
+    trained, held_out = corpus.split_topics()
+    known = {paragraph for text in trained for paragraph in text.split("\n\n")}
+    paragraphs = [p for text in held_out for p in text.split("\n\n")]
+    assert not [p for p in paragraphs if len(p) >= corpus.SHORTEST_QUOTE and p in known]
+    assert 0.03 < len(corpus.to_stream(held_out)) / len(corpus.to_stream(trained)) < 0.1
+
+
+def test_bytes_have_the_characters_of_other_byte_level_vocabularies() -> None:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    assert sorted(corpus.byte_characters().values()) == sorted(ByteLevel.alphabet())
+
+
+def test_agreement_of_a_model_with_itself() -> None:
+    model = train.build(train.DRAFT_SHAPE)
+    stream = np.arange(100) % corpus.VOCAB_SIZE
+    measured = train.agreement(model, model, stream, 32)
+    assert measured.greedy == 1
+    assert measured.acceptance == pytest.approx(1, abs=1e-5)
+    assert measured.target_bits_per_byte == measured.draft_bits_per_byte
+    assert measured.num_positions == 16 * len(range(0, 100 - 32, 16))
+
+
+def test_windows_lengthen_at_the_end() -> None:
+    plan = train.Plan(batch=4, window=8)
+    streams = [np.arange(1000, dtype=np.int32), np.arange(1000, 2000, dtype=np.int32)]
+    shapes = [b.shape for b in train.lengthening(streams, 10, plan, np.random.default_rng(0))]
+    assert shapes == [(4, 8)] * 8 + [(1, 32)] * 2
+
+
+def test_rates_rise_and_fall() -> None:
+    rate = train.rates(2.0, 100)
+    rates = [rate(mx.array(step, mx.uint64)).item() for step in range(100)]
+    assert np.argmax(rates) == 4
+    assert rates[4] == pytest.approx(2)
+    assert np.all(np.diff(rates[:5]) > 0)
+    assert np.all(np.diff(rates[5:]) < 0)
+    assert 0 <= rates[-1] < 0.01
+
+
+def test_the_script_runs_and_repeats_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps of everything, twice: folders that mlx-lm loads, with the same weights."""
+    monkeypatch.setattr(train, "TARGET_SHAPE", train.DRAFT_SHAPE)
+    monkeypatch.setattr(corpus, "split_topics", lambda: (["ab" * 500], ["abc " * 40]))
+    options = "--steps 2 --draft-steps 2 --batch 2 --window 16 --samples 2 --sample-length 70"
+    for run in ("a", "b"):
+        train.main([*options.split(), "--out", str(tmp_path / run)])
+        assert "acceptance: " in capsys.readouterr().out
+    for name in ("target", "draft"):
+        first, second = (weights(tmp_path / run / name) for run in ("a", "b"))
+        assert first.keys() == second.keys()
+        assert all(mx.allclose(first[key], second[key], atol=1e-5) for key in first)
+
+
+def weights(folder: Path) -> dict[str, mx.array]:
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    assert isinstance(model, llama.Model)
+    assert tokenizer.eos_token_ids == {corpus.END_OF_TEXT_ID}
+    texts = mlx_lm.stream_generate(model, tokenizer, "a", max_tokens=2)
+    assert len(list(islice(texts, 2))) <= 2
+    return dict(tree_flatten(model.parameters()))
+
+
+@pytest.mark.parametrize("which", ["target", "draft"])
+def test_the_command_names_the_folders(
+    which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from specdec_mlx.lab import __main__ as command
+
+    monkeypatch.setattr("sys.argv", ["lab", which])
+    command.main()
+    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
