@@ -1,7 +1,16 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
+from specdec_mlx.acceptance import Block as Block
+from specdec_mlx.acceptance import Lenient as Lenient
+from specdec_mlx.acceptance import Rejection as Rejection
+from specdec_mlx.acceptance import Typical as Typical
+from specdec_mlx.check import CheckReport as CheckReport
+from specdec_mlx.check import check as check
 from specdec_mlx.draft_length import DraftLength as DraftLength
 from specdec_mlx.drafters.first_of import FirstOf as FirstOf
+from specdec_mlx.drafters.grammar import Grammar as Grammar
+from specdec_mlx.drafters.grammar import GrammarDrafter as GrammarDrafter
+from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
 from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
@@ -9,12 +18,15 @@ from specdec_mlx.drafters.registry import drafter_names as drafter_names
 from specdec_mlx.drafters.registry import make_drafter as make_drafter
 from specdec_mlx.errors import CacheRollbackError as CacheRollbackError
 from specdec_mlx.errors import DraftError as DraftError
+from specdec_mlx.errors import GrammarError as GrammarError
 from specdec_mlx.errors import LogitsError as LogitsError
+from specdec_mlx.errors import MissingPackageError as MissingPackageError
 from specdec_mlx.errors import ModelFolderError as ModelFolderError
 from specdec_mlx.errors import PromptError as PromptError
 from specdec_mlx.errors import TokenizerMismatchError as TokenizerMismatchError
 from specdec_mlx.errors import UnknownNameError as UnknownNameError
 from specdec_mlx.generate import SpeculativeResponse as SpeculativeResponse
+from specdec_mlx.generate import Text as Text
 from specdec_mlx.generate import generate as generate
 from specdec_mlx.generate import stream_generate as stream_generate
 from specdec_mlx.loop import Token as Token

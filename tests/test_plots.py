@@ -1,0 +1,205 @@
+"""What is drawn: the data of the artists, their labels and units; not pixels."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from matplotlib.axes import Axes
+
+import specdec_mlx as sd
+from specdec_mlx import plots, theory
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.replay import Score
+from specdec_mlx.bench.summary import Result
+from specdec_mlx.types import RoundRecord
+
+ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
+
+
+def stats_of(rounds: list[tuple[int, int]]) -> sd.SpeculationStats:
+    stats = sd.SpeculationStats()
+    for drafted, accepted in rounds:
+        stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+    return stats
+
+
+def result(drafter: str, length: str, category: str, ratio: float) -> Result:
+    """A benchmark's result of which only the speed matters."""
+    return Result(
+        *(drafter, length, category, 3, 30, 10.0, 10.0),
+        *(ratio, ratio - 0.1, ratio + 0.2, ratio, ratio),
+        *(1.5, 20, 20, 10, 0.5, 0.5, 0.1, 1.0, 0.1, 3, 0),
+    )
+
+
+def axes(plot: plots.Plot) -> Axes:
+    return plot.axes[0]
+
+
+def line(ax: Axes, label: str) -> tuple[list[float], list[float]]:
+    """Data of the line of a label."""
+    (found,) = [x for x in ax.get_lines() if x.get_label() == label]
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def every_plot() -> dict[str, plots.Plot]:
+    stats = stats_of(ROUNDS)
+    score = Score("measured", "ngram", "4", "all", 1, 9, 5, 8, 4, 1.8, 1.4, live_ratio=1.3)
+    return {
+        "stats": stats.plot(),
+        "cost": plots.cost_curve(linear_cost(0.24), 0.8),
+        "lengths": plots.draft_lengths({2: stats}),
+        "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
+        "expected": plots.expected_and_observed([score]),
+        "by text": plots.speed_by_text(
+            [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
+        ),
+        "figure 2": plots.paper_figure_2(),
+        "figure 3": plots.paper_figure_3(),
+        "figure 4": plots.paper_figure_4(),
+    }
+
+
+def test_every_plot_is_named_and_shows_itself() -> None:
+    """Titles, axis labels, a legend where lines are told apart, and a PNG of its size."""
+    for name, plot in every_plot().items():
+        for ax in plot.axes:
+            if ax.get_ylabel() or ax.get_title():
+                assert ax.get_xlabel(), name
+        png, size = plot._repr_png_()
+        assert png.startswith(b"\x89PNG")
+        assert size["width"] > 300
+
+
+def test_lines_differ_in_more_than_a_few_colours() -> None:
+    """No two lines of a plot have one colour and one style; all colours are of the safe palette."""
+    for name, plot in every_plot().items():
+        for ax in plot.axes:
+            looks = [
+                (x.get_color(), x.get_linestyle(), x.get_marker())
+                for x in ax.get_lines()
+                if not str(x.get_label()).startswith("_")
+            ]
+            assert len(looks) == len(set(looks)), name
+
+
+def test_accept_histogram_counts_rounds_that_drafted() -> None:
+    ax = axes(plots.accept_histogram(stats_of(ROUNDS)))
+    assert [bar.get_height() for bar in ax.patches] == [1, 0, 1, 0, 2]
+    assert "3 plain" in ax.get_title()
+
+
+def test_acceptance_by_position_has_shares_and_intervals() -> None:
+    ax = axes(plots.acceptance_by_position(stats_of(ROUNDS)))
+    (points,) = ax.get_lines()[:1]
+    assert list(points.get_xdata()) == [1, 2, 3, 4]
+    assert list(points.get_ydata()) == [3 / 4, 3 / 4, 2 / 3, 2 / 3]
+    segments = ax.collections[0].get_segments()
+    for segment, (accepted, drafted) in zip(
+        segments, [(3, 4), (3, 4), (2, 3), (2, 3)], strict=True
+    ):
+        low, high = plots.wilson_interval(accepted, drafted)
+        assert segment[:, 1].tolist() == pytest.approx([low, high])
+
+
+def test_tokens_over_time_and_the_gear() -> None:
+    plot = plots.tokens_over_time(stats_of(ROUNDS))
+    x, y = line(axes(plot), "tokens per pass")
+    assert x == [i + 0.5 for i in range(7)]
+    assert y == [1, 1, 1, 3, 5, 5, 1]
+    gear = plot.axes[1]
+    assert [tick.get_text() for tick in gear.get_yticklabels()] == ["plain", "drafting"]
+    outline = gear.collections[0].get_paths()[0].vertices
+    assert outline[outline[:, 0] < 2.9, 1].max() == 0  # the three plain rounds
+    assert outline[outline[:, 0] > 6.1, 1].max() == 1  # drafted, and nothing accepted
+
+
+@pytest.mark.parametrize("rounds", [[], [(0, 0)], [(1, 0)] * 1000])
+def test_plots_of_few_and_of_many_rounds(rounds: list[tuple[int, int]]) -> None:
+    plot = stats_of(rounds).plot()
+    assert plot._repr_png_()[0]
+
+
+def test_cost_curve_marks_the_length_that_pays_best() -> None:
+    curve = CostCurve("steps", (1, 2, 3, 4, 5, 6, 7, 8, 9), (2, 2, 2, 2, 2.2, 6, 6, 6, 6))
+    ax = axes(plots.cost_curve(curve, acceptance=0.95))
+    assert line(ax, "pays best: K = 4") == ([5], [1.1])
+    assert line(ax, "c(m)")[1] == [1, 1, 1, 1, 1.1, 3, 3, 3, 3]
+    assert len(axes(plots.cost_curve(curve)).get_lines()) == 1
+
+
+def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
+    runs = {2: stats_of([(2, 2), (2, 0)]), 4: stats_of([(4, 4), (4, 2)])}
+    alpha = 8 / 10
+    ax = axes(plots.draft_lengths(runs))
+    x, y = line(ax, "expected, α = 0.80")
+    assert x == [2, 4]
+    assert y == pytest.approx([theory.expected_tokens(alpha, K) for K in (2, 4)])
+    assert line(ax, "observed") == ([2, 4], [2, 4])
+    speeds = line(axes(plots.draft_lengths(runs, linear_cost(0.5))), "observed")[1]
+    assert speeds == pytest.approx([2 / 2, 4 / 3])
+
+
+def test_expected_and_observed_are_the_scores() -> None:
+    score = Score("measured", "ngram", "4", "all", 1, 9, 5, 8, 4, 1.8, 1.4, live_ratio=1.3)
+    ax = axes(plots.expected_and_observed([score, replace(score, live_ratio=None)]))
+    assert line(ax, "ngram, K = 4") == ([1.4], [1.3])
+
+
+def test_speed_by_text_has_ratios_and_intervals() -> None:
+    results = [
+        result(*key, category, ratio)
+        for category, offset in (("code", 0.0), ("all", 0.5))
+        for key, ratio in ((("mlx-lm", ""), 1.0), (("ngram", "auto"), 1.5 + offset))
+    ]
+    ax = axes(plots.speed_by_text(results))
+    (container,) = ax.containers
+    assert container.get_label() == "ngram, K = auto"
+    assert list(container[0].get_xdata()) == [1.5, 2.0]
+    assert container[2][0].get_segments()[0][:, 0].tolist() == pytest.approx([1.4, 1.7])
+    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["code", "all"]
+
+
+def test_figures_of_the_paper() -> None:
+    """Figure 2 is equation 1, figure 3 section 3.5, figure 4 theorems 3.8 and 3.11."""
+    x, y = line(axes(plots.paper_figure_2()), "K = 5")
+    assert y[x.index(0.8)] == pytest.approx((1 - 0.8**6) / 0.2)
+    x, y = line(axes(plots.paper_figure_3()), "c = 0.05")
+    assert y[x.index(0.8)] == theory.best_draft_length(0.8, 0.05)
+    ax = axes(plots.paper_figure_4())
+    for label, number in (("speed, K = 5", 3.69), ("operations, K = 5", 1.63)):  # table 1
+        x, y = line(ax, label)
+        assert y[x.index(0.8)] == pytest.approx(number, abs=0.005)
+
+
+def test_wilson_interval() -> None:
+    """Against scipy's, and without any trial."""
+    from scipy.stats import binomtest
+
+    for successes, trials in ((0, 10), (3, 10), (10, 10), (400, 1000)):
+        interval = binomtest(successes, trials).proportion_ci(method="wilson")
+        assert plots.wilson_interval(successes, trials) == pytest.approx(
+            (interval.low, interval.high), abs=1e-6
+        )
+    assert plots.wilson_interval(0, 0) == (0, 1)
+
+
+def test_without_matplotlib_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    imported = builtins.__import__
+
+    def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    monkeypatch.delitem(sys.modules, "specdec_mlx.plots")
+    with pytest.raises(sd.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
+        importlib.import_module("specdec_mlx.plots")

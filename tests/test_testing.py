@@ -1,0 +1,425 @@
+"""The conformance test passes our drafters, and fails drafters that are broken in one way each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.testing import _chi_square, check_drafter
+from specdec_mlx.types import Draft, DraftContext
+
+V = 32
+CHECKS = ["protocol", "empty drafts", "sessions", "rewinds", "law", "memory", "threads"]
+
+
+def model_drafter(**options: Any) -> sd.ModelDrafter:
+    return sd.ModelDrafter(tiny.build("qwen2", vocab_size=V), **options)
+
+
+OURS: dict[str, Callable[[], sd.Drafter]] = {
+    "prompt lookup": sd.PromptLookupDrafter,
+    "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
+    "n-gram": sd.NGramDrafter,
+    "n-gram, drawn": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
+    "model": model_drafter,
+    "model, greedy": lambda: model_drafter(greedy=True),
+    "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
+    "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_drafters_keep_the_contract(name: str) -> None:
+    """Every check runs and passes; those that draw at random are held to their law."""
+    num_draws = 200 if name == "recurrent model" else 1500  # it draws as "model" does
+    lines = check_drafter(OURS[name](), vocab_size=V, num_draws=num_draws)
+    assert [line.partition(":")[0] for line in lines] == CHECKS
+    assert ("chi-square" in lines[4]) == (name in ("n-gram, drawn", "model", "recurrent model"))
+    assert not lines[0].startswith("protocol: 0 drafts")
+
+
+# Broken in one way each ---------------------------------------------------------------------------
+
+
+class Copying:
+    """A sound session to break: proposes the last tokens again, drawn at random if asked to."""
+
+    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
+        self.text = list(prompt)
+        self.num_prompt = len(prompt)
+        self.context = context
+
+    def propose(self, limit: int) -> Draft:
+        return Draft((self.text[-3:] * limit)[:limit])
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+
+class Drawing(Copying):
+    """Draws from a law that favours the tokens after the last one."""
+
+    def law(self, last: int) -> mx.array:
+        logits = -0.3 * mx.array([(token - last) % V for token in range(V)], mx.float32)
+        return logits - mx.logsumexp(logits)
+
+    def propose(self, limit: int) -> Draft:
+        tokens: list[int] = []
+        laws: list[mx.array] = []
+        for i in range(limit):
+            laws.append(self.law(tokens[-1] if tokens else self.text[-1]))
+            noise = self.context.draft_gumbel(len(self.text) - self.num_prompt, i)
+            tokens.append(int(mx.argmax(laws[-1] + noise).item()))
+        return self.hand_over(tokens, laws)
+
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        return Draft(tokens, mx.stack(laws)) if tokens else Draft()
+
+
+@dataclass(frozen=True)
+class Of:
+    """The drafter of a session class."""
+
+    session: type
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        return self.session(prompt, context)
+
+
+def test_the_sound_sessions_pass() -> None:
+    """The ones that are broken below, as they are."""
+    check_drafter(Of(Copying))
+    assert "chi-square" in check_drafter(Of(Drawing))[4]
+
+
+class TooMany(Copying):
+    def propose(self, limit: int) -> Draft:
+        return Draft(self.text[-1:] * (limit + 1))
+
+
+class Unknown(Copying):
+    def propose(self, limit: int) -> Draft:
+        return Draft([V] * limit)
+
+
+class Tuples(Copying):
+    def propose(self, limit: int) -> Any:
+        return self.text[-limit:]
+
+
+class WrongEvidence(Copying):
+    def propose(self, limit: int) -> Draft:
+        return Draft(self.text[-1:] * limit, evidence=(1,) * (limit + 1))
+
+
+class KeepsThePrompt(Copying):
+    """Writes into the loop's own text."""
+
+    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(prompt, context)
+        self.text = prompt  # type: ignore[assignment]
+
+
+class ChangesThePrompt(Copying):
+    def __init__(self, prompt: Any, context: DraftContext) -> None:
+        super().__init__(prompt, context)
+        prompt.append(3)
+
+
+class ChangesTokens(Copying):
+    def observe(self, tokens: Any) -> None:
+        super().observe(tokens)
+        tokens.clear()
+
+
+class AlwaysSomething(Copying):
+    def propose(self, limit: int) -> Draft:
+        return super().propose(max(1, limit))
+
+
+class NeedsADraft(Copying):
+    """Takes what is observed for a verdict on something proposed."""
+
+    last: Draft | None = None
+
+    def propose(self, limit: int) -> Draft:
+        self.last = super().propose(limit)
+        return self.last
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        if self.last is None:
+            raise AssertionError("empty drafts: observed without a proposal")
+        super().observe(tokens)
+        self.last = None
+
+
+class NeverRewinds(Copying):
+    """What it proposed stays in its text."""
+
+    def propose(self, limit: int) -> Draft:
+        draft = super().propose(limit)
+        self.text += draft.tokens
+        return draft
+
+
+class ForgetsTheCorrection(Copying):
+    """Takes only the accepted part for what was emitted, if there was a draft."""
+
+    last: Draft = Draft()
+
+    def propose(self, limit: int) -> Draft:
+        self.last = super().propose(limit)
+        return self.last
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        super().observe(tokens[:-1] if len(self.last) and len(tokens) > 1 else tokens)
+
+
+class OwnRandomness(Copying):
+    def propose(self, limit: int) -> Draft:
+        return Draft([random.randrange(V) for _ in range(limit)])
+
+
+class ForgetsTheLaw(Drawing):
+    """Declares another law at the second round, and draws the same."""
+
+    rounds = 0
+
+    def law(self, last: int) -> mx.array:
+        return mx.roll(super().law(last), self.rounds)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.rounds += len(tokens) > 1
+        super().observe(tokens)
+
+
+class Unnormalised(Drawing):
+    def law(self, last: int) -> mx.array:
+        return super().law(last) + 0.1
+
+
+class Misshapen(Drawing):
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        return Draft(tokens, laws[0]) if tokens else Draft()
+
+
+class OtherTemperature(Drawing):
+    """Draws at temperature 1, declares 0.8: total variation 0.1 over 32 tokens."""
+
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        cold = [law / 0.8 - mx.logsumexp(law / 0.8) for law in laws]
+        return super().hand_over(tokens, cold)
+
+
+class OneHot(Drawing):
+    """Declares that it would always have proposed what it drew, as a law: passes for a law."""
+
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        sure = [mx.where(mx.arange(V) == token, 0.0, -mx.inf) for token in tokens]
+        return super().hand_over(tokens, sure)
+
+
+class DropsUnlikely(Drawing):
+    """Drops drawn tokens that its own law finds unlikely."""
+
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        kept = 0
+        while kept < len(tokens) and laws[kept][tokens[kept]].item() > -2.5:
+            kept += 1
+        return super().hand_over(tokens[:kept], laws[:kept])
+
+
+class Impossible(Drawing):
+    def hand_over(self, tokens: list[int], laws: list[mx.array]) -> Draft:
+        chosen = mx.arange(V) == (mx.array(tokens)[:, None] if tokens else 0)
+        rest = mx.where(chosen, -mx.inf, mx.stack(laws)) if tokens else mx.zeros((0, V))
+        return super().hand_over(tokens, list(rest - mx.logsumexp(rest, axis=-1, keepdims=True)))
+
+
+class CopiesTheText(Copying):
+    """Keeps every version of the text, so that memory is quadratic."""
+
+    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(prompt, context)
+        self.versions: list[list[int]] = []
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        super().observe(tokens)
+        self.versions.append(list(self.text))
+
+
+class Held(Copying):
+    held: list[Any] = []  # noqa: RUF012
+
+    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
+        super().__init__(prompt, context)
+        self.held.append(self)
+
+
+class FailsToClose(Copying):
+    def close(self, length: int) -> None:
+        if length != len(self.text):
+            raise AssertionError(f"memory: closed at {length} of {len(self.text)}")
+
+
+class NoObserve:
+    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None: ...
+
+    def propose(self, limit: int) -> Draft:
+        return Draft()
+
+
+@dataclass
+class Counts:
+    """Counts its generations, in the drafter."""
+
+    generations: int = 0
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
+        self.generations += 1
+        return Copying(prompt, context)
+
+
+@dataclass(frozen=True)
+class SharesItsTable:
+    """All generations learn in one table what follows a token."""
+
+    table: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
+        table = self.table
+
+        class Session(Copying):
+            def propose(self, limit: int) -> Draft:
+                return Draft([table.get(self.text[-1], 0)] * min(1, limit))
+
+            def observe(self, tokens: Sequence[int]) -> None:
+                text = [self.text[-1], *tokens]
+                table.update(itertools.pairwise(text))
+                super().observe(tokens)
+
+        return Session(prompt, context)
+
+
+@dataclass(frozen=True)
+class SharesAScratchpad:
+    """Right for one generation at a time: a scratchpad of the drafter's holds the draft."""
+
+    scratchpad: list[int] = field(default_factory=list)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
+        session = Copying(prompt, context)
+        scratchpad = self.scratchpad
+
+        def propose(limit: int) -> Draft:
+            scratchpad[:] = (session.text[-3:] * limit)[:limit]
+            if threading.active_count() > 1:
+                time.sleep(0.001)  # where another thread would take over, sooner or later
+            return Draft(list(scratchpad)[:limit])
+
+        session.propose = propose  # type: ignore[method-assign]
+        return session
+
+
+@dataclass
+class Remembers:
+    """Proposes what earlier generations saw."""
+
+    seen: list[int] = field(default_factory=lambda: [5])
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
+        session = Copying(prompt, context)
+        memory = list(self.seen)
+        session.propose = lambda limit: Draft(memory[-1:] * limit)  # type: ignore[method-assign]
+        self.seen.append(session.text[-1] + len(self.seen) % 2)
+        return session
+
+
+BROKEN: dict[str, list[Any]] = {
+    "protocol": [
+        object(),
+        Copying,
+        Of(NoObserve),
+        Of(TooMany),
+        Of(Unknown),
+        Of(Tuples),
+        Of(WrongEvidence),
+        Of(KeepsThePrompt),
+        Of(ChangesThePrompt),
+        Of(ChangesTokens),
+        Counts(),
+    ],
+    "empty drafts": [Of(NeedsADraft)],
+    "rewinds": [
+        Of(NeverRewinds),
+        Of(ForgetsTheCorrection),
+        Of(ForgetsTheLaw),
+    ],
+    "sessions": [SharesItsTable(), Of(OwnRandomness)],
+    "law": [
+        Of(Unnormalised),
+        Of(Misshapen),
+        Of(OtherTemperature),
+        Of(OneHot),
+        Of(DropsUnlikely),
+        Of(Impossible),
+    ],
+    "memory": [Of(CopiesTheText), Of(Held), Of(FailsToClose)],
+    "threads": [SharesAScratchpad()],
+}
+
+
+def name_of(drafter: Any) -> str:
+    return getattr(getattr(drafter, "session", None), "__name__", None) or repr(drafter)[:20]
+
+
+@pytest.mark.parametrize(
+    ("check", "drafter"),
+    [
+        pytest.param(check, drafter, id=f"{check}-{name_of(drafter)}")
+        for check, drafters in BROKEN.items()
+        for drafter in drafters
+    ],
+)
+def test_a_broken_drafter_fails_by_name(check: str, drafter: Any) -> None:
+    """AssertionError names the property that it breaks, and says what to do."""
+    with pytest.raises(AssertionError) as caught:
+        check_drafter(drafter, vocab_size=V)
+    assert f"{check}: " in str(caught.value)
+
+
+def test_tokens_for_nothing_fail() -> None:
+    """propose(0) must be empty; more than asked for is what it is called."""
+    with pytest.raises(AssertionError, match=r"propose\(0\)"):
+        check_drafter(Of(AlwaysSomething), vocab_size=V)
+
+
+def test_memory_across_generations_has_to_be_meant() -> None:
+    """It shows, and `remembers` and `learns` allow it."""
+    with pytest.raises(AssertionError, match=r"rewinds|sessions"):
+        check_drafter(Remembers())
+    lines = check_drafter(Remembers(), remembers=True, learns=True, vocab_size=V)
+    assert [line.partition(":")[0] for line in lines] == ["protocol", "empty drafts", *CHECKS[4:]]
+
+
+def test_chi_square_limit_is_the_quantile() -> None:
+    """Wilson and Hilferty's approximation, against scipy's quantile; not below it."""
+    import numpy as np
+    from scipy.stats import chi2
+
+    for cells in (3, 10, 60):
+        expected = np.full(cells, 50.0)
+        statistic, limit = _chi_square(expected, expected)
+        assert statistic == 0
+        quantile = chi2.isf(1e-6, cells - 1)
+        assert quantile < limit < 1.1 * quantile
