@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test lint types format docs notebooks figures clean
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -28,6 +28,16 @@ types: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python docs/generate_help.py
+	$(BIN)/mkdocs build --strict
+
+notebooks: $(STAMP)
+	$(BIN)/python notebooks/run.py
+
+figures: $(STAMP)
+	$(BIN)/python docs/figures.py
 
 clean:
 	rm -rf $(VENV)

@@ -159,7 +159,7 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
         (("--drafter", "ngram:nothing=1"), "nothing"),
         (("--drafter", "model"), "--draft-model"),
         (("--draft-length", "-1"), "expected an int >= 0, auto or heuristic"),
-        (("--rule", "nothing"), "invalid choice: 'nothing'"),
+        (("--rule", "nothing"), "Unknown rule 'nothing'"),
         (("--draft-model", "swapped"), "token 'x' has id"),
     ],
 )

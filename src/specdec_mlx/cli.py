@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import specdec_mlx
 from specdec_mlx.bench.contenders import parse_draft_length
@@ -48,6 +49,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_bench(commands)
     _add_replay(commands)
     _add_probe(commands)
+    _add_check(commands)
     _add_drafters(commands)
     return parser
 
@@ -126,11 +128,34 @@ def _probe(args: argparse.Namespace) -> int:
     return 0 if report.exact else 1
 
 
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.check import command
+
+    check = commands.add_parser("check", help="is it lossless on this model, machine and setting?")
+    command.add_arguments(check)
+    check.set_defaults(run=command.main)
+
+
 def _add_drafters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    drafters = commands.add_parser("drafters", help="names of the drafters that are installed")
+    drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
+    drafters.add_argument("--model", help="also which models here can draft for this one")
+    drafters.add_argument(
+        "--in",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="look for them here instead of in the Hugging Face cache",
+    )
     drafters.set_defaults(run=_drafters)
 
 
 def _drafters(args: argparse.Namespace) -> int:
-    print("\n".join(drafter_names()))
+    if args.model is not None:
+        from specdec_mlx.candidates import report
+
+        print(report(args.model, args.folder))
+    elif args.folder is not None:
+        raise ValueError("--in needs --model, the model to draft for.")
+    else:
+        print("\n".join(drafter_names()))
     return 0

@@ -1,0 +1,188 @@
+"""The documentation builds without a warning, is current, and its code runs."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import mlx_lm
+import pytest
+from PIL import Image
+
+import specdec_mlx
+from specdec_mlx import lab
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+FENCE = re.compile(r"^(?P<mark>```|~~~)(?P<language>\w*)\n(?P<code>.*?)^(?P=mark)$", re.M | re.S)
+NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
+OUTPUT = re.compile(r"\n*<!-- output -->\n+```\n(?P<text>.*?)^```$", re.M | re.S)
+
+sys.path.insert(0, str(DOCS))
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of Python in a page. output: what the page says that it prints, if it does."""
+
+    line: int
+    code: str
+    not_run: str | None
+    output: str | None
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    found = []
+    for match in FENCE.finditer(text):
+        if match["language"] != "python":
+            continue
+        reason = NOT_RUN.search(text[: match.start()])
+        output = OUTPUT.match(text, match.end())
+        found.append(
+            Block(
+                text.count("\n", 0, match.start()) + 2,
+                match["code"],
+                reason[1] if reason else None,
+                output["text"] if output else None,
+            )
+        )
+    return found
+
+
+AS_A_READER_HAS_THEM = {
+    "sd": specdec_mlx,
+    "prompt": "The same text, the same text,",
+    "schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}',
+}
+"""Names that pages use without saying what they are."""
+
+PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
+
+
+@pytest.fixture
+def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Names of models give the lab pair: small ones its draft model, others its target.
+
+    The check takes five seconds instead of minutes.
+    """
+    pair = lab.load_pair()
+
+    def load(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        is_small = re.search(r"0\.\dB|135M-4bit|draft|small", name)
+        return (pair.draft if is_small else pair.target), pair.tokenizer
+
+    quick = partial(specdec_mlx.check, budget=5, prompts=["The text,"], progress=False)
+    monkeypatch.setattr(mlx_lm, "load", load)
+    monkeypatch.setattr(specdec_mlx, "check", quick)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("lab_pair_for_every_name")
+@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
+    module = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
+    namespace = vars(module)
+    model, tokenizer = mlx_lm.load("target")
+    namespace |= AS_A_READER_HAS_THEM | {"model": model, "tokenizer": tokenizer}
+    namespace["small"] = mlx_lm.load("small")[0]
+    for block in blocks(page):
+        if block.not_run:
+            continue
+        printed = io.StringIO()
+        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+        with redirect_stdout(printed):
+            exec(code, namespace)
+        if block.output is not None:
+            assert printed.getvalue() == block.output, f"{page.name}, line {block.line}"
+    for name, test in list(namespace.items()):
+        if name.startswith("test_"):
+            test()
+
+
+def test_pages_with_code_are_found() -> None:
+    """The pattern finds blocks, the reasons and the outputs; and most code is run."""
+    assert {"README.md", "index.md", "tuning.md", "write-a-drafter.md"} <= {
+        page.name for page in PAGES_WITH_CODE
+    }
+    everything = [block for page in PAGES_WITH_CODE for block in blocks(page)]
+    assert any(block.output for block in everything)
+    skipped = [block for block in everything if block.not_run]
+    assert len(skipped) <= 0.2 * len(everything)
+
+
+def test_site_builds_without_a_warning(tmp_path: Path) -> None:
+    """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert built.returncode == 0, built.stderr
+    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    assert "Stream the same text as" in api
+    assert (tmp_path / "write-a-drafter" / "index.html").exists()
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    """All that `specdec_mlx` exports; errors stand there by their module."""
+    page = (DOCS / "api.md").read_text(encoding="utf-8")
+    for name, value in vars(specdec_mlx).items():
+        is_ours = getattr(value, "__module__", "").startswith("specdec_mlx")
+        if is_ours and value.__module__ != "specdec_mlx.errors":
+            assert f".{name}\n" in page, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    """Two clicks: no page that only a search finds."""
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in DOCS.glob("*.md"):
+        assert f": {page.name}\n" in navigation, page.name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_files_lead_somewhere(page: Path) -> None:
+    """Also those to files outside docs/, which the site does not check."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    for target in re.findall(r"\]\(([^)\s#]+)(?:#[\w-]+)?\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_help_is_current() -> None:
+    """commands.md is what the commands print; `python docs/generate_help.py` mends it."""
+    import generate_help
+
+    assert generate_help.PAGE.read_text(encoding="utf-8") == generate_help.page()
+
+
+def test_figures_are_those_of_the_committed_benchmark() -> None:
+    """What `make figures` draws is what docs/data says, without the texts; and it is there."""
+    import figures
+
+    data = json.loads(figures.DATA.read_text(encoding="utf-8"))
+    assert set(data) == set(figures.KEPT)
+    drawn = figures.figures(data)
+    assert {f"{name}.png" for name in drawn} == {path.name for path in figures.FIGURES.iterdir()}
+    for path in figures.FIGURES.iterdir():
+        with Image.open(path) as image:
+            assert image.info["Source"] == figures.digest(), f"make figures: {path.name} is old"
+    ax = drawn["speed_by_text"].axes[0]
+    shown = [x for container in ax.containers for x in container[0].get_xdata()]
+    assert sorted(shown) == sorted(r["ratio"] for r in data["results"] if r["drafter"] != "mlx-lm")
