@@ -81,7 +81,7 @@ def test_periodic_text_is_drafted_past_its_end(period: list[int], limit: int) ->
     """After one period and one more token, all further periods are proposed."""
     text = [*period, period[0]]
     continued = (period * (limit + 2))[len(text) :]
-    assert tokens(begin(text).propose(limit)) == continued[:limit]
+    assert tokens(begin(text, min_ngram=1).propose(limit)) == continued[:limit]
 
 
 def test_text_does_not_match_itself() -> None:
@@ -197,7 +197,7 @@ def test_work_of_a_proposal_does_not_grow_with_the_text(
 
 @pytest.mark.parametrize("count", [700, 5500])
 def test_memory_stays_below_the_stated_bound(count: int) -> None:
-    """At most 200 bytes a token and n-gram size, where no n-gram repeats.
+    """At most 200 bytes a token and n-gram size, and for three counts, where no n-gram repeats.
 
     The lengths are just past a doubling of the dict's table, where an entry is dearest.
     """
@@ -210,13 +210,13 @@ def test_memory_stays_below_the_stated_bound(count: int) -> None:
     finally:
         tracemalloc.stop()
     sizes = PromptLookupDrafter().max_ngram - PromptLookupDrafter().min_ngram + 1
-    assert used <= 200 * sizes * count
+    assert used <= 200 * (sizes + 3) * count
     assert len(session._ends) == sizes
 
 
 def test_sessions_are_independent() -> None:
     """One drafter serves two generations, whose texts do not mix, and leaves prompts alone."""
-    drafter, prompt = PromptLookupDrafter(), [1, 2, 3, 1]
+    drafter, prompt = PromptLookupDrafter(min_ngram=1), [1, 2, 3, 1]
     one, other = drafter.begin(prompt, CONTEXT), drafter.begin(prompt, CONTEXT)
     one.observe([8, 1])
     assert tokens(one.propose(1)) == [8]

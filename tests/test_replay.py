@@ -46,7 +46,7 @@ class Eager:
 
 DRAFTERS: dict[str, Any] = {
     "prompt lookup": sd.PromptLookupDrafter(),
-    "short matches": sd.PromptLookupDrafter(max_ngram=1),
+    "short matches": sd.PromptLookupDrafter(max_ngram=1, min_ngram=1),
     "n-gram": sd.NGramDrafter(),
     "long matches": sd.PromptLookupDrafter(min_ngram=3),
     "long matches, not cheap": Eager(sd.PromptLookupDrafter(min_ngram=3)),
