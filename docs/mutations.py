@@ -79,10 +79,20 @@ FUNCTIONS = {
 }
 UNUSED = "The value stands in the branch that `where` does not take."
 TWO_AXES = "The array has two axes, so that the last is the second."
+ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
     "acceptance.residual: `mass > 0` → `mass >= 0` (again)": UNUSED,
     "acceptance.residual: `1` → `2` (again)": UNUSED,
     "acceptance.point_mass: `-1` → `+1`": TWO_AXES,
+    "acceptance.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
+    "library_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
+    "library_of(p).ones_like(p)`": ONES,
+    "acceptance._capped_ratio: `p < q` → `p <= q` (again)": UNUSED,
+    "acceptance._capped_ratio: `1` → `2`": UNUSED,
+    "acceptance._capped_ratio: `(p > 0) * xp.ones_like(p)` → `(p > 0) / xp.ones_like(p)`": ONES,
+    "acceptance._log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by p.",
+    "acceptance.at: `-1` → `+1`": TWO_AXES,
+    "acceptance._with_zero_row: `-1` → `+1`": TWO_AXES,
     "sampling.Sampling.law: `0 < self.top_p < 1` → `0 < self.top_p <= 1`": "mlx-lm's filter "
     "keeps every token with mass at top_p = 1.",
     "sampling.Sampling.law: `1` → `2` (again)": "As above: it only lets top_p = 1 through.",

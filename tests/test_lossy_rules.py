@@ -204,6 +204,15 @@ def test_lenient_on_mlx_agrees_with_numpy(block, rule):
     np.testing.assert_allclose(computed, exact, atol=2e-6)
 
 
+def test_each_position_has_a_threshold_of_its_own():
+    """A flat law has a low one, a sharp law a high one: 0.3 of 1/4, and 0.09."""
+    flat, sharp = np.full(4, 0.25), np.array([0.88, 0.08, 0.02, 0.02])
+    tokens = np.array([1, 1])
+    for laws, kept in (([flat, sharp, flat], [1, 0]), ([sharp, flat, flat], [0, 1])):
+        chances = Typical().accept_probs(np.array(laws), tokens, np.full((2, 4), 0.25))
+        assert chances.tolist() == kept
+
+
 @given(block=strategies.blocks(), rule=typical_rules)
 def test_typical_on_mlx_agrees_with_numpy(block, rule):
     """Alike but where p lies at the threshold up to rounding."""
