@@ -140,7 +140,7 @@ class Case:
         return {
             "oracle": self.oracle(),
             "always wrong": always_wrong(self.plain.tokens, self.vocab_size),
-            "prompt lookup": PromptLookupDrafter(),
+            "prompt lookup": PromptLookupDrafter(min_ngram=1),
         }
 
     def speculate(self, drafter: Drafter, length: int, **options: Any) -> Iterator[Token]:

@@ -327,7 +327,7 @@ def test_a_window_that_takes_too_long_to_fill_is_not_run() -> None:
 
 def test_a_drafter_that_breaks_its_contract_fails_and_the_rest_goes_on() -> None:
     """Impossible tokens: the error of the loop is the verdict of the part."""
-    given = subject(Altered(sd.PromptLookupDrafter(), lambda draft: sd.Draft([V + 1])))
+    given = subject(Altered(sd.PromptLookupDrafter(min_ngram=1), lambda draft: sd.Draft([V + 1])))
     parts = run_parts(replace(given, rule="match"), work(), progress=False)
     assert len(parts) == len(ALL_PARTS)
     verdicts = {part.name: part.verdict for part in parts if part.status == "failed"}
@@ -554,7 +554,7 @@ def test_models_of_a_drafter_are_remembered_and_it_is_left_alone() -> None:
     assert changed.drafter.drafters[0] is outer.drafter.drafters[0]
     assert changed.alter is misdeclared
     assert inner.model is draft_model()
-    lookup = sd.PromptLookupDrafter()
+    lookup = sd.PromptLookupDrafter(min_ngram=1)
     assert with_remembered_models(lookup, [1]) is lookup
 
 
@@ -584,7 +584,7 @@ def test_a_drafter_that_may_learn_is_not_blamed() -> None:
 
 def test_what_depends_on_the_text_alone_is_known() -> None:
     assert depends_on_text_alone(sd.ModelDrafter(draft_model()))
-    assert depends_on_text_alone(sd.FirstOf(sd.PromptLookupDrafter()))
+    assert depends_on_text_alone(sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1)))
     assert depends_on_text_alone(Altered(sd.NGramDrafter(), dropped))
     assert not depends_on_text_alone(Learning())
 

@@ -60,7 +60,7 @@ SETTINGS = {
     "min-p": sd.Sampling(temp=0.8, min_p=0.2),
 }
 CASES = {
-    "prompt lookup": (lambda model: sd.PromptLookupDrafter(), "auto"),
+    "prompt lookup": (lambda model: sd.PromptLookupDrafter(min_ngram=1), "auto"),
     "n-gram": (lambda model: sd.NGramDrafter(), "auto"),
     "n-gram, drawn": (lambda model: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
     "model": (sd.ModelDrafter, "auto"),

@@ -144,7 +144,7 @@ def test_models_inside_are_found(model: Any) -> None:
     """For the memory limit: inside others, behind earlier turns, and each once."""
     other = tiny.build("llama")
     one, two = sd.ModelDrafter(model), sd.ModelDrafter(other)
-    assert models_of(None) == models_of(sd.PromptLookupDrafter()) == []
+    assert models_of(None) == models_of(sd.PromptLookupDrafter(min_ngram=1)) == []
     nested = sd.FirstOf(sd.NGramDrafter(), sd.FirstOf(one, two), Continued(two, [1]))
     found = models_of(nested)
     assert [id(m) for m in found] == [id(model), id(other)]
@@ -160,7 +160,7 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
         module, "wired_limit", lambda models, streams: wired.append(models) or nullcontext()
     )
     target, small = tiny_text.model(), tiny.build("qwen2", vocab_size=64)
-    drafter = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(small))
+    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), sd.ModelDrafter(small))
     list(sd.stream_generate(target, tiny_text.tokenizer(), [5, 17], 3, drafter=drafter))
     assert [id(m) for m in wired[0]] == [id(target), id(small)]
 

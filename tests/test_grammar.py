@@ -79,9 +79,11 @@ def run(
 
 DRAFTERS: dict[str, Any] = {
     "grammar": lambda model: sd.GrammarDrafter(),
-    "grammar and look-up": lambda model: sd.FirstOf(sd.GrammarDrafter(), sd.PromptLookupDrafter()),
+    "grammar and look-up": lambda model: sd.FirstOf(
+        sd.GrammarDrafter(), sd.PromptLookupDrafter(min_ngram=1)
+    ),
     "grammar and model": lambda model: sd.FirstOf(sd.GrammarDrafter(), sd.ModelDrafter(model)),
-    "look-up": lambda model: sd.PromptLookupDrafter(),
+    "look-up": lambda model: sd.PromptLookupDrafter(min_ngram=1),
     "model": lambda model: sd.ModelDrafter(model),
 }
 
@@ -171,7 +173,7 @@ def test_a_broken_mask_is_caught(broken: type[sd.GrammarProcessor], pair: tuple[
     """The comparison above rejects processors that are wrong in ways that speculation invites."""
     expected, _ = run(pair, "json", None)
     try:
-        text, _ = run(pair, "json", sd.PromptLookupDrafter(), broken)
+        text, _ = run(pair, "json", sd.PromptLookupDrafter(min_ngram=1), broken)
     except (AssertionError, sd.GrammarError, sd.LogitsError):
         return
     assert text != expected

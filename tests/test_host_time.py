@@ -103,7 +103,7 @@ def test_windows_are_read_back(options: dict[str, Any], expected: int | None) ->
     assert max_window([]) is None
 
 
-@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter()])
+@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter(min_ngram=1)])
 def test_penalties_see_as_far_back_as_they_look(drafter: PromptLookupDrafter | None) -> None:
     """A penalty in its window gives the text that it gives over the whole history."""
     model = Table(16)

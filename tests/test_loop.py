@@ -213,7 +213,7 @@ def test_however_it_ends_the_caches_hold_prompt_and_emitted(
         assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
     second = [11, 12, 13]
     conversation = [*PROMPT, *tokens, *second]
-    again = emitted(sd.PromptLookupDrafter(), second, model=model, prompt_cache=caches)
+    again = emitted(sd.PromptLookupDrafter(min_ngram=1), second, model=model, prompt_cache=caches)
     assert again == plain(conversation, model=model)
 
 
@@ -389,7 +389,7 @@ def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling
     for drafter in (
         scripted.OracleDrafter(expected, VOCAB),
         scripted.OracleDrafter(expected, VOCAB, wrong=0.4),
-        sd.PromptLookupDrafter(),
+        sd.PromptLookupDrafter(min_ngram=1),
         sd.ModelDrafter(target(), greedy=True),
     ):
         for length in (1, 4):

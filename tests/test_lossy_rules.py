@@ -334,7 +334,7 @@ def test_more_is_accepted_when_sampling(rule, drafter):
     made = {
         "model": sd.ModelDrafter(noisy_copy()),
         "greedy model": sd.ModelDrafter(noisy_copy(), greedy=True),
-        "prompt lookup": sd.PromptLookupDrafter(),
+        "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
     }[drafter]
     sampling = sd.Sampling(temp=0.8)
     options = {"drafter": made, "max_tokens": 150}
@@ -352,7 +352,7 @@ def test_auto_takes_a_lossless_rule(monkeypatch):
     monkeypatch.setattr(Lenient, "accept_probs", unasked)
     monkeypatch.setattr(Lenient, "nearly_matches", unasked)
     monkeypatch.setattr(Typical, "accept_probs", unasked)
-    drafters = [sd.ModelDrafter(noisy_copy()), sd.PromptLookupDrafter()]
+    drafters = [sd.ModelDrafter(noisy_copy()), sd.PromptLookupDrafter(min_ngram=1)]
     for sampling, drafter in product([None, sd.Sampling(temp=1.0)], drafters):
         run("auto", sampling, drafter=drafter)
     for rule in ("lenient", "typical"):

@@ -45,7 +45,7 @@ class Eager:
 
 
 DRAFTERS: dict[str, Any] = {
-    "prompt lookup": sd.PromptLookupDrafter(),
+    "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
     "short matches": sd.PromptLookupDrafter(max_ngram=1, min_ngram=1),
     "n-gram": sd.NGramDrafter(),
     "long matches": sd.PromptLookupDrafter(min_ngram=3),

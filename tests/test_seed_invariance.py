@@ -90,7 +90,7 @@ def drafters(coming: list[int]) -> dict[str, Any]:
         "none": None,
         "n-gram": sd.NGramDrafter(min_order=1),
         "n-gram, drawn": sd.NGramDrafter(min_order=1, stochastic=True),
-        "prompt lookup": sd.PromptLookupDrafter(),
+        "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
         "model": sd.ModelDrafter(noisy_copy()),
         "model, flatter": sd.ModelDrafter(noisy_copy(), draft_temp=2.0),
         "model, greedy": sd.ModelDrafter(noisy_copy(), greedy=True),

@@ -462,7 +462,11 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
     prompt = [5, 17, 99, 3] * 3
 
     def run(**kwargs: Any) -> None:
-        list(sd.speculate(model, prompt, sd.PromptLookupDrafter(), max_tokens=30, **kwargs))
+        list(
+            sd.speculate(
+                model, prompt, sd.PromptLookupDrafter(min_ngram=1), max_tokens=30, **kwargs
+            )
+        )
 
     given_one = sd.Tuning()
     run(tuning=given_one)

@@ -168,7 +168,7 @@ def test_a_costly_processor_is_called_no_more_than_positions_are_verified(
     costly.pure = pure  # type: ignore[attr-defined]
     tokens = list(
         sd.speculate(
-            *(model, prompt, sd.PromptLookupDrafter()),
+            *(model, prompt, sd.PromptLookupDrafter(min_ngram=1)),
             max_tokens=60,
             draft_length=5,
             logits_processors=[costly],

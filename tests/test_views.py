@@ -181,7 +181,7 @@ def test_bench_and_replay_are_tables() -> None:
     assert "1.50" in page.text
     assert "<gpu>" in page.text
     scores = score_record(
-        record, {"prompt-lookup": sd.PromptLookupDrafter()}, ["2"], linear_cost(0.1)
+        record, {"prompt-lookup": sd.PromptLookupDrafter(min_ngram=1)}, ["2"], linear_cost(0.1)
     )
     assert isinstance(scores, Scores)
     page = Checker(scores._repr_html_())
