@@ -63,7 +63,7 @@ class Kind:
 def kinds(draft_length: int) -> list[Kind]:
     """Plain gear and speculative rounds, without and with a repetition penalty of mlx-lm's."""
     penalty = make_logits_processors(repetition_penalty=PENALTY)
-    lookup = PromptLookupDrafter(num_draft=draft_length)
+    lookup = PromptLookupDrafter(min_ngram=1, num_draft=draft_length)
     return [
         Kind("plain", None),
         Kind("drafting", lookup),
