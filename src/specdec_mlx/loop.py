@@ -337,6 +337,7 @@ class Generation:
         if self.num_read == 0:
             self.on_progress(self.prompt_length, self.prompt_length)
         origins = _origins(len(block.draft), num_accepted)
+        context = len(self.text) - (block.num_fed - len(block.draft))
         if self.max_tokens >= 0:
             tokens = tokens[: self.max_tokens - self.num_read]
         self.text += tokens
@@ -356,7 +357,7 @@ class Generation:
             verify_seconds=launched.launch_seconds + self.waited,
             steady=launched.is_ahead == is_ahead and self.away < seconds / 2,
             ahead=launched.is_ahead,
-            context=self.tape.position - block.num_fed,
+            context=context,
         )
         self.last_read_at = now
         self.length.record(record)

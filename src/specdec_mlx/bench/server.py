@@ -262,7 +262,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--drafter", action="append", default=[], help="for our server; repeatable")
     add("--draft-model", help="for our server")
     add("--draft-length", default="auto", help="for our server (%(default)s)")
-    add("--library", action="store_true", help="also time the library itself on these prompts")
+    add("--in-process", action="store_true", help="also time the library itself on these prompts")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--texts", action="store_true", help="with the texts of the answers")
     return parser
@@ -286,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     print(table(phases))
     figures = record(phases, args.texts)
-    if args.library:
+    if args.in_process:
         length = args.draft_length if not args.draft_length.isdigit() else int(args.draft_length)
         figures["library"] = time_library(model, texts[: args.num], args.max_tokens, length)
         print(f"The library itself, on the prompts of the first phase: {figures['library']:.2f}")
