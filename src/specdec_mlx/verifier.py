@@ -331,16 +331,17 @@ class Verifier:
         logits = self._process(logits, drafted)
         scales = mx.logsumexp(logits, axis=-1, keepdims=True)
         logprobs = logits - scales
-        results = {"scales": scales, **self._outcome(logprobs, drafted, draft, position)}
+        probs = None if draft.logprobs is None or not len(draft) else mx.exp(draft.logprobs)
+        results = {"scales": scales, **self._outcome(logprobs, drafted, probs, position)}
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = drafted
-        if draft.logprobs is not None and len(draft):
-            results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
+        if draft.logprobs is not None and probs is not None:
+            results["masses"] = mx.sum(probs, axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
         if self.counterfactual is not None and len(draft) and self.sampling is not None:
-            results["chances"] = chances(
-                mx.exp(self.sampling.law(logprobs)), drafted, _probs_of(draft, drafted, logprobs)
-            )
+            like = logprobs.astype(mx.float32)
+            known = point_mass(drafted, like) if probs is None else probs
+            results["chances"] = chances(mx.exp(self.sampling.law(logprobs)), drafted, known)
         tokens = results["target_tokens"] if "target_tokens" in results else results["verdict"]
         next_token = (tokens[-1:] if len(draft) else tokens).astype(mx.uint32)
         return LazyBlock(draft, num_fed, logprobs, next_token, results, self.counterfactual)
@@ -361,15 +362,18 @@ class Verifier:
         return mx.concatenate(rows)
 
     def _outcome(
-        self, logprobs: mx.array, drafted: mx.array, draft: Draft, position: int
+        self, logprobs: mx.array, drafted: mx.array, draft_probs: mx.array | None, position: int
     ) -> dict[str, mx.array]:
-        """What decides: the rule's verdict, or under match the target's own tokens [K+1]."""
+        """What decides: the rule's verdict, or under match the target's own tokens [K+1].
+
+        draft_probs: [K, V] the law of the draft, None for a point mass.
+        """
         sampling = self.sampling
-        drawn = draft.logprobs is not None
+        drawn = draft_probs is not None
         rule = RULES["block"] if self.rule == "auto" and drawn else self.rule
-        if isinstance(rule, str) or sampling is None or sampling.greedy or not len(draft):
+        if isinstance(rule, str) or sampling is None or sampling.greedy or not drafted.size:
             own = self._draw(logprobs, position)
-            if not (isinstance(rule, Lenient) and len(draft)):
+            if not (isinstance(rule, Lenient) and drafted.size):
                 return {"target_tokens": own}
             kept = leading_run(rule.nearly_matches(logprobs, drafted))
             return {"verdict": mx.stack([kept, own[kept].astype(mx.int32)])}
@@ -377,8 +381,8 @@ class Verifier:
             rule,
             mx.exp(sampling.law(logprobs)),
             drafted,
-            None if draft.logprobs is None else mx.exp(draft.logprobs),
-            self.noise.uniform("accept", position, len(draft)),
+            draft_probs,
+            self.noise.uniform("accept", position, drafted.size),
             self.noise.gumbel("next", position, logprobs.shape[-1]),
         )
         return {"verdict": mx.stack([verdict.num_accepted, verdict.next_token])}
@@ -446,11 +450,3 @@ def _check_law(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
                 f"The law of draft token {i} is none: it must sum to 1 and give mass to the token "
                 "drawn. Hand over the log-probabilities that it was drawn from."
             )
-
-
-def _probs_of(draft: Draft, drafted: mx.array, like: mx.array) -> mx.array:
-    """Law [K, V] that a draft was drawn from; of a point mass, all on its tokens."""
-    if draft.logprobs is not None:
-        return mx.exp(draft.logprobs)
-    probs: mx.array = point_mass(drafted, like.astype(mx.float32))
-    return probs
