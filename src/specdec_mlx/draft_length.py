@@ -84,6 +84,13 @@ MLX's tiles of 5 rows."""
 PROBE_SHARE = 0.01
 """Share of the time that may go into finding out whether a parked draft model pays again."""
 
+PROBE_ROUNDS = 2
+"""Rounds of such a probe: in the first a draft model reads what it has missed."""
+
+DEAR_CREDIT = 3.0
+"""What the first trials of a draft model may lose, in plain rounds: asking it costs much the same
+for one token as for four, so that only a long draft shows what it can do."""
+
 TRIAL_SHARE = 0.002
 """Share of the time that may go into trying lengths whose cost is not known."""
 
@@ -116,7 +123,9 @@ class Auto:
     _is_cheap: bool = False
     _open: _OpenDraft | None = None
     _is_scored: bool = False
+    _is_probe: bool = False
     _rounds_parked: int = 0
+    _rounds_awake: int = 0
     _tokens: float = 0.0
     _cost: float = 0.0
 
@@ -131,9 +140,19 @@ class Auto:
         if cheap:
             return LENGTHS[-1]
         best = self._best([0] * LENGTHS[-1])
-        if best == 0 and self._rounds_parked * PROBE_SHARE >= self.learned.costs.ratio(1) - 1:
-            return 1
-        return best
+        self._is_probe = best == 0
+        return best or self._probe()
+
+    def _probe(self) -> int:
+        """Length at which a parked draft model is asked again; 0 if that is not due."""
+        costs = self.learned.costs
+        if costs.needs_plain or self._rounds_awake >= PROBE_ROUNDS:
+            return 0
+        values = self._values([0] * LENGTHS[-1])
+        length = max(values, key=values.__getitem__)
+        loss = PROBE_ROUNDS * (costs.ratio(length) - 1)
+        is_due = self._rounds_awake or self._rounds_parked * PROBE_SHARE >= loss
+        return length if is_due else 0
 
     def _turn_to(self, cheap: bool) -> None:
         """Go on with what was learned of cheap drafters, or of dear ones."""
@@ -142,9 +161,11 @@ class Auto:
             name = f"{self.drafter}{second if self._by_cheapness else ''}"
             self._by_cheapness[cheap] = self.tuning.of(name)
             self._by_cheapness[cheap].acceptance.form = 0.5
+            if not cheap and not self._by_cheapness[cheap].by_context:
+                self._by_cheapness[cheap].credit = DEAR_CREDIT
         self.learned = self._by_cheapness[cheap]
         self._is_cheap = cheap
-        self._is_scored = False
+        self._is_scored = self._is_probe = False
 
     def cut(self, draft: Draft) -> int:
         """The length that pays best for this draft."""
@@ -165,6 +186,7 @@ class Auto:
         self._tokens = RATE_MEMORY * self._tokens + round_.emitted
         self._cost = RATE_MEMORY * self._cost + costs.ratio(round_.drafted)
         self._rounds_parked = 0 if round_.drafted else self._rounds_parked + 1
+        self._rounds_awake = self._rounds_awake + 1 if round_.drafted else 0
         if self._open is not None and self._open.score(round_.tokens):
             self._open = None
         if not self._is_scored:
@@ -178,12 +200,13 @@ class Auto:
             learned.context = round_.context
         costs = self.learned.costs
         was_trial = costs.is_retry_due or not costs.is_measured(round_.drafted)
-        if round_.steady and round_.drafted:
+        woke = not self._is_cheap and round_.drafted and not self._rounds_awake
+        if round_.steady and round_.drafted and not woke:
             costs.observe(round_.drafted, round_.seconds)
-        elif round_.steady:
+        elif round_.steady and not round_.drafted:
             for learned in everybody:
                 learned.costs.observe(0, round_.seconds)
-        if round_.drafted and was_trial:
+        if round_.drafted and was_trial and not self._is_probe:
             self.learned.credit -= max(0.0, costs.ratio(round_.drafted) - round_.emitted)
         self.learned.credit += TRIAL_SHARE
         return costs
@@ -195,22 +218,30 @@ class Auto:
 
     def _best(self, evidence: Sequence[Evidence | int]) -> int:
         """Length of the largest value; 0 if none is worth more than plain decoding."""
-        history, costs = self.learned.acceptance, self.learned.costs
+        costs = self.learned.costs
         best, best_value = 0, 1.0 - self.rate
         if costs.needs_plain:
             return best
+        for length, value in self._values(evidence).items():
+            is_trial = costs.is_retry_due or not costs.is_measured(length)
+            expected = value + self.rate * costs.hoped_ratio(length)
+            loss = costs.worst_ratio(length) - expected
+            if value > best_value and not (is_trial and loss > self.learned.credit):
+                best, best_value = length, value
+        return best
+
+    def _values(self, evidence: Sequence[Evidence | int]) -> dict[int, float]:
+        """What each length above 0 is worth: expected tokens less the cost at the going rate."""
+        history, costs = self.learned.acceptance, self.learned.costs
+        values = {}
         reach, expected = 1.0, 1.0
         for i, kind in enumerate(evidence):
             reach *= history.chance(kind, i)
             expected += reach
             length = i + 1
             if length in LENGTHS or length == len(evidence):
-                value = expected - self.rate * costs.hoped_ratio(length)
-                is_trial = costs.is_retry_due or not costs.is_measured(length)
-                loss = costs.worst_ratio(length) - expected
-                if value > best_value and not (is_trial and loss > self.learned.credit):
-                    best, best_value = length, value
-        return best
+                values[length] = expected - self.rate * costs.hoped_ratio(length)
+        return values
 
 
 @dataclass

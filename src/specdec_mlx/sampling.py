@@ -64,18 +64,24 @@ class Sampling:
         """
         if self.greedy:
             return _point_mass(logprobs)
+        return _normalize(self._unnormalized(logprobs))
+
+    def _unnormalized(self, logprobs: mx.array) -> mx.array:
+        """The law but for a constant in each row: enough to draw from, in fewer operations."""
         x = logprobs.astype(mx.float32)
-        x = x - mx.logsumexp(x, axis=-1, keepdims=True)
+        if 0 < self.top_p < 1 or self.min_p > 0:
+            x = _normalize(x)
         if 0 < self.top_p < 1:
             x = apply_top_p(x, self.top_p)
         if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
-        plain = self._finish(x)
         if self.xtc_probability == 0:
-            return plain
-        without_top = self._finish(self._exclude_top_choices(x))
+            return self._finish(x)
+        plain, without_top = (
+            mx.exp(_normalize(self._finish(y))) for y in (x, self._exclude_top_choices(x))
+        )
         share = self.xtc_probability
-        return mx.log((1 - share) * mx.exp(plain) + share * mx.exp(without_top))
+        return mx.log((1 - share) * plain + share * without_top)
 
     def draw(
         self,
@@ -89,13 +95,13 @@ class Sampling:
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         assert gumbel is not None
-        return mx.argmax(self.law(logprobs) + gumbel, axis=-1)
+        return mx.argmax(self._unnormalized(logprobs) + gumbel, axis=-1)
 
     def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
         """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
-        return mx.random.categorical(self.law(logprobs))
+        return mx.random.categorical(self._unnormalized(logprobs))
 
     def _finish(self, x: mx.array) -> mx.array:
         """Top-k and the temperature, which mlx-lm applies last."""
@@ -107,8 +113,7 @@ class Sampling:
                 f"an int below the vocabulary size, {x.shape[-1]} (0: off)",
             )
             x = apply_top_k(x, self.top_k)
-        x = x * (1.0 / self.temp)
-        return x - mx.logsumexp(x, axis=-1, keepdims=True)
+        return x * (1.0 / self.temp)
 
     def _exclude_top_choices(self, x: mx.array) -> mx.array:
         """Apply XTC as if its coin had come up; mlx-lm's function draws a coin from global state.
@@ -122,6 +127,11 @@ class Sampling:
         excluded: mx.array = apply_xtc(x, 1.0, self.xtc_threshold, kept)
         state[0][:] = before
         return excluded
+
+
+def _normalize(x: mx.array) -> mx.array:
+    """Log-probabilities [..., V] of logits [..., V]."""
+    return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
 def _point_mass(logprobs: mx.array) -> mx.array:

@@ -87,7 +87,9 @@ class LazyBlock:
         """Tokens [n + 1] of this round, and n."""
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
-        if "target_tokens" in numbers:
+        if not len(self.draft):
+            num_accepted, next_token = 0, numbers["target_tokens"][0]
+        elif "target_tokens" in numbers:
             verdict = match(np.array(numbers["target_tokens"]), np.array(drafted))
             num_accepted, next_token = int(verdict.num_accepted), int(verdict.next_token)
         else:
