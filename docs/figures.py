@@ -1,7 +1,8 @@
-"""Draw the figures of the documentation from the committed benchmark: `make figures`.
+"""Draw the figures of the documentation from the committed benchmarks: `make figures`.
 
-    python docs/figures.py              # docs/data/benchmark.json -> docs/figures/*.png
-    python docs/figures.py RECORD.json  # first takes over what a new `bench --json` wrote
+    python docs/figures.py                       # docs/data/*.json -> docs/figures/*.png
+    python docs/figures.py benchmark RECORD.json # first takes over what `bench --json` wrote
+    python docs/figures.py lab RECORD.json       # the same, of the trained pair that ships
 
 Of a record only what is drawn is kept: results, machine, settings and costs, no texts.
 """
@@ -19,42 +20,58 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.summary import Result
 
 DOCS = Path(__file__).parent
-DATA = DOCS / "data" / "benchmark.json"
+DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "lab")}
 FIGURES = DOCS / "figures"
 KEPT = ("machine", "settings", "cost", "results")
+TITLES = {
+    "benchmark": "SmolLM2-135M, no second model",
+    "lab": "3.5 million parameters, with a draft model of 0.25 million",
+}
 
 
-def take_over(record: Path) -> None:
+def take_over(name: str, record: Path) -> None:
     """Keep of a record what may be committed and is drawn."""
     data = json.loads(record.read_text(encoding="utf-8"))
     kept = {key: data[key] for key in KEPT}
-    DATA.parent.mkdir(exist_ok=True)
-    DATA.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    DATA[name].parent.mkdir(exist_ok=True)
+    DATA[name].write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
-def figures(data: dict[str, Any]) -> dict[str, Any]:
+def read() -> dict[str, dict[str, Any]]:
+    """The committed benchmarks."""
+    return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in DATA.items()}
+
+
+def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """File name -> figure."""
-    drawn: dict[str, Any] = {
-        "speed_by_text": plots.speed_by_text([Result(**r) for r in data["results"]])
-    }
-    if data["cost"] is not None:
-        cost = data["cost"]
-        curve = CostCurve(cost["name"], tuple(cost["positions"]), tuple(cost["seconds"]))
-        drawn["cost"] = plots.cost_curve(curve)
-    return drawn
+    cost = data["benchmark"]["cost"]
+    curve = CostCurve(cost["name"], tuple(cost["positions"]), tuple(cost["seconds"]))
+    return {"speed_by_text": speed_by_text(data), "cost": plots.cost_curve(curve)}
+
+
+def speed_by_text(data: dict[str, dict[str, Any]]) -> Any:
+    """Both benchmarks, one above the other."""
+    results = {name: [Result(**r) for r in data[name]["results"]] for name in TITLES}
+    heights = [len(rows) + len({r.key for r in rows}) for rows in results.values()]
+    figure = plots.Plot(figsize=(8.4, 0.16 * sum(heights)), layout="constrained")
+    panels = figure.subplots(len(TITLES), 1, height_ratios=heights)
+    for name, ax in zip(TITLES, panels, strict=True):
+        plots.speed_by_text(results[name], ax)
+        ax.set_title(TITLES[name], fontsize=10)
+    return figure
 
 
 def digest() -> str:
     """Fingerprint of the data; a figure carries that of what it was drawn from."""
-    return hashlib.sha256(DATA.read_bytes()).hexdigest()
+    return hashlib.sha256(b"".join(path.read_bytes() for path in DATA.values())).hexdigest()
 
 
 def main() -> None:
     """Take a record over if one is given, and draw."""
     if len(sys.argv) > 1:
-        take_over(Path(sys.argv[1]))
+        take_over(sys.argv[1], Path(sys.argv[2]))
     FIGURES.mkdir(exist_ok=True)
-    for name, plot in figures(json.loads(DATA.read_text(encoding="utf-8"))).items():
+    for name, plot in figures(read()).items():
         metadata = {"Source": digest()}
         plot.savefig(FIGURES / f"{name}.png", dpi=160, facecolor="white", metadata=metadata)
 

@@ -311,6 +311,8 @@ def test_record_survives_json(tmp_path: Path) -> None:
     assert {r["category"] for r in data["results"]} == {"kind 0", "kind 1", ALL}
     assert loaded.live_ratio("prompt-lookup", "3", ALL) == only(record, "prompt-lookup").ratio
     assert loaded.live_ratio("prompt-lookup", "9", ALL) is None
+    loaded.results[:] = [dataclasses.replace(r, rule=r.rule and "match") for r in loaded.results]
+    assert loaded.live_ratio("prompt-lookup", "3", ALL) is None
 
 
 def test_another_file_is_no_record(tmp_path: Path) -> None:

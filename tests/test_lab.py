@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
 from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
+from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import corpus, train
 
@@ -204,3 +205,19 @@ def test_the_command_names_the_folders(
     monkeypatch.setattr("sys.argv", ["lab", which])
     command.main()
     assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
+
+
+def test_the_command_prints_prompts_that_the_benchmark_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of each held-out topic, and none of the text that was trained on."""
+    from specdec_mlx.lab import __main__ as command
+
+    monkeypatch.setattr("sys.argv", ["lab", "prompts"])
+    command.main()
+    (tmp_path / "prompts.jsonl").write_text(capsys.readouterr().out)
+    prompts = read_prompts(tmp_path / "prompts.jsonl")
+    assert [p.category for p in prompts] == [name for name in corpus.HELD_OUT for _ in range(2)]
+    trained = "\n\n".join(corpus.split_topics()[0])
+    assert not any(p.text in trained for p in prompts)
+    assert min(len(p.text) for p in prompts) == corpus.OPENING_LENGTH

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import importlib
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,16 @@ def test_speed_by_text_has_ratios_and_intervals() -> None:
     assert list(container[0].get_xdata()) == [1.5, 2.0]
     assert container[2][0].get_segments()[0][:, 0].tolist() == pytest.approx([1.4, 1.7])
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["code", "all"]
+
+
+def test_speed_by_text_tells_rules_apart_where_there_are_several() -> None:
+    def drawn(rules: Sequence[str]) -> list[str]:
+        ours = [replace(result("model", "4", "all", 1.5), rule=rule) for rule in rules]
+        ax = axes(plots.speed_by_text([result("mlx-lm", "", "all", 1.0), *ours]))
+        return [container.get_label() for container in ax.containers]
+
+    assert drawn(["auto"]) == ["model, K = 4"]
+    assert drawn(["auto", "coupled"]) == ["model, K = 4, auto", "model, K = 4, coupled"]
 
 
 def test_figures_of_the_paper() -> None:

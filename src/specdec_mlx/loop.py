@@ -22,16 +22,16 @@ import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.cache import Rollback
 from specdec_mlx.counterfactual import Counterfactual
 from specdec_mlx.draft_length import DraftLength, make_draft_length
 from specdec_mlx.errors import CacheRollbackError, PromptError
+from specdec_mlx.inputs import check_prompt, split_cache
 from specdec_mlx.noise import Noise
 from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats import SpeculationStats
-from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.token_ids import to_ids
 from specdec_mlx.tuning import Tuning, tuning_for
 from specdec_mlx.types import (
     AcceptanceRule,
@@ -122,10 +122,10 @@ def speculate(
 
     Raises PromptError, DraftError, LogitsError and ValueError for bad input.
     """
-    prompt = _check_prompt(prompt_tokens, input_embeddings, drafter)
+    prompt = check_prompt(prompt_tokens, input_embeddings, drafter)
     if max_tokens < -1:
         raise ValueError(f"max_tokens={max_tokens}: expected an int >= 0, or -1 for no limit.")
-    caches, draft_cache = _split_cache(model, prompt_cache, max_kv_size)
+    caches, draft_cache = split_cache(model, prompt_cache, max_kv_size)
     verifier = Verifier(
         model,
         Rollback(caches),
@@ -466,42 +466,3 @@ def _origins(num_drafted: int, num_accepted: int) -> list[Origin]:
     """Where each of the n + 1 tokens of a round came from."""
     last: Origin = "correction" if num_accepted < num_drafted else "bonus"
     return [*["draft"] * num_accepted, last if num_drafted else "plain"]  # type: ignore[list-item]
-
-
-def _check_prompt(
-    tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
-) -> list[int]:
-    """The prompt as a list; raises PromptError for what cannot be one."""
-    prompt = to_list(tokens)
-    if not prompt and embeddings is None:
-        raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
-    if prompt and min(prompt) < 0:
-        raise PromptError(f"The prompt holds token {min(prompt)}; token ids are >= 0.")
-    if embeddings is None or len(prompt) == len(embeddings):
-        return prompt
-    if prompt:
-        raise PromptError(
-            f"input_embeddings has {len(embeddings)} rows for {len(prompt)} prompt tokens. Give "
-            "one row a token."
-        )
-    if drafter is not None:
-        raise PromptError(
-            "input_embeddings without prompt tokens leaves a drafter nothing to draft from. Give "
-            "the prompt tokens as well, or drafter=None."
-        )
-    return [0] * len(embeddings)
-
-
-def _split_cache(
-    model: nn.Module, prompt_cache: list[Any] | None, max_kv_size: int | None
-) -> tuple[list[Any], list[Any] | None]:
-    """The target's caches and, if the caller's list goes on behind them, the draft model's."""
-    fresh = make_prompt_cache(model, max_kv_size=max_kv_size)
-    if prompt_cache is None:
-        return fresh, None
-    if len(prompt_cache) < len(fresh):
-        raise ValueError(
-            f"prompt_cache has {len(prompt_cache)} caches; this model needs {len(fresh)}. Make it "
-            "with mlx_lm.models.cache.make_prompt_cache(model)."
-        )
-    return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None

@@ -211,12 +211,13 @@ def expected_and_observed(scores: Iterable[Score], ax: Axes | None = None) -> Fi
 
 def speed_by_text(results: Sequence[Result], ax: Axes | None = None) -> Figure:
     """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals."""
-    contenders = list(dict.fromkeys((r.drafter, r.draft_length) for r in results))[1:]
+    contenders = list(dict.fromkeys(r.key for r in results))[1:]
+    with_rule = len({r.rule for r in results if r.rule}) > 1
     categories = list(dict.fromkeys(r.category for r in results))
     height = 0.8 + 0.13 * len(categories) * (len(contenders) + 1)
     ax = _axes(ax, (7.2, height))
     for i, key in enumerate(contenders):
-        chosen = [r for r in results if (r.drafter, r.draft_length) == key and r.ratio]
+        chosen = [r for r in results if r.key == key and r.ratio]
         rows = [categories.index(r.category) + (i + 1) / (len(contenders) + 1) for r in chosen]
         ratios = [r.ratio or 0.0 for r in chosen]
         below = [max(0.0, x - (r.ratio_low or x)) for x, r in zip(ratios, chosen, strict=True)]
@@ -228,7 +229,7 @@ def speed_by_text(results: Sequence[Result], ax: Axes | None = None) -> Figure:
             fmt=MARKERS[i % 6],
             color=COLOURS[i % 6],
             capsize=2,
-            label=contender_name(*key),
+            label=contender_name(*(key if with_rule else key[:2])),
         )
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
     for edge in range(1, len(categories)):
@@ -318,11 +319,12 @@ def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
     return acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
 
 
-def contender_name(drafter: str, draft_length: str) -> str:
+def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:
     """What a legend calls a contender of a benchmark."""
     known = {"mlx-lm-speculation": "mlx-lm's own, draft model", "none": "no drafter, our loop"}
     name = known.get(drafter, drafter)
-    return f"{name}, K = {draft_length}" if draft_length else name
+    name = f"{name}, K = {draft_length}" if draft_length else name
+    return f"{name}, {rule}" if rule else name
 
 
 def _chances() -> list[float]:

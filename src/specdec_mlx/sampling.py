@@ -69,7 +69,7 @@ class Sampling:
     def _unnormalized(self, logprobs: mx.array) -> mx.array:
         """The law but for a constant in each row: enough to draw from, in fewer operations."""
         x = logprobs.astype(mx.float32)
-        if 0 < self.top_p < 1 or self.min_p > 0:
+        if self.top_p or self.min_p:
             x = _normalize(x)
         if 0 < self.top_p < 1:
             x = apply_top_p(x, self.top_p)

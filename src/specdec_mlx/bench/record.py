@@ -50,10 +50,11 @@ class Record:
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
-        """The measured ratio to plain decoding, if that was run."""
+        """The measured ratio to plain decoding, if that was run; with rules, under "auto"."""
         wanted = drafter, draft_length, category
         for result in self.results:
-            if (result.drafter, result.draft_length, result.category) == wanted:
+            own = result.drafter, result.draft_length, result.category
+            if own == wanted and result.rule in ("", "auto"):
                 return result.ratio
         return None
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -21,8 +22,19 @@ VOCAB_SIZE = 257
 HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
 """Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
 
+OPENING_LENGTH = 400
+"""Characters of a held-out topic that make a prompt."""
+
 SHORTEST_QUOTE = 60
 """Characters from which a paragraph that stands twice counts as a quotation: a heuristic."""
+
+
+def held_out_openings() -> Iterator[tuple[str, int, str]]:
+    """Two pieces of each held-out topic, from its start and from its middle: name, number, text."""
+    for name in HELD_OUT:
+        text = topics[name]
+        for i, start in enumerate((0, len(text) // 2)):
+            yield name, i, text[start : start + OPENING_LENGTH]
 
 
 def split_topics() -> tuple[list[str], list[str]]:

@@ -2,7 +2,7 @@
 
     python -m specdec_mlx.lab.train --out my-pair
 
-No network and no other data than Python's own; a quarter of an hour on one core with a fast BLAS
+No network and no other data than Python's own; half an hour on one core with a fast BLAS
 (on Linux: OpenBLAS through LD_PRELOAD, OPENBLAS_NUM_THREADS=1). The same seed, Python and library
 versions give the same models up to the rounding of sums. `specdec_mlx.lab.corpus` is the text.
 """
@@ -64,8 +64,8 @@ class Plan:
     checkpoint: updates between two snapshots.
     """
 
-    steps: int = 1800
-    draft_steps: int = 1200
+    steps: int = 1000
+    draft_steps: int = 4000
     batch: int = 4
     window: int = 256
     samples: int = 128
