@@ -211,9 +211,8 @@ def matched(own_laws: np.ndarray, tokens: Tokens) -> Outcomes:
     result: Outcomes = defaultdict(float)
     for own in product(range(own_laws.shape[-1]), repeat=len(tokens) + 1):
         weight = np.prod(own_laws[range(len(own)), own])
-        verdict = match(np.array(own), np.array(tokens, int))
-        n = int(verdict.num_accepted)
-        result[(*tokens[:n], int(verdict.next_token)), n] += weight
+        n, next_token = match(own, tokens)
+        result[(*tokens[:n], next_token), n] += weight
     return result
 
 

@@ -99,6 +99,19 @@ def test_a_single_round_at_a_new_width_does_not_count() -> None:
     assert costs.ratio(4) == pytest.approx(1.2)
 
 
+@pytest.mark.parametrize(("seconds", "is_known"), [(2.5, True), (3.5, False)])
+def test_a_single_round_counts_where_it_is_no_dearer_than_others(
+    seconds: float, is_known: bool
+) -> None:
+    """Nothing was compiled in it: a token of the draft cost what it does at another length."""
+    costs = RoundCosts()
+    for num_drafted, cost in [(0, 1.0), (2, 2.2), (2, 2.0), (3, seconds)]:
+        costs.observe(num_drafted, cost)
+    assert costs.is_measured(3) is is_known
+    if is_known:
+        assert costs.ratio(3) == seconds
+
+
 def test_a_round_is_never_dearer_than_can_matter() -> None:
     """It brings K + 1 tokens at most: beyond K + 2 plain rounds, more is no worse."""
     assert measured(k1=1000.0).ratio(1) == 3

@@ -8,7 +8,7 @@ code they are `target_probs` [K+1, V] and `draft_probs` [K, V].
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import log
 from typing import Any
@@ -53,14 +53,17 @@ def point_mass(tokens: Array, like: Array) -> Array:
     return xp.where(hits, xp.ones_like(like[:1]), xp.zeros_like(like[:1]))
 
 
-def match(target_tokens: Array, draft_tokens: Array) -> Verdict:
+def match(target_tokens: Sequence[int], draft_tokens: Sequence[int]) -> tuple[int, int]:
     """Keep the draft as far as it equals the target's own tokens; the next token is the target's.
 
-    target_tokens: [K+1], one draw of the target per position; draft_tokens: [K]. Lossless for any
-    way of drawing them, since what is emitted is always the target's own draw.
+    target_tokens: [K+1], one draw of the target per position; draft_tokens: [K]. Returns the number
+    of accepted tokens, n, and the token after them. Lossless for any way of drawing them, since
+    what is emitted is always the target's own draw.
     """
-    num_accepted = leading_run(target_tokens[:-1] == draft_tokens)
-    return Verdict(num_accepted, _row(target_tokens, num_accepted))
+    n = 0
+    while n < len(draft_tokens) and draft_tokens[n] == target_tokens[n]:
+        n += 1
+    return n, target_tokens[n]
 
 
 def decide(

@@ -122,12 +122,14 @@ class RoundCosts:
         """The same, if each token of a length not measured cost as much as the dearest measured."""
         if self.is_measured(num_drafted):
             return self.ratio(num_drafted)
-        per_token = [
-            (_typical(samples) - 1.0) / k
-            for k, samples in self.ratios.items()
-            if self.is_measured(k)
-        ]
-        return 1.0 + num_drafted * max(0.0, *per_token) if per_token else 1.0 + num_drafted
+        dearest = self._dearest_token()
+        return 1.0 + num_drafted * (1.0 if dearest is None else dearest)
+
+    def _dearest_token(self) -> float | None:
+        """Cost of a draft token where it was highest, of lengths tried twice; None before that."""
+        tried_twice = {k: samples for k, samples in self.ratios.items() if len(samples) > 1}
+        per_token = [(_typical(samples) - 1.0) / k for k, samples in tried_twice.items()]
+        return max(0.0, *per_token) if per_token else None
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
@@ -143,8 +145,15 @@ class RoundCosts:
             self.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
 
     def is_measured(self, num_drafted: int) -> bool:
-        """Whether a length was tried twice: the first round at a new width may compile kernels."""
-        return len(self.ratios.get(num_drafted, ())) > 1
+        """Whether a length was tried twice: the first round at a new width may compile kernels.
+
+        Once is enough where it cost no more a token than another length does.
+        """
+        samples = list(self.ratios.get(num_drafted, []))
+        if len(samples) != 1:
+            return len(samples) > 1
+        dearest = self._dearest_token()
+        return dearest is not None and samples[0] <= 1.0 + num_drafted * dearest
 
     def line(self) -> tuple[float, float]:
         """Step and slope that fit the measured lengths and the prior, by weighted least squares."""

@@ -87,11 +87,8 @@ class LazyBlock:
         """Tokens [n + 1] of this round, and n."""
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
-        if not len(self.draft):
-            num_accepted, next_token = 0, numbers["target_tokens"][0]
-        elif "target_tokens" in numbers:
-            verdict = match(np.array(numbers["target_tokens"]), np.array(drafted))
-            num_accepted, next_token = int(verdict.num_accepted), int(verdict.next_token)
+        if "target_tokens" in numbers:
+            num_accepted, next_token = match(numbers["target_tokens"], drafted)
         else:
             num_accepted, next_token = numbers["verdict"]
         _check_logits(numbers["scales"][: num_accepted + 1])
@@ -292,11 +289,12 @@ class Verifier:
         """
         self._check_draft(draft)
         pending = to_ids(pending)
-        room = self.widest_pass()
-        while room is not None and pending.shape[0] > room:
+        while pending.shape[0] > 1:
+            room = self.widest_pass()
+            if room is None or pending.shape[0] <= room:
+                break
             self.feed(pending[:room])
             pending = pending[room:]
-            room = self.widest_pass()
         if len(draft):
             self.tape.mark()
         fed = mx.concatenate([pending, to_ids(draft.tokens)]) if len(draft) else pending
