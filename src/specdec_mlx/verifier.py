@@ -60,7 +60,7 @@ class Block(Protocol):
 
     @property
     def next_token(self) -> mx.array:
-        """Token after the accepted ones, uint32 [1], not computed yet."""
+        """Token after an empty draft, uint32 [1], not computed yet."""
         ...
 
     def read(self) -> tuple[list[int], int]:
@@ -79,9 +79,13 @@ class LazyBlock:
     draft: Draft
     num_fed: int
     logprobs: mx.array
-    next_token: mx.array
     results: dict[str, mx.array]
     counterfactual: Counterfactual | None = None
+
+    @property
+    def next_token(self) -> mx.array:
+        """Token after an empty draft, not computed yet."""
+        return self.results["target_tokens"].astype(mx.uint32)
 
     def read(self) -> tuple[list[int], int]:
         """Tokens [n + 1] of this round, and n."""
@@ -305,7 +309,7 @@ class Verifier:
             mx.async_eval(logits)
             return SteppedBlock(draft, fed.shape[0], logits, self._chooser(logits, position))
         block = self._decide(logits, draft, position, fed.shape[0])
-        mx.async_eval(block.results, block.next_token, block.logprobs)
+        mx.async_eval(block.results, block.logprobs)
         return block
 
     def _check_draft(self, draft: Draft) -> None:
@@ -342,9 +346,7 @@ class Verifier:
             like = logprobs.astype(mx.float32)
             known = point_mass(drafted, like) if probs is None else probs
             results["chances"] = chances(mx.exp(self.sampling.law(logprobs)), drafted, known)
-        tokens = results["target_tokens"] if "target_tokens" in results else results["verdict"]
-        next_token = (tokens[-1:] if len(draft) else tokens).astype(mx.uint32)
-        return LazyBlock(draft, num_fed, logprobs, next_token, results, self.counterfactual)
+        return LazyBlock(draft, num_fed, logprobs, results, self.counterfactual)
 
     def _process(self, logits: mx.array, drafted: mx.array) -> mx.array:
         """Run pure processors over every row, each with the history that it would have."""
