@@ -2,7 +2,8 @@
 
     python docs/figures.py                       # docs/data/*.json -> docs/figures/*.png
     python docs/figures.py benchmark RECORD.json # first takes over what `bench --json` wrote
-    python docs/figures.py lab RECORD.json       # the same, of the trained pair that ships
+    python docs/figures.py greedy RECORD.json    # the same, of the trained pair that ships
+    python docs/figures.py sampled RECORD.json   # and of the pair at temperature 1
 
 Of a record only what is drawn is kept: results, machine, settings and costs, no texts.
 """
@@ -17,16 +18,17 @@ from typing import Any
 
 from specdec_mlx import plots
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.summary import Result
+from specdec_mlx.bench.summary import ALL, Result
 
 DOCS = Path(__file__).parent
-DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "lab")}
+DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}
 FIGURES = DOCS / "figures"
 KEPT = ("machine", "settings", "cost", "results")
-TITLES = {
-    "benchmark": "SmolLM2-135M, no second model",
-    "lab": "3.5 million parameters, with a draft model of 0.25 million",
-}
+TITLES = (
+    "SmolLM2-135M, no second model, greedy",
+    "3.5 million parameters, with a draft model of 0.25 million",
+)
+PAIR = {"greedy": "greedy", "sampled": "temperature 1"}
 
 
 def take_over(name: str, record: Path) -> None:
@@ -50,14 +52,19 @@ def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 
 def speed_by_text(data: dict[str, dict[str, Any]]) -> Any:
-    """Both benchmarks, one above the other."""
-    results = {name: [Result(**r) for r in data[name]["results"]] for name in TITLES}
-    heights = [len(rows) + len({r.key for r in rows}) for rows in results.values()]
-    figure = plots.Plot(figsize=(8.4, 0.16 * sum(heights)), layout="constrained")
-    panels = figure.subplots(len(TITLES), 1, height_ratios=heights)
-    for name, ax in zip(TITLES, panels, strict=True):
-        plots.speed_by_text(results[name], ax)
-        ax.set_title(TITLES[name], fontsize=10)
+    """By kind of text without a second model; below, the pair, over all of its texts."""
+    by_text = [Result(**r) for r in data["benchmark"]["results"]]
+    pair = [
+        Result(**{**r, "category": label})
+        for name, label in PAIR.items()
+        for r in data[name]["results"]
+        if r["category"] == ALL
+    ]
+    figure = plots.Plot(figsize=(8.4, 5.2), layout="constrained")
+    panels = figure.subplots(2, 1, height_ratios=[len({r.category for r in by_text}), 4])
+    for results, title, ax in zip((by_text, pair), TITLES, panels, strict=True):
+        plots.speed_by_text(results, ax)
+        ax.set_title(title, fontsize=10)
     return figure
 
 

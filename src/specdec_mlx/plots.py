@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
+from specdec_mlx.bench.contenders import MLX_LM_SPECULATION
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.stats import SpeculationStats
@@ -210,8 +211,12 @@ def expected_and_observed(scores: Iterable[Score], ax: Axes | None = None) -> Fi
 
 
 def speed_by_text(results: Sequence[Result], ax: Axes | None = None) -> Figure:
-    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals."""
+    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
+
+    results: of a benchmark, the first those of plain mlx-lm. mlx-lm's own speculation comes last.
+    """
     contenders = list(dict.fromkeys(r.key for r in results))[1:]
+    contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
     with_rule = len({r.rule for r in results if r.rule}) > 1
     categories = list(dict.fromkeys(r.category for r in results))
     height = 0.8 + 0.13 * len(categories) * (len(contenders) + 1)
@@ -321,7 +326,7 @@ def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
 
 def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:
     """What a legend calls a contender of a benchmark."""
-    known = {"mlx-lm-speculation": "mlx-lm's own, draft model", "none": "no drafter, our loop"}
+    known = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
     name = known.get(drafter, drafter)
     name = f"{name}, K = {draft_length}" if draft_length else name
     return f"{name}, {rule}" if rule else name
