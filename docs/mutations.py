@@ -93,9 +93,9 @@ EQUIVALENT: dict[str, str] = {
     "acceptance._log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by p.",
     "acceptance.at: `-1` → `+1`": TWO_AXES,
     "acceptance._with_zero_row: `-1` → `+1`": TWO_AXES,
-    "sampling.Sampling.law: `0 < self.top_p < 1` → `0 < self.top_p <= 1`": "mlx-lm's filter "
-    "keeps every token with mass at top_p = 1.",
-    "sampling.Sampling.law: `1` → `2` (again)": "As above: it only lets top_p = 1 through.",
+    "sampling.Sampling._unnormalized: `0 < self.top_p < 1` → `0 < self.top_p <= 1`": "mlx-lm's "
+    "filter keeps every token with mass at top_p = 1.",
+    "sampling.Sampling._unnormalized: `1` → `2`": "As above: it only lets top_p = 1 through.",
 }
 """Mutants that no test can tell from the original, and why; by their name in the page."""
 

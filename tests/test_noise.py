@@ -51,7 +51,7 @@ def test_global_state_is_left_alone():
     draws = [
         Noise(1).uniform("accept", 0, 3),
         Noise(1).gumbel("target", 0, 9),
-        Noise(1).gumbels("target", range(3), 9),
+        Noise(1).gumbels([("target", i) for i in range(3)], 9),
     ]
     mx.eval(draws)
     assert state() == before
@@ -86,7 +86,7 @@ def test_no_two_arguments_share_a_key():
 def test_rows_are_the_positions_own():
     """`gumbels` stacks what `gumbel` gives, so that a row does not depend on those beside it."""
     noise = Noise(4)
-    rows = noise.gumbels("target", range(5, 8), 11)
+    rows = noise.gumbels([("target", i) for i in range(5, 8)], 11)
     assert rows.shape == (3, 11)
     for row, position in zip(rows, range(5, 8), strict=True):
         assert mx.array_equal(row, noise.gumbel("target", position, 11))
@@ -112,7 +112,7 @@ def test_gumbels_are_standard_gumbel():
     """Over the tokens of a position, and over positions of one token."""
     noise = Noise(0)
     over_tokens = np.array(noise.gumbel("target", 0, COUNT))
-    over_positions = np.array(noise.gumbels("target", range(COUNT), 2))[:, 1]
+    over_positions = np.array(noise.gumbels([("target", i) for i in range(COUNT)], 2))[:, 1]
     for numbers in (over_tokens, over_positions):
         assert kstest(numbers, gumbel_r.cdf).pvalue > FALSE_ALARM
 
@@ -169,3 +169,11 @@ def test_coupled_drafts_use_the_targets_noise():
     for start, index in [(0, 0), (3, 0), (2, 1), (0, 3)]:
         own = Noise(0).gumbel("target", start + index, 6)
         assert mx.array_equal(context.draft_gumbel(start, index), own)
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize("n", [1, 4])
+def test_a_whole_drafts_noise_is_that_of_its_tokens(coupled, n):
+    context = DraftContext(noise=Noise(0), vocab_size=6, coupled=coupled)
+    rows = mx.stack([context.draft_gumbel(3, index) for index in range(n)])
+    assert mx.array_equal(context.draft_gumbels(3, n), rows)

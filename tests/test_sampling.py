@@ -98,6 +98,18 @@ def test_law_is_normalised_and_finite(logits, data):
     assert not mx.any((law > -mx.inf) & (logits == -mx.inf)).item()
 
 
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 2}, {"top_p": 1.0}]
+)
+def test_law_takes_logits_as_it_takes_log_probabilities(filters):
+    """A constant more in all of a row's logits changes nothing."""
+    logits = mx.array([[0.3, 2.0, 1.5, -1.0], [3.0, 2.9, 2.8, 0.0]])
+    sampling = Sampling(temp=0.8, **filters)
+    expected = np.array(sampling.law(normalised(logits)))
+    for constant in (-3.0, 200.0):  # exp(200) is beyond float32
+        np.testing.assert_allclose(np.array(sampling.law(logits + constant)), expected, atol=1e-4)
+
+
 @given(logits=strategies.logit_rows(), data=st.data())
 def test_law_takes_rows_one_by_one(logits, data):
     """A batch [..., V] has the law of each of its rows, XTC included: one coin a row."""

@@ -58,13 +58,11 @@ class Noise:
         """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""
         return mx.random.gumbel(shape=(vocab,), key=self.key(purpose, position))
 
-    def gumbels(
-        self, purpose: str, positions: Sequence[int], vocab: int
-    ) -> Float[mx.array, "n vocab"]:
-        """Gumbel noise of several positions, one row each; the same numbers as row by row."""
-        if len(positions) == 1:
-            return self.gumbel(purpose, positions[0], vocab)[None]
-        keys = mx.array([self._words(purpose, position) for position in positions], mx.uint32)
+    def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> Float[mx.array, "n vocab"]:
+        """Gumbel noise of several purposes and positions, one row each; as `gumbel` for each."""
+        if len(places) == 1:
+            return self.gumbel(*places[0], vocab)[None]
+        keys = mx.array([self._words(*place) for place in places], mx.uint32)
         return mx.vmap(lambda key: mx.random.gumbel(shape=(vocab,), key=key))(keys)
 
 

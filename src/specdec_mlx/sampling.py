@@ -69,10 +69,8 @@ class Sampling:
     def _unnormalized(self, logprobs: mx.array) -> mx.array:
         """The law but for a constant in each row: enough to draw from, in fewer operations."""
         x = logprobs.astype(mx.float32)
-        if self.top_p or self.min_p:
-            x = _normalize(x)
         if 0 < self.top_p < 1:
-            x = apply_top_p(x, self.top_p)
+            x = apply_top_p(_normalize(x), self.top_p)
         if self.min_p > 0:
             x = apply_min_p(x, self.min_p, self.min_tokens_to_keep)
         if self.xtc_probability == 0:

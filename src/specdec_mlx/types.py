@@ -130,9 +130,18 @@ class DraftContext:
         """
         assert self.noise is not None
         assert self.vocab_size is not None
-        if self.coupled:
-            return self.noise.gumbel("target", start + index, self.vocab_size)
-        return self.noise.gumbel(f"draft {index}", start, self.vocab_size)
+        return self.noise.gumbel(*self._place(start, index), self.vocab_size)
+
+    def draft_gumbels(self, start: int, n: int) -> Float[mx.array, "n vocab"]:
+        """The noise of tokens 0 to n - 1, one row each, in fewer operations."""
+        assert self.noise is not None
+        assert self.vocab_size is not None
+        places = [self._place(start, index) for index in range(n)]
+        return self.noise.gumbels(places, self.vocab_size)
+
+    def _place(self, start: int, index: int) -> tuple[str, int]:
+        """Purpose and position that key the noise of a draft's token."""
+        return ("target", start + index) if self.coupled else (f"draft {index}", start)
 
 
 @runtime_checkable

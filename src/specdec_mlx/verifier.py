@@ -395,10 +395,8 @@ class Verifier:
             return mx.concatenate([self.sampler(row[None]) for row in logprobs])
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
-        positions = range(position, position + logprobs.shape[0])
-        return self.sampling.draw(
-            logprobs, self.noise.gumbels("target", positions, logprobs.shape[-1])
-        )
+        places = [("target", position + row) for row in range(logprobs.shape[0])]
+        return self.sampling.draw(logprobs, self.noise.gumbels(places, logprobs.shape[-1]))
 
     def _chooser(
         self, logits: mx.array, position: int

@@ -88,24 +88,31 @@ class ModelSession:
         seen = to_ids(self.text) if self.context.logits_processors else None
         tokens: list[mx.array] = []
         laws: list[mx.array] = []
-        for i in range(limit if room is None else min(limit, 1 + room)):
+        length = limit if room is None else min(limit, 1 + room)
+        noise = self.noise(length)
+        for i in range(length):
             logits = self.feed(ids)[-1:]
             for processor in self.context.logits_processors:
                 logits = processor(seen, logits)
-            ids = self.draw(logits, i, laws)
+            ids = self.draw(logits, laws, None if noise is None else noise[i : i + 1])
             mx.async_eval(ids)  # the device drafts while the rest of the graph is made
             tokens.append(ids)
             seen = None if seen is None else mx.concatenate([seen, ids])
         return Draft(mx.concatenate(tokens), mx.concatenate(laws) if laws else None)
 
-    def draw(self, logits: mx.array, index: int, laws: list[mx.array]) -> mx.array:
-        """Token [1] at `index` of the draft, from logits [1, V]; its law is added to `laws`."""
+    def noise(self, length: int) -> mx.array | None:
+        """Gumbel noise [length, V] of a whole draft; None where nothing is drawn."""
         if self.sampling.greedy:
+            return None
+        return self.context.draft_gumbels(len(self.text) - self.num_prompt, length)
+
+    def draw(self, logits: mx.array, laws: list[mx.array], noise: mx.array | None) -> mx.array:
+        """A token [1], from logits [1, V] and Gumbel noise [1, V]; its law is added to `laws`."""
+        if noise is None:
             return mx.argmax(logits, axis=-1).astype(mx.uint32)
         law = self.sampling.law(logits)
         laws.append(law)
-        start = len(self.text) - self.num_prompt
-        return mx.argmax(law + self.context.draft_gumbel(start, index), axis=-1).astype(mx.uint32)
+        return mx.argmax(law + noise, axis=-1).astype(mx.uint32)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal on the tape, and note what was emitted."""

@@ -32,7 +32,7 @@ from tqdm import tqdm
 from specdec_mlx.lab import corpus
 
 TARGET_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
-DRAFT_SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 1}
+DRAFT_SHAPE = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 1}
 NUM_HEADS = 4
 
 LEARNING_RATES = {"target": 1e-3, "draft": 2e-3}
@@ -64,7 +64,7 @@ class Plan:
     checkpoint: updates between two snapshots.
     """
 
-    steps: int = 1000
+    steps: int = 1800
     draft_steps: int = 4000
     batch: int = 4
     window: int = 256
