@@ -84,6 +84,10 @@ EQUIVALENT: dict[str, str] = {
     "acceptance.residual: `mass > 0` → `mass >= 0` (again)": UNUSED,
     "acceptance.residual: `1` → `2` (again)": UNUSED,
     "acceptance.point_mass: `-1` → `+1`": TWO_AXES,
+    "acceptance.Block.accept_probs: `-1` → `+1`": TWO_AXES,
+    "acceptance.Block.accept_probs: `total > 0` → `total >= 0` (again)": UNUSED,
+    "acceptance.Block.accept_probs: `1` → `2` (again) (again) (again) (again)": UNUSED,
+    "acceptance.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
     "acceptance.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
     "library_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
     "library_of(p).ones_like(p)`": ONES,

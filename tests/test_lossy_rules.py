@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 from functools import cache
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -366,3 +367,11 @@ def test_lenient_and_opaque_samplers_do_not_go_together(lenience):
     """No law, no lossy rule."""
     with pytest.raises(ValueError, match="needs the target's law"):
         run(Lenient(lenience=lenience), lambda x: mx.argmax(x, axis=-1))
+
+
+@pytest.mark.parametrize("library", [np, mx])
+def test_each_draft_token_is_held_against_its_own_row(library: Any) -> None:
+    """p(x) >= l max p: 0.3 is 0.6 of the first row's largest, and 0.5 of the second's."""
+    logprobs = library.log(library.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]))
+    kept = Lenient(0.55).nearly_matches(logprobs, library.array([1, 2]))
+    assert np.array(kept).tolist() == [True, False]
