@@ -16,9 +16,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx import plots
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.summary import ALL, Result
+from specdec_mlx.notebook import plots
 
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}

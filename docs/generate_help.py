@@ -21,7 +21,7 @@ flags, and ours beside them. The other commands are ours.
 
 def page() -> str:
     """The whole page."""
-    from specdec_mlx.cli import MLX_LM_COMMANDS, make_parser
+    from specdec_mlx.cli.commands import MLX_LM_COMMANDS, make_parser
 
     os.environ["COLUMNS"] = WIDTH
     os.environ["NO_COLOR"] = "1"

@@ -1,7 +1,7 @@
 """Exact laws of speculative rounds, by going through every outcome in float64.
 
 No sampling: every draft path, every outcome of the coins and every next token, weighted by its
-probability. What decides are the functions of `specdec_mlx.acceptance` that the loop runs.
+probability. What decides are the functions of `specdec_mlx.rules.acceptance` that the loop runs.
 
 A source gives the law of the next token by the state of the text, one of a few, which every token
 moves on. So laws depend on the whole past, yet a round has to be enumerated once a state only.
@@ -20,7 +20,8 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.acceptance import (
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.rules.acceptance import (
     Lenient,
     Rejection,
     acceptance_probability,
@@ -28,7 +29,6 @@ from specdec_mlx.acceptance import (
     point_mass,
     residual,
 )
-from specdec_mlx.draft_length import DraftLength
 from specdec_mlx.types import AcceptanceRule, RoundRecord
 
 NUM_STATES = 7

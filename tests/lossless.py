@@ -20,7 +20,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import tiny
 from scripted import OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
-from specdec_mlx.cache import leaves, strategy_for
+from specdec_mlx.target.rollback import leaves, strategy_for
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -256,7 +256,7 @@ CPU. Its windows and chunks are {window} tokens, and {num_tokens} tokens are wri
 of {num_prompt}, so that each window wraps.
 
 - **Caches**: the classes that the model makes.
-- **Way back**: how rejected positions are taken back; see `specdec_mlx.cache`.
+- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`.
 - **Ours**: greedy text and log-probabilities (to {tolerance:g}) against plain decoding, with an
   oracle that errs in 30% of positions, a drafter that is always wrong and prompt lookup, drafting
   1, 4 and 7 tokens, and an oracle that drafts more than the window holds.

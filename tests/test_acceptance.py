@@ -37,7 +37,8 @@ from exact import (
     up_to,
 )
 from specdec_mlx import UnknownNameError
-from specdec_mlx.acceptance import (
+from specdec_mlx.draft_length.policy import Auto, DraftLength, Heuristic
+from specdec_mlx.rules.acceptance import (
     RULES,
     Lenient,
     Rejection,
@@ -51,7 +52,6 @@ from specdec_mlx.acceptance import (
     residual,
     rule_names,
 )
-from specdec_mlx.draft_length import Auto, DraftLength, Heuristic
 from specdec_mlx.types import RoundRecord
 
 EXACT = 1e-12

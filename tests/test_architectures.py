@@ -36,7 +36,7 @@ from lossless import (
 )
 from scripted import Recorder
 from specdec_mlx import ModelDrafter, Token
-from specdec_mlx.cache import Rollback
+from specdec_mlx.target.rollback import Rollback
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]

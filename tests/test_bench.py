@@ -33,7 +33,7 @@ from specdec_mlx.bench.record import Record, load_record, save_record
 from specdec_mlx.bench.report import format_record, markdown_table
 from specdec_mlx.bench.summary import ALL, Result, Speeds, bootstrap_interval, throughput_ratio
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
-from specdec_mlx.verifier import LazyBlock
+from specdec_mlx.target.verifier import LazyBlock
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 

@@ -13,8 +13,8 @@ from specdec_mlx import lab
 from specdec_mlx.bench import rules
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.rules import account_of, by_rule, format_results
-from specdec_mlx.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
 from tiny_model_folder import write_model_folder
 
 TEXTS = ("A list is ", "The function returns a ", "def f(x):")

@@ -29,8 +29,8 @@ from mlx_lm.models.cache import (
 
 import tiny
 from lossless import largest_difference
-from specdec_mlx.cache import STRATEGIES, Rollback, leaves, strategy_for
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.target.rollback import STRATEGIES, Rollback, leaves, strategy_for
 
 WINDOW = 8
 VOCAB = 128

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 
-from specdec_mlx import candidates
-from specdec_mlx.candidates import Candidate, find_candidates, locate, report, weight_bytes
-from specdec_mlx.cli import main
+from specdec_mlx.cli.commands import main
+from specdec_mlx.drafters import candidates
+from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, report, weight_bytes
 from specdec_mlx.errors import ModelFolderError
-from specdec_mlx.theory import expected_speedup
+from specdec_mlx.stats.theory import expected_speedup
 from tiny_model_folder import write_model_folder
 
 HALF = {"num_hidden_layers": 1}

@@ -23,20 +23,20 @@ from scipy import stats
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, up_to
-from specdec_mlx import cli
-from specdec_mlx.acceptance import Rejection
-from specdec_mlx.check import command, joint, one_step
-from specdec_mlx.check.declared import Draws, check_declared
-from specdec_mlx.check.joint import Tree, check_joint
-from specdec_mlx.check.one_step import check_one_step
-from specdec_mlx.check.remembered import Remembered, with_remembered_models
-from specdec_mlx.check.report import CheckReport, Part
-from specdec_mlx.check.run import run_parts
-from specdec_mlx.check.state import check_state, depends_on_text_alone
-from specdec_mlx.check.statistics import FALSE_ALARM, ChiSquare, power, together
-from specdec_mlx.check.subject import Subject, Work
-from specdec_mlx.check.texts import check_greedy, check_widths
-from specdec_mlx.check.variants import VARIANTS, lossless
+from specdec_mlx.checks import command, joint, one_step
+from specdec_mlx.checks.declared import Draws, check_declared
+from specdec_mlx.checks.joint import Tree, check_joint
+from specdec_mlx.checks.one_step import check_one_step
+from specdec_mlx.checks.remembered import Remembered, with_remembered_models
+from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.checks.run import run_parts
+from specdec_mlx.checks.state import check_state, depends_on_text_alone
+from specdec_mlx.checks.statistics import FALSE_ALARM, ChiSquare, power, together
+from specdec_mlx.checks.subject import Subject, Work
+from specdec_mlx.checks.texts import check_greedy, check_widths
+from specdec_mlx.checks.variants import VARIANTS, lossless
+from specdec_mlx.cli import commands as cli
+from specdec_mlx.rules.acceptance import Rejection
 from tiny_model_folder import write_model_folder
 
 V = 12

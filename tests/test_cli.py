@@ -14,8 +14,9 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx
-from specdec_mlx import cli, demo_model
+from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.lab import demo_model
 from specdec_mlx.models import check_folder, load_model
 from tiny_model_folder import write_model_folder
 
@@ -94,7 +95,7 @@ def test_probes_exit_status_is_its_verdict(
         def __init__(self) -> None:
             self.exact = exact
 
-    module = sys.modules["specdec_mlx.probe"]
+    module = sys.modules["specdec_mlx.target.exactness"]
     monkeypatch.setattr(module, "probe", lambda model: Report())
     assert cli.main(["probe", "--model", str(folder)]) == (0 if exact else 1)
 
@@ -124,7 +125,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table is a check, not a decoration."""
-    from specdec_mlx import demo
+    from specdec_mlx.cli import demo
 
     generate = demo.stream_generate
 

@@ -33,9 +33,8 @@ from exact import (
     to_mlx,
     up_to,
 )
-from specdec_mlx import verifier
-from specdec_mlx.acceptance import RULES
-from specdec_mlx.counterfactual import (
+from specdec_mlx.rules.acceptance import RULES
+from specdec_mlx.stats.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
     COLUMNS,
@@ -45,6 +44,7 @@ from specdec_mlx.counterfactual import (
     kept_by_token,
     wilson,
 )
+from specdec_mlx.target import verifier
 
 EXACT = 1e-12
 COUNT = len(BY_TOKEN)

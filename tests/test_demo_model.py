@@ -19,8 +19,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers.pre_tokenizers import ByteLevel
 
-from specdec_mlx import demo_model
-from specdec_mlx.demo_model import (
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.lab import demo_model
+from specdec_mlx.lab.demo_model import (
     DemoModelError,
     build_tokenizer,
     convert_gguf,
@@ -31,7 +32,6 @@ from specdec_mlx.demo_model import (
     model_config,
     rows_by_halves,
 )
-from specdec_mlx.errors import ModelFolderError
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]  # the last has no role
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]

@@ -46,7 +46,7 @@ import tiny
 from exact import WRONG_RULES
 from specdec_mlx import lab
 from specdec_mlx.mlx_lm_plugin.flags import Flags
-from specdec_mlx.noise import Noise
+from specdec_mlx.sampling.noise import Noise
 
 V = 6
 LENGTH = 3

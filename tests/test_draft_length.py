@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import scripted
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.draft_length import LENGTHS, Auto, Fixed, Heuristic, make_draft_length
+from specdec_mlx.draft_length.policy import LENGTHS, Auto, Fixed, Heuristic, make_draft_length
+from specdec_mlx.draft_length.tuning import AcceptanceHistory, RoundCosts, Tuning
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.tuning import AcceptanceHistory, RoundCosts, Tuning
 from specdec_mlx.types import Draft, DraftContext, RoundRecord
 
 WRONG = -1

@@ -418,7 +418,7 @@ def test_the_wired_limit_covers_target_and_draft(
 
     from mlx.utils import tree_flatten, tree_reduce
 
-    module = importlib.import_module("specdec_mlx.generate")  # not the function of that name
+    module = importlib.import_module("specdec_mlx.generation")
     events: list[Any] = []
 
     @contextmanager

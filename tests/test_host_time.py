@@ -9,12 +9,13 @@ import mlx.core as mx
 import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx import loop, verifier
+from specdec_mlx import loop
 from specdec_mlx.bench import host_time
 from specdec_mlx.bench.host_time import Kind, Table, generate, kinds, prompt_of, round_seconds
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.known_samplers import max_window
 from specdec_mlx.loop import speculate
+from specdec_mlx.sampling.mlx_lm_samplers import max_window
+from specdec_mlx.target import verifier
 
 K = 4
 OPERATIONS = [

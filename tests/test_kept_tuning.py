@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import tiny
-from specdec_mlx.kept_tuning import kept_tuning, tuning_path
-from specdec_mlx.tuning import Tuning, tuning_for
+from specdec_mlx.draft_length.store import kept_tuning, tuning_path
+from specdec_mlx.draft_length.tuning import Tuning, tuning_for
 from tiny_model_folder import write_model_folder
 
 

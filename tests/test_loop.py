@@ -17,7 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.draft_length import Fixed
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.types import RoundRecord
 
 VOCAB = 128
@@ -464,7 +464,8 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round with a draft model waits once, for all that it reads; nothing else waits."""
-    from specdec_mlx import token_ids, verifier
+    from specdec_mlx import token_ids
+    from specdec_mlx.target import verifier
 
     waits = []
     read_all = verifier.read_all

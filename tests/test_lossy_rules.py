@@ -35,8 +35,8 @@ from exact import (
     up_to,
 )
 from specdec_mlx import Lenient, Typical
-from specdec_mlx.acceptance import LOSSY, RULES, decide, make_rule, point_mass
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
+from specdec_mlx.rules.acceptance import LOSSY, RULES, decide, make_rule, point_mass
 
 EXACT = 1e-12
 

@@ -13,8 +13,8 @@ from scipy.stats import chisquare
 
 import strategies
 from exact import to_mlx
-from specdec_mlx.acceptance import RULES, point_mass
-from specdec_mlx.multi_candidate import (
+from specdec_mlx.rules.acceptance import RULES, point_mass
+from specdec_mlx.rules.siblings import (
     candidate_accept_probs,
     choose,
     remaining_laws,

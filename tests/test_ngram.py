@@ -23,8 +23,8 @@ from specdec_mlx.drafters.ngram import (
     StochasticNGramSession,
 )
 from specdec_mlx.errors import DraftError, PromptError
-from specdec_mlx.noise import Noise
-from specdec_mlx.sampling import Sampling
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 CONTEXT = DraftContext()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, gumbel_r, kstest
 
 from specdec_mlx import DraftContext
-from specdec_mlx.noise import Noise
+from specdec_mlx.sampling.noise import Noise
 
 FALSE_ALARM = 1e-6
 COUNT = 4000

@@ -13,10 +13,11 @@ import pytest
 from matplotlib.axes import Axes
 
 import specdec_mlx as sd
-from specdec_mlx import plots, theory
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.replay import Score
 from specdec_mlx.bench.summary import Result
+from specdec_mlx.notebook import plots
+from specdec_mlx.stats import theory
 from specdec_mlx.types import RoundRecord
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
@@ -211,6 +212,6 @@ def test_without_matplotlib_the_error_says_what_to_install(
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.delitem(sys.modules, "specdec_mlx.plots")
+    monkeypatch.delitem(sys.modules, "specdec_mlx.notebook.plots")
     with pytest.raises(sd.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
-        importlib.import_module("specdec_mlx.plots")
+        importlib.import_module("specdec_mlx.notebook.plots")

@@ -21,8 +21,8 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.known_samplers import law_of
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
+from specdec_mlx.sampling.mlx_lm_samplers import law_of
 from tiny_model_folder import write_model_folder
 
 steps = importlib.import_module("mlx_lm.generate")

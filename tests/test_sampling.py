@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 
 import strategies
 from specdec_mlx import Sampling
-from specdec_mlx.noise import Noise
+from specdec_mlx.sampling.noise import Noise
 
 FLOAT32 = 1e-5
 TINY = 1e-37  # the mixture over XTC's coin is formed in float32, which ends here

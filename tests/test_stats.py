@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from specdec_mlx.stats import SpeculationStats
-from specdec_mlx.theory import expected_speedup_on_curve
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.stats.theory import expected_speedup_on_curve
 from specdec_mlx.types import RoundRecord
 
 

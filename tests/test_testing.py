@@ -15,7 +15,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.testing import _chi_square, check_drafter
+from specdec_mlx.testing.conformance import _chi_square, check_drafter
 from specdec_mlx.types import Draft, DraftContext
 
 V = 32

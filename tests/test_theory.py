@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec_mlx import theory
+from specdec_mlx.stats import theory
 
 chances = st.floats(0, 1)
 lengths = st.integers(0, 20)

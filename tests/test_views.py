@@ -17,8 +17,8 @@ from specdec_mlx.bench.record import Text as RecordedText
 from specdec_mlx.bench.replay import Scores, score_record
 from specdec_mlx.bench.run import bench_texts
 from specdec_mlx.bench.timing import Settings
+from specdec_mlx.notebook.views import LOOKS, Piece, binned, blocks, text_html
 from specdec_mlx.types import RoundRecord
-from specdec_mlx.views import LOOKS, Piece, binned, blocks, text_html
 from test_plots import result
 
 EVIL = "</pre><script>alert('&\"')</script>"

@@ -1,12 +1,9 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
-from specdec_mlx.acceptance import Block as Block
-from specdec_mlx.acceptance import Lenient as Lenient
-from specdec_mlx.acceptance import Rejection as Rejection
-from specdec_mlx.acceptance import Typical as Typical
-from specdec_mlx.check import CheckReport as CheckReport
-from specdec_mlx.check import check as check
-from specdec_mlx.draft_length import DraftLength as DraftLength
+from specdec_mlx.checks import CheckReport as CheckReport
+from specdec_mlx.checks import check as check
+from specdec_mlx.draft_length.policy import DraftLength as DraftLength
+from specdec_mlx.draft_length.tuning import Tuning as Tuning
 from specdec_mlx.drafters.first_of import FirstOf as FirstOf
 from specdec_mlx.drafters.grammar import Grammar as Grammar
 from specdec_mlx.drafters.grammar import GrammarDrafter as GrammarDrafter
@@ -25,10 +22,10 @@ from specdec_mlx.errors import ModelFolderError as ModelFolderError
 from specdec_mlx.errors import PromptError as PromptError
 from specdec_mlx.errors import TokenizerMismatchError as TokenizerMismatchError
 from specdec_mlx.errors import UnknownNameError as UnknownNameError
-from specdec_mlx.generate import SpeculativeResponse as SpeculativeResponse
-from specdec_mlx.generate import Text as Text
-from specdec_mlx.generate import generate as generate
-from specdec_mlx.generate import stream_generate as stream_generate
+from specdec_mlx.generation import SpeculativeResponse as SpeculativeResponse
+from specdec_mlx.generation import Text as Text
+from specdec_mlx.generation import generate as generate
+from specdec_mlx.generation import stream_generate as stream_generate
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate as speculate
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError as MlxLmVersionError
@@ -36,11 +33,14 @@ from specdec_mlx.mlx_lm_plugin import Speculation as Speculation
 from specdec_mlx.mlx_lm_plugin import install as install
 from specdec_mlx.mlx_lm_plugin import installed as installed
 from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
-from specdec_mlx.probe import ProbeReport as ProbeReport
-from specdec_mlx.probe import probe as probe
-from specdec_mlx.sampling import Sampling as Sampling
-from specdec_mlx.stats import SpeculationStats as SpeculationStats
-from specdec_mlx.tuning import Tuning as Tuning
+from specdec_mlx.rules.acceptance import Block as Block
+from specdec_mlx.rules.acceptance import Lenient as Lenient
+from specdec_mlx.rules.acceptance import Rejection as Rejection
+from specdec_mlx.rules.acceptance import Typical as Typical
+from specdec_mlx.sampling.distribution import Sampling as Sampling
+from specdec_mlx.stats.account import SpeculationStats as SpeculationStats
+from specdec_mlx.target.exactness import ProbeReport as ProbeReport
+from specdec_mlx.target.exactness import probe as probe
 from specdec_mlx.types import AcceptanceRule as AcceptanceRule
 from specdec_mlx.types import Draft as Draft
 from specdec_mlx.types import DraftContext as DraftContext

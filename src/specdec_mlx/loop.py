@@ -23,16 +23,17 @@ import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
-from specdec_mlx.cache import Rollback
-from specdec_mlx.counterfactual import Counterfactual
-from specdec_mlx.draft_length import DraftLength, make_draft_length
+from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.draft_length.tuning import Tuning, tuning_for
 from specdec_mlx.errors import CacheRollbackError, PromptError
-from specdec_mlx.inputs import check_prompt, split_cache
-from specdec_mlx.noise import Noise
-from specdec_mlx.sampling import Sampler, Sampling
-from specdec_mlx.stats import SpeculationStats
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.stats.counterfactual import Counterfactual
+from specdec_mlx.target.inputs import check_prompt, split_cache
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.verifier import Block, Verifier
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.tuning import Tuning, tuning_for
 from specdec_mlx.types import (
     AcceptanceRule,
     Draft,
@@ -43,7 +44,6 @@ from specdec_mlx.types import (
     Origin,
     RoundRecord,
 )
-from specdec_mlx.verifier import Block, Verifier
 
 HOPE_MEMORY = 0.8
 """Share of the hope for a draft that is left after a round without one."""

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import mlx.core as mx
 from jaxtyping import Float
 
-from specdec_mlx.evidence import Evidence
+from specdec_mlx.drafters.evidence import Evidence
 
 if TYPE_CHECKING:
-    from specdec_mlx.noise import Noise
-    from specdec_mlx.sampling import Sampling
+    from specdec_mlx.sampling.distribution import Sampling
+    from specdec_mlx.sampling.noise import Noise
 
 LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
 Origin = Literal["draft", "correction", "bonus", "plain"]

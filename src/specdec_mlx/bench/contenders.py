@@ -13,12 +13,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import make_drafter, parse_options
 from specdec_mlx.loop import speculate
-from specdec_mlx.sampling import Sampling
-from specdec_mlx.stats import SpeculationStats
-from specdec_mlx.tuning import Tuning
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"

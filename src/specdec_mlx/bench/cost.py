@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.cache import Rollback
-from specdec_mlx.noise import Noise
-from specdec_mlx.sampling import Sampling
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import Draft
-from specdec_mlx.verifier import Verifier
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)  # both sides of MLX's kernels of 5 rows, and of 8
 MEASURED = "measured"

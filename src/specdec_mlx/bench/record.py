@@ -59,7 +59,7 @@ class Record:
         return None
 
     def _repr_html_(self) -> str:
-        from specdec_mlx.views import record_html
+        from specdec_mlx.notebook.views import record_html
 
         return record_html(self)
 

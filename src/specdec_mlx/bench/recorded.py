@@ -12,14 +12,14 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Text
-from specdec_mlx.cache import Rollback
-from specdec_mlx.draft_length import DraftLength
+from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation
-from specdec_mlx.noise import Noise
-from specdec_mlx.sampling import Sampling
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, Drafter, RoundRecord
-from specdec_mlx.verifier import Verifier
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Modelled:
 
 @dataclass
 class RecordedBlock:
-    """A pass of the recorded target; see `specdec_mlx.verifier.Block`."""
+    """A pass of the recorded target; see `specdec_mlx.target.verifier.Block`."""
 
     draft: Draft
     num_fed: int

@@ -26,8 +26,8 @@ from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.bench.summary import ALL
-from specdec_mlx.draft_length import make_draft_length
-from specdec_mlx.tuning import Tuning
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.types import Drafter
 
 LENGTH_ORACLE = "length oracle"
@@ -64,7 +64,7 @@ class Scores(list[Score]):
     """Scores, which a notebook shows as a table."""
 
     def _repr_html_(self) -> str:
-        from specdec_mlx.views import scores_html
+        from specdec_mlx.notebook.views import scores_html
 
         return scores_html(self)
 

@@ -16,8 +16,8 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.cache import Rollback
-from specdec_mlx.demo_model import demo_model_path
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.target.rollback import Rollback
 
 
 def time_rounds(

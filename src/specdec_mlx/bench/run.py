@@ -14,7 +14,6 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.acceptance import make_rule
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostCurve, CostMeter
 from specdec_mlx.bench.identity import Difference, find_differences, reference_texts
@@ -32,7 +31,8 @@ from specdec_mlx.bench.record import Record, Text, save_record
 from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
-from specdec_mlx.demo_model import demo_model_path
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.rules.acceptance import make_rule
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)

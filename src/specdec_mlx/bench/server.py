@@ -25,8 +25,8 @@ from typing import Any
 
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
-from specdec_mlx.demo_model import demo_model_path
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.demo_model import demo_model_path
 
 STOCK, OURS = "mlx_lm.server", "specdec-mlx server"
 MODULES = {STOCK: "mlx_lm", OURS: "specdec_mlx"}
@@ -198,7 +198,7 @@ def time_library(
     import mlx_lm
 
     from specdec_mlx.bench.prompts import encode_chat
-    from specdec_mlx.generate import stream_generate
+    from specdec_mlx.generation import stream_generate
 
     loaded, tokenizer = mlx_lm.load(model)[:2]
     calls: list[Callable[[list[int]], Any]] = [

@@ -10,10 +10,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.cache import Rollback
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.sampling import Sampling
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext
 

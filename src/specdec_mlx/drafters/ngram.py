@@ -16,12 +16,12 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
+from specdec_mlx.drafters.evidence import Evidence, share_class
 from specdec_mlx.errors import DraftError, PromptError
-from specdec_mlx.evidence import Evidence, share_class
 from specdec_mlx.types import Draft, DraftContext
 
 if TYPE_CHECKING:
-    from specdec_mlx.noise import Noise
+    from specdec_mlx.sampling.noise import Noise
 
 Context = tuple[int, ...]
 
@@ -429,7 +429,7 @@ def _noise(noise: Noise | None) -> Noise:
     """Noise of the generation, or a fixed one for drafting on its own."""
     if noise is not None:
         return noise
-    from specdec_mlx.noise import Noise
+    from specdec_mlx.sampling.noise import Noise
 
     return Noise(0)
 

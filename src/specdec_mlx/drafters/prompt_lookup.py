@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from specdec_mlx.evidence import Evidence, share_class
+from specdec_mlx.drafters.evidence import Evidence, share_class
 from specdec_mlx.types import Draft, DraftContext
 
 Occurrence = Literal["recent", "earliest"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.errors import (
     GrammarError,
     MissingPackageError,
@@ -16,7 +17,6 @@ from specdec_mlx.errors import (
     TokenizerMismatchError,
     UnknownNameError,
 )
-from specdec_mlx.kept_tuning import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
@@ -24,7 +24,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_argv,
     replaced_names,
 )
-from specdec_mlx.mlx_lm_plugin.install import Speculation, in_force
+from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 
 OUR_ERRORS = (
     GrammarError,

@@ -18,13 +18,13 @@ from typing import Any
 
 from mlx_lm import load
 
-from specdec_mlx.acceptance import make_rule, rule_names
-from specdec_mlx.draft_length import NAMES
+from specdec_mlx.draft_length.policy import NAMES
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
-from specdec_mlx.mlx_lm_plugin.install import DEFAULT_DRAFTER
+from specdec_mlx.mlx_lm_plugin.installation import DEFAULT_DRAFTER
 from specdec_mlx.options import split_spec
+from specdec_mlx.rules.acceptance import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
 NO_DRAFTER = "none"

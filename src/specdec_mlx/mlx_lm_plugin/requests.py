@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_mlx.acceptance import make_rule
-from specdec_mlx.draft_length import NAMES
+from specdec_mlx.draft_length.policy import NAMES
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.mlx_lm_plugin.flags import MODEL_DRAFTER, NO_DRAFTER, Flags, first_of
-from specdec_mlx.stats import SpeculationStats
+from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
 LONGEST_DRAFT = 64

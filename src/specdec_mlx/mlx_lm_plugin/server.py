@@ -22,12 +22,12 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.draft_length import make_draft_length
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.store import kept_tuning
+from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.generate import SpeculativeResponse, stream_generate
-from specdec_mlx.kept_tuning import kept_tuning
-from specdec_mlx.known_samplers import law_of
+from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
 from specdec_mlx.mlx_lm_plugin.conversation import (
     Continued,
@@ -42,10 +42,10 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.target.verifier import is_pure
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.tuning import tuning_for
 from specdec_mlx.types import LogitsProcessor
-from specdec_mlx.verifier import is_pure
 
 
 def run_server(arguments: Sequence[str]) -> None:

@@ -1,0 +1,72 @@
+"""`specdec-mlx check`."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from specdec_mlx.bench.contenders import drafter_from_spec
+from specdec_mlx.bench.prompts import read_prompts
+from specdec_mlx.checks.run import BUDGET, check
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models import load_model
+from specdec_mlx.sampling.distribution import Sampling
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx check`."""
+    add = parser.add_argument
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add("--drafter", metavar="NAME[:KEY=VALUE,...]", help="(model if there is one, else ngram)")
+    add("--draft-model", metavar="MODEL", help="draft model, for --drafter model")
+    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
+    add("--top-p", type=float, default=0.0, help="(off)")
+    add("--min-p", type=float, default=0.0, help="(off)")
+    add("--top-k", type=int, default=0, help="(off)")
+    add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
+    add("--draft-length", type=int, default=4, metavar="N", help="tokens a draft (%(default)s)")
+    add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
+    add(
+        "--budget",
+        type=float,
+        default=BUDGET,
+        metavar="SECONDS",
+        help="parts take as many samples as fit (%(default)g)",
+    )
+    add("--seed", type=int, default=0, help="of all draws (%(default)s)")
+    add("--json", metavar="FILE", help="write the report there too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run and print the report; 0 if all of it passed, else 1."""
+    if args.json:
+        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
+    sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
+    model_name = str(args.model or demo_model_path())
+    model, tokenizer = load_model(model_name)
+    draft_model, draft_tokenizer = None, None
+    if args.draft_model:
+        draft_model, draft_tokenizer = load_model(args.draft_model)
+    name = args.drafter or ("model" if args.draft_model else "ngram")
+    report = check(
+        model,
+        tokenizer,
+        drafter=drafter_from_spec(name, draft_model, draft_tokenizer),
+        sampling=sampling,
+        rule=args.rule,
+        draft_length=args.draft_length,
+        prompts=prompts,
+        budget=args.budget,
+        seed=args.seed,
+    )
+    names: dict[str, Any] = {"model": model_name, "drafter": name}
+    if args.draft_model:
+        names["draft_model"] = args.draft_model
+    report = replace(report, settings=report.settings | names)
+    print(report)
+    if args.json:
+        Path(args.json).write_text(report.to_json(), encoding="utf-8")
+    return 0 if report.passed else 1

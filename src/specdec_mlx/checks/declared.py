@@ -1,0 +1,181 @@
+r"""Do drafts follow the law that the drafter declares?
+
+The tokens are lined up by that law, the likeliest first, so that each takes a piece of [0, 1) as
+long as its chance; a token drawn from the law, and then a uniform point in its piece, is uniform on
+[0, 1) (Rosenblatt 1952). Every drafted token of every text gives one such point, whatever came
+before it, and one chi-square test of them all holds for all laws at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.statistics import FALSE_ALARM, ChiSquare, Counts, findings, power
+from specdec_mlx.checks.subject import Law, probabilities
+from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+
+NAME = "declared law"
+NUM_BINS = 10
+FEWEST_DRAWS = 100
+LAWS_KEPT = 200
+EDGES = np.linspace(0, 1, NUM_BINS + 1)
+
+
+@dataclass
+class Draws:
+    """Points in [0, 1) of drafted tokens under their declared laws.
+
+    cut: proposals that were shorter than was asked for. laws: some of the declared laws, each as
+    its positive chances in falling order.
+    """
+
+    points: list[float] = field(default_factory=list)
+    proposals: int = 0
+    cut: int = 0
+    laws: list[Law] = field(default_factory=list)
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    def add(self, draft: Draft, limit: int) -> None:
+        """Note a proposal that up to `limit` tokens were asked for."""
+        self.proposals += 1
+        self.cut += len(draft) < limit
+        if draft.logprobs is None or not len(draft):
+            return
+        for token, row in zip(to_list(draft.tokens), draft.logprobs, strict=True):
+            law = probabilities(row)
+            before = law[law > law[token]].sum() + law[:token][law[:token] == law[token]].sum()
+            self.points.append(float(before + self.random.random() * law[token]))
+            if len(self.laws) < LAWS_KEPT:
+                self.laws.append(np.sort(law[law > 0])[::-1])
+
+    def seen(self) -> Counts:
+        """Points in each of the bins."""
+        clipped = np.clip(self.points, 0, np.nextafter(1, 0))
+        return np.histogram(clipped, EDGES)[0].astype(float)
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """Passes everything on to another drafter, and notes what it drew."""
+
+    drafter: Drafter
+    draws: Draws
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Begin with it."""
+        return RecordingSession(self.drafter.begin(prompt, context), self.draws)
+
+
+class RecordingSession:
+    """A session whose proposals are noted, all those of one place as one."""
+
+    def __init__(self, session: DraftSession, draws: Draws) -> None:
+        """Note what `session` proposes in `draws`."""
+        self.session = session
+        self.draws = draws
+        self.cheap = getattr(session, "cheap", False)
+
+    def propose(self, limit: int) -> Draft:
+        """What the session proposes."""
+        draft = self.session.propose(limit)
+        self.draws.add(draft, limit)
+        return draft
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell the session."""
+        self.session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        """Tell the session, if it wants to know."""
+        if hasattr(self.session, "close"):
+            self.session.close(length)
+
+
+def check_declared(draws: Draws) -> Part:
+    """Chi-square of all points; needs no further draws."""
+    if draws.proposals and not draws.points:
+        return Part(
+            NAME,
+            "not applicable",
+            "The drafter declares no law: its drafts are taken as point masses, and verified as "
+            "such no token can come out of proportion.",
+            {"proposals": draws.proposals},
+        )
+    num_draws = len(draws.points)
+    if num_draws < FEWEST_DRAWS:
+        return Part(
+            NAME,
+            "not run",
+            f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
+            "needed. Give more time (--budget).",
+            {"draws": num_draws},
+        )
+    seen = draws.seen()
+    test = ChiSquare.of(seen, np.full(NUM_BINS, num_draws / NUM_BINS))
+    numbers: dict[str, Any] = {
+        "draws": num_draws,
+        "chi_square": test.statistic,
+        "degrees_of_freedom": test.freedom,
+        "p_value": test.p_value,
+        "false_alarm": FALSE_ALARM,
+        "share_in_each_tenth": [round(float(share), 4) for share in seen / num_draws],
+        "proposals_cut_short": draws.cut,
+        "power": {name: _power(draws, fault, num_draws) for name, fault in FAULTS.items()},
+    }
+    if test.p_value < FALSE_ALARM:
+        return Part(NAME, "failed", _diagnosis(draws, test.p_value), numbers)
+    found = findings(numbers["power"])
+    if found is None:
+        verdict = (
+            f"{num_draws} drafted tokens, of laws such as these, are too few for any of the named "
+            "faults to be found. Give more time (--budget)."
+        )
+        return Part(NAME, "not run", verdict, numbers)
+    verdict = f"{num_draws} drafted tokens follow the laws that they were declared with; {found}."
+    return Part(NAME, "passed", verdict, numbers)
+
+
+def _diagnosis(draws: Draws, p_value: float) -> str:
+    mean = float(np.mean(draws.points))
+    rare = float(np.mean(np.array(draws.points) > EDGES[-3]))
+    if mean < 0.5 and draws.cut and rare < 0.2:
+        fault = (
+            f"unlikely tokens are missing ({rare:.0%} of the draws are in the last fifth of their "
+            f"law) and {draws.cut} of {draws.proposals} drafts are shorter than asked for: tokens "
+            "are dropped after they were drawn. Decide whether to draft a token before drawing it."
+        )
+    else:
+        shape = "sharper" if mean < 0.5 else "flatter"
+        fault = (
+            f"they come from another law, a {shape} one. Hand over, as Draft.logprobs, the law "
+            "that each token is really drawn from, after temperature and filters."
+        )
+    return f"Drafted tokens do not follow the law declared for them (p = {p_value:.1g}): {fault}"
+
+
+FAULTS: dict[str, Callable[[Law], Law]] = {
+    "declared law at temperature 0.7": lambda q: at_temperature(q, 1 / SHARPER),
+    "a drawn token dropped": lambda q: normalised(np.where(q >= RARE, q, 0), q),
+}
+"""Declared law -> the law that the tokens at hand would really follow."""
+
+
+def _power(draws: Draws, fault: Callable[[Law], Law], num_draws: int) -> float:
+    """Chance to find a fault with so many draws from laws such as these."""
+    shares = np.mean([_bin_shares(law, fault(law)) for law in draws.laws], axis=0)
+    uniform = np.full(NUM_BINS, 1 / NUM_BINS)
+    return power([num_draws * shares], [num_draws * uniform])
+
+
+def _bin_shares(declared: Law, drawn: Law) -> Law:
+    """Mass of each bin of the declared law if tokens come from another one; both sorted alike."""
+    ends = np.concatenate([[0.0], np.cumsum(declared)])
+    mass = np.concatenate([[0.0], np.cumsum(drawn)])
+    return np.diff(np.interp(EDGES, ends / ends[-1], mass / mass[-1]))

@@ -1,0 +1,224 @@
+"""The check as a whole: its parts in turn, each with a share of the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
+from specdec_mlx.checks import declared, joint, one_step, state, texts
+from specdec_mlx.checks.declared import Draws, check_declared
+from specdec_mlx.checks.joint import check_joint
+from specdec_mlx.checks.one_step import check_one_step
+from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.checks.state import check_state
+from specdec_mlx.checks.statistics import distributions
+from specdec_mlx.checks.subject import Step, Subject, Work
+from specdec_mlx.checks.texts import check_greedy, check_widths
+from specdec_mlx.drafters.model import logit_width
+from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
+from specdec_mlx.generation import choose_drafter
+from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.target.exactness import ProbeReport
+from specdec_mlx.types import AcceptanceRule, Drafter
+
+BUDGET = 300.0
+PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
+"""Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
+
+SHARES = {
+    texts.WIDTHS_NAME: 0.5,
+    one_step.NAME: 0.2,
+    joint.NAME: 0.5,
+    declared.NAME: 1.0,
+    state.NAME: 0.4,
+    texts.GREEDY_NAME: 1.0,
+}
+"""Part -> share of the time that is left when it begins."""
+
+
+def check(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    drafter: Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | None = None,
+    sampling: Sampling | Sampler | None = None,
+    rule: str | AcceptanceRule = "auto",
+    draft_length: int = 4,
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    budget: float = BUDGET,
+    seed: int = 0,
+    progress: bool = True,
+) -> CheckReport:
+    """Prove on this model, machine and setting that speculation leaves the text alone.
+
+    tokenizer: may be None where prompts are token ids. drafter, draft_model: as for `generate`.
+    sampling: the law of the target's tokens, a `Sampling` or one of mlx-lm's samplers; greedy if
+    None. rule: as for `speculate`. draft_length: tokens a
+    draft. prompts: user messages, or token ids; None takes a few of ours. budget: seconds; parts
+    take as many samples as fit and say how many, and one that had no time is "not run", with which
+    the whole is not passed. seed: of all draws. progress: show a bar.
+
+    The parts: "widths", "one-step law", "joint law", "declared law", "drafter's state" and "greedy
+    text"; docs/check.md says how to read them.
+
+    Raises ValueError for bad input, UnknownNameError, TokenizerMismatchError, and
+    MissingPackageError without scipy.
+    """
+    distributions()
+    if not budget > 0:
+        raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
+    subject = _subject(
+        model,
+        _wrapped(tokenizer),
+        drafter=choose_drafter(drafter, draft_model),
+        sampling=law_of(sampling),
+        rule=make_rule(rule),
+        draft_length=draft_length,
+        prompts=prompts,
+        seed=seed,
+    )
+    models = [m for m in (model, getattr(subject.drafter, "model", None)) if m is not None]
+    with wired_limit(models, [generation_stream]):
+        parts = run_parts(subject, Work(time.perf_counter() + budget), progress)
+    return CheckReport(parts, _settings(subject, budget))
+
+
+def _wrapped(tokenizer: Any) -> Any:
+    """mlx-lm's wrapper around a tokenizer; None stays None."""
+    if tokenizer is None or isinstance(tokenizer, TokenizerWrapper):
+        return tokenizer
+    return TokenizerWrapper(tokenizer)
+
+
+def _subject(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    drafter: Drafter | None,
+    sampling: Sampling | None,
+    prompts: Sequence[str | Sequence[int]] | None,
+    draft_length: int,
+    **rest: Any,
+) -> Subject:
+    """What is checked; raises ValueError for what cannot be."""
+    if drafter is None:
+        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
+    if draft_length < 1:
+        raise ValueError(f"draft_length={draft_length}: expected an int >= 1.")
+    if sampling is None:
+        raise ValueError(
+            "The law of this sampler is not known, so there is nothing to compare with. Give a "
+            "specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
+        )
+    if prompts is None:
+        known = {prompt.id: prompt.text for prompt in builtin_prompts()}
+        prompts = [known[name] for name in PROMPTS]
+    encoded = [
+        encode_chat(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
+        for prompt in prompts
+    ]
+    if not encoded or not all(encoded):
+        raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
+    return Subject(
+        model=model,
+        drafter=drafter,
+        sampling=sampling,
+        prompts=encoded,
+        vocab_size=logit_width(model),
+        draft_length=draft_length,
+        tokenizer=tokenizer,
+        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
+        **rest,
+    )
+
+
+def _settings(subject: Subject, budget: float) -> dict[str, Any]:
+    """What the report says was checked."""
+    changed = {k: v for k, v in vars(subject.sampling).items() if v != getattr(Sampling(), k)}
+    rule = subject.rule if isinstance(subject.rule, str) else subject.rule.name
+    return {
+        "drafter": type(subject.drafter).__name__,
+        "temp": subject.sampling.temp,
+        **{name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()},
+        "rule": rule,
+        "draft_length": subject.draft_length,
+        "prompts": len(subject.prompts),
+        "budget": budget,
+        "seed": subject.seed,
+        "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
+    }
+
+
+def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
+    """The parts in order; later ones use what earlier ones have gathered."""
+    steps: list[Step] = []
+    draws = Draws()
+    probed: list[ProbeReport] = []
+
+    def widths(work: Work) -> Part:
+        part, report = check_widths(subject.model, work)
+        probed.append(report)
+        return part
+
+    laws: dict[str, Callable[[Work], Part]] = {
+        one_step.NAME: lambda work: check_one_step(subject, work, steps),
+        joint.NAME: lambda work: check_joint(subject, work, steps, draws),
+        declared.NAME: lambda work: check_declared(draws),
+    }
+    if subject.sampling.greedy:
+        laws = {name: _no_draws(name) for name in laws}
+    parts = {
+        texts.WIDTHS_NAME: widths,
+        **laws,
+        state.NAME: lambda work: check_state(subject, work),
+        texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
+    }
+    with _bar(len(parts), progress) as bar:
+        return [_timed(name, part, work, bar) for name, part in parts.items()]
+
+
+def _no_draws(name: str) -> Callable[[Work], Part]:
+    verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
+    return lambda work: Part(name, "not applicable", verdict)
+
+
+def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Part:
+    """Run one part in its share of the time; what a drafter or model does wrong is its failure."""
+
+    def say(text: str) -> None:
+        bar.set_postfix_str(text, refresh=False)
+        bar.update(0)
+
+    bar.set_description_str(name)
+    bar.set_postfix_str("")
+    started = time.perf_counter()
+    if name != declared.NAME and not work.has_time:
+        result = Part(name, "not run", "There was no time left. Give more (--budget).")
+    else:
+        share = replace(work.share(SHARES[name]), say=say)
+        try:
+            result = part(share)
+        except (DraftError, LogitsError, CacheRollbackError) as error:
+            result = Part(name, "failed", str(error))
+    bar.update()
+    return replace(result, seconds=time.perf_counter() - started)
+
+
+def _bar(num_parts: int, progress: bool) -> Any:
+    from tqdm.auto import tqdm
+
+    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
+    return tqdm(
+        total=num_parts, bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
+    )

@@ -1,0 +1,116 @@
+"""Is the drafter's state in step with the text?
+
+A draft cache that was not rolled back rightly changes no text, so no test of the text sees it: only
+fewer drafts are accepted. So a session that has been through rejections is compared with one that
+begins with the same text.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.subject import Subject, Work, first_law, total_variation
+from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.types import Draft
+
+NAME = "drafter's state"
+SAME = 0.1
+"""Total variation of two laws that rounding explains; one token too many or too few is far above.
+
+In float32 rounding gives 1e-4; room is left for 16-bit models.
+"""
+UNLIKE_ALLOWED = 0.25
+"""Share of comparisons that may differ: a drafter that proposes its argmax may meet near ties."""
+
+
+def check_state(subject: Subject, work: Work) -> Part:
+    """One comparison a prompt, after rounds that kept all, some and none of their drafts."""
+    distances: list[float] = []
+    rejected = 0
+    for i, prompt in enumerate(subject.prompts):
+        if i > 0 and not work.has_time:
+            break
+        distance, num_rejected = _compare(subject, prompt)
+        rejected += num_rejected
+        distances += [] if distance is None else [distance]
+        work.say(f"{i + 1} texts")
+    numbers = {"comparisons": len(distances), "rejected_tokens": rejected, "distances": distances}
+    if not distances or not rejected:
+        verdict = "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
+        return Part(NAME, "not run", verdict, numbers)
+    unlike = sum(distance > SAME for distance in distances)
+    if unlike <= UNLIKE_ALLOWED * len(distances):
+        verdict = (
+            f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
+            "same text."
+        )
+        return Part(NAME, "passed", verdict, numbers)
+    if not depends_on_text_alone(subject.drafter):
+        verdict = (
+            "After rejections it drafts otherwise than on a fresh start with the same text. That "
+            "is right for a drafter that learns from its own drafts, and nothing says it does not."
+        )
+        return Part(NAME, "not applicable", verdict, numbers)
+    verdict = (
+        f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
+        "cache is out of step with the text. The text stays right, but drafts are accepted less "
+        "and less. In observe(), rewind by what was rejected."
+    )
+    return Part(NAME, "failed", verdict, numbers)
+
+
+def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
+    """Distance between the two sessions' next drafts, None for none; and tokens rejected so far."""
+    context = subject.context(Noise(subject.seed))
+    session = subject.drafter.begin(prompt, context)
+    text = list(prompt)
+    rejected = 0
+    for num_kept in reversed(range(subject.draft_length + 1)):
+        draft = session.propose(subject.draft_length)
+        tokens = np.array(draft.tokens, int).tolist()
+        kept = tokens[:num_kept]
+        rejected += len(tokens) - len(kept)
+        emitted = [*kept, _other_than(tokens[len(kept) :], prompt, len(text))]
+        session.observe(emitted)
+        text += emitted
+    again = session.propose(subject.draft_length)
+    fresh = subject.drafter.begin(text, context).propose(subject.draft_length)
+    return _distance(again, fresh, subject.vocab_size), rejected
+
+
+def _other_than(rejected: list[int], prompt: list[int], position: int) -> int:
+    """A token of the prompt that is not the one just rejected."""
+    wrong = rejected[:1]
+    choices = [token for token in prompt if [token] != wrong] or prompt
+    return choices[position % len(choices)]
+
+
+def _distance(a: Draft, b: Draft, vocab_size: int) -> float | None:
+    """Total variation of the laws of the first token; for point masses, share that differs."""
+    law_a, law_b = first_law(a, vocab_size), first_law(b, vocab_size)
+    if law_a is None and law_b is None:
+        return None
+    if law_a is None or law_b is None:
+        return 1.0
+    return total_variation(law_a, law_b)
+
+
+def depends_on_text_alone(drafter: Any) -> bool:
+    """Whether a drafter is known to draft the same after the same text.
+
+    So do our look-ups, and whatever has a model among its fields, or in a drafter there.
+    """
+    if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
+        return True
+    if isinstance(drafter, tuple):
+        return any(depends_on_text_alone(entry) for entry in drafter)
+    if not dataclasses.is_dataclass(drafter):
+        return False
+    return any(depends_on_text_alone(getattr(drafter, f.name)) for f in dataclasses.fields(drafter))

@@ -1,0 +1,157 @@
+"""What is checked: a target, a drafter, a law and a rule; and the texts that it is checked on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from specdec_mlx.errors import DraftError
+from specdec_mlx.loop import speculate
+from specdec_mlx.rules.acceptance import RULES
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, Drafter
+
+Law = NDArray[np.float64]
+"""Probabilities [V] of the next token, float64."""
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """What is checked.
+
+    rule: what `make_rule` returned. prompts: token ids of each. draft_length: tokens a draft.
+    end_tokens: what ends a text.
+    """
+
+    model: nn.Module
+    drafter: Drafter
+    sampling: Sampling
+    rule: str | AcceptanceRule
+    prompts: Sequence[list[int]]
+    vocab_size: int
+    draft_length: int = 4
+    seed: int = 0
+    tokenizer: Any = None
+    end_tokens: Collection[int] = ()
+
+    def context(self, noise: Noise) -> DraftContext:
+        """What the drafter is told, as the loop would."""
+        return DraftContext(
+            sampling=self.sampling,
+            noise=noise,
+            coupled=self.rule == "coupled",
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+        )
+
+    def rule_for(self, draft: Draft) -> AcceptanceRule | None:
+        """Rule that decides about a draft; None where the target's own draws are emitted."""
+        if not isinstance(self.rule, str):
+            return self.rule
+        if self.rule == "auto":
+            return None if draft.logprobs is None else RULES["block"]
+        return None
+
+
+@dataclass
+class Work:
+    """What a part may spend, and where it says how far it is.
+
+    until: time of `time.perf_counter` at which to stop. say: shown beside the progress bar.
+    """
+
+    until: float
+    say: Callable[[str], None] = lambda text: None
+
+    @property
+    def has_time(self) -> bool:
+        """Whether there is time for one more."""
+        return time.perf_counter() < self.until
+
+    def share(self, fraction: float) -> Work:
+        """A part of the time that is left."""
+        now = time.perf_counter()
+        return replace(self, until=now + fraction * (self.until - now))
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A place in a text of the target's own.
+
+    text: [n] the tokens before it. target_probs: [V] law of the next one, from a single-token
+    pass. draft: what the drafter proposed here. draft_probs: [V] law of its first token, a point
+    mass where it declares none; None if nothing was proposed.
+    """
+
+    text: list[int]
+    target_probs: Law
+    draft: Draft
+    draft_probs: Law | None
+
+    @property
+    def distance(self) -> float:
+        """Total variation between the two laws, 0 without a draft."""
+        if self.draft_probs is None:
+            return 0.0
+        return total_variation(self.target_probs, self.draft_probs)
+
+
+def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Iterator[Step]:
+    """Steps along a text that the target alone draws, the drafter following it."""
+    text = list(prompt)
+    session = subject.drafter.begin(prompt, subject.context(Noise(seed)))
+    tokens = speculate(
+        subject.model,
+        prompt,
+        max_tokens=num_tokens,
+        sampling=subject.sampling,
+        seed=seed,
+    )
+    with closing(tokens):
+        for token in tokens:
+            draft = session.propose(1)
+            target_probs = probabilities(subject.sampling.law(token.logprobs))
+            yield Step(list(text), target_probs, draft, first_law(draft, subject.vocab_size))
+            if token.token in subject.end_tokens:
+                return
+            session.observe([token.token])
+            text.append(token.token)
+
+
+def first_law(draft: Draft, vocab_size: int) -> Law | None:
+    """Law [V] of a draft's first token; a point mass where it declares none; None if empty."""
+    if not len(draft):
+        return None
+    if draft.logprobs is not None:
+        return probabilities(draft.logprobs[0])
+    token = to_list(draft.tokens)[0]
+    if not 0 <= token < vocab_size:
+        raise DraftError(
+            f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. Use a "
+            "drafter for the same tokenizer."
+        )
+    law = np.zeros(vocab_size)
+    law[token] = 1.0
+    return law
+
+
+def probabilities(logprobs: mx.array) -> Law:
+    """Log-probabilities [V] as probabilities that sum to 1 in float64."""
+    probs = np.exp(np.array(logprobs.astype(mx.float32), np.float64))
+    law: Law = probs / probs.sum()
+    return law
+
+
+def total_variation(a: Law, b: Law) -> float:
+    """Half the sum of all differences."""
+    return float(np.abs(a - b).sum() / 2)

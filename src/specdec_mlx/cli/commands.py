@@ -1,0 +1,161 @@
+"""The command line: `specdec-mlx demo | generate | drafters | ...`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import specdec_mlx
+from specdec_mlx.bench.contenders import parse_draft_length
+from specdec_mlx.drafters.registry import drafter_names
+from specdec_mlx.errors import LogitsError
+
+MLX_LM_COMMANDS = {
+    "generate": "mlx-lm's generate command, with drafters",
+    "chat": "mlx-lm's chat command, with drafters",
+    "server": "mlx-lm's OpenAI-compatible server, with drafters",
+    "benchmark": "mlx-lm's benchmark command, with drafters",
+}
+"""Run with all of mlx-lm's own flags, and ours beside them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments and arguments[0] in MLX_LM_COMMANDS:
+        from specdec_mlx.mlx_lm_plugin import run_command
+
+        return run_command(arguments[0], arguments[1:])
+    args = make_parser().parse_args(arguments)
+    try:
+        return int(args.run(args))
+    except (ValueError, RuntimeError, OSError, LogitsError) as error:
+        print(f"specdec-mlx: {error}", file=sys.stderr)
+        return 2
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser for all commands but those that are mlx-lm's own."""
+    parser = argparse.ArgumentParser(
+        prog="specdec-mlx", description="Speculative decoding for mlx-lm: the same text, sooner."
+    )
+    parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    for name, text in MLX_LM_COMMANDS.items():
+        commands.add_parser(name, help=text, add_help=False)
+    _add_demo(commands)
+    _add_bench(commands)
+    _add_replay(commands)
+    _add_probe(commands)
+    _add_check(commands)
+    _add_drafters(commands)
+    return parser
+
+
+def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    demo = commands.add_parser("demo", help="plain against speculative, on real text")
+    demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    demo.add_argument(
+        "--max-tokens", type=_positive, default=96, help="tokens a prompt (%(default)s)"
+    )
+    demo.add_argument(
+        "--repeats", type=_positive, default=1, help="timed runs of each (%(default)s)"
+    )
+    demo.add_argument(
+        "--draft-length",
+        type=parse_draft_length,
+        default=4,
+        metavar="K",
+        help="tokens a round, or auto (%(default)s)",
+    )
+    demo.add_argument(
+        "--print-model-path",
+        action="store_true",
+        help="prepare the demo model, print its folder, and do nothing else",
+    )
+    demo.set_defaults(run=_demo)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from specdec_mlx.cli.demo import run_demo
+    from specdec_mlx.lab.demo_model import demo_model_path
+
+    path = args.model or demo_model_path()
+    if args.print_model_path:
+        print(path)
+        return 0
+    return 0 if run_demo(path, args.max_tokens, args.repeats, args.draft_length) else 1
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number}: expected an int >= 1")
+    return number
+
+
+def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.bench import run
+
+    bench = commands.add_parser("bench", help="speed and identity on many prompts, interleaved")
+    run.add_arguments(bench)
+    bench.set_defaults(run=run.main)
+
+
+def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.bench import replay
+
+    command = commands.add_parser("replay", help="score drafters on recorded texts, offline")
+    replay.add_arguments(command)
+    command.set_defaults(run=replay.main)
+
+
+def _add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    probe = commands.add_parser("probe", help="is a pass over several positions exact here?")
+    probe.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    probe.set_defaults(run=_probe)
+
+
+def _probe(args: argparse.Namespace) -> int:
+    from specdec_mlx.lab.demo_model import demo_model_path
+    from specdec_mlx.models import load_model
+    from specdec_mlx.target.exactness import probe
+
+    report = probe(load_model(args.model or demo_model_path())[0])
+    print(report)
+    return 0 if report.exact else 1
+
+
+def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.checks import command
+
+    check = commands.add_parser("check", help="is it lossless on this model, machine and setting?")
+    command.add_arguments(check)
+    check.set_defaults(run=command.main)
+
+
+def _add_drafters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
+    drafters.add_argument("--model", help="also which models here can draft for this one")
+    drafters.add_argument(
+        "--in",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="look for them here instead of in the Hugging Face cache",
+    )
+    drafters.set_defaults(run=_drafters)
+
+
+def _drafters(args: argparse.Namespace) -> int:
+    if args.model is not None:
+        from specdec_mlx.drafters.candidates import report
+
+        print(report(args.model, args.folder))
+    elif args.folder is not None:
+        raise ValueError("--in needs --model, the model to draft for.")
+    else:
+        print("\n".join(drafter_names()))
+    return 0

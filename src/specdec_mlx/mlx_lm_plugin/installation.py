@@ -1,0 +1,321 @@
+"""mlx-lm's own calls speculate: `install()`, `uninstall()`, `with installed():`.
+
+Two names of the module `mlx_lm.generate` are replaced, `generate_step` and
+`speculative_generate_step`. `mlx_lm.generate`, `mlx_lm.stream_generate` and whatever imported those
+two look the steps up there when they run, so all of them speculate, in code written before us too.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import does_model_support_input_embeddings
+
+from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
+from specdec_mlx.generation import choose_drafter
+from specdec_mlx.loop import Token, speculate
+from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
+from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
+from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.verifier import is_pure
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
+
+DEFAULT_DRAFTER = "prompt-lookup"
+DEFAULT_MAX_TOKENS = 256
+"""What mlx-lm's steps emit if they are not told."""
+
+
+@dataclass(eq=False)
+class Speculation:
+    """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
+
+    drafter: None for plain decoding. draft_length, rule: as in `speculate`. tokenizer: the
+    target's, for drafters that compare it with their own. grammar: what each text may be, for
+    which the tokenizer must be known. stats: of the generation that emitted a token last, None
+    before the first. plain_seconds: what a token took there without a draft, in seconds, None if
+    no draft length that learns has seen it.
+    """
+
+    drafter: Drafter | None
+    draft_length: int | str | DraftLength = "auto"
+    rule: str | AcceptanceRule = "auto"
+    tokenizer: Any = None
+    grammar: Grammar | None = None
+    stats: SpeculationStats | None = None
+    plain_seconds: float | None = None
+
+    def tokens(
+        self,
+        prompt: mx.array,
+        model: nn.Module,
+        drafter: Drafter | None,
+        *,
+        draft_length: int | str | DraftLength | None = None,
+        sampler: Any = None,
+        prompt_cache: list[Any] | None = None,
+        **options: Any,
+    ) -> Generator[Token, None, None]:
+        """Tokens of one generation; options as in `speculate`.
+
+        A sampler of mlx-lm's own is recognised, so that its law is known to the rule. Drafters
+        see the earlier turns on the prompt cache as well.
+        """
+        if self.grammar is not None:
+            processor = GrammarProcessor(self.grammar, self.tokenizer)
+            options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
+        earlier = text_on(prompt_cache)
+        kind = type(drafter).__name__
+        learned = tuning_for(model)
+        length = make_draft_length(
+            self.draft_length if draft_length is None else draft_length, kind, learned
+        )
+        law = law_of(sampler)
+        tokens = speculate(
+            model,
+            prompt,
+            Continued(drafter, earlier) if earlier and drafter is not None else drafter,
+            sampling=sampler if law is None else law,
+            draft_length=length,
+            rule=self.rule,
+            tokenizer=self.tokenizer,
+            prompt_cache=prompt_cache,
+            **options,
+        )
+        processors = options.get("logits_processors") or ()
+        if not all(is_pure(f) for f in processors):
+            max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
+            tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
+        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(kind))
+
+    def _accounted(
+        self,
+        tokens: Generator[Token, None, None],
+        text: list[int],
+        prompt_cache: list[Any] | None,
+        learned: Any,
+    ) -> Generator[Token, None, None]:
+        """Pass the tokens on; keep the account, and what is on the caches in the end."""
+        try:
+            with closing(tokens):
+                for token in tokens:
+                    self.stats = token.stats
+                    text.append(token.token)
+                    yield token
+        finally:
+            remember(prompt_cache, text)
+            plain = learned.costs.plain
+            self.plain_seconds = sorted(plain)[len(plain) // 2] if plain else None
+
+
+class _InForce:
+    """What is installed, the latest last, and the originals while anything is."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.stack: list[Speculation] = []
+        self.originals: dict[str, Any] = {}
+        self.replacements: dict[str, Any] = {}
+        self.by_install: Speculation | None = None
+
+    def add(self, speculation: Speculation) -> None:
+        """Put in force; the first one replaces the names."""
+        with self.lock:
+            if not self.stack:
+                self._replace()
+            self.stack.append(speculation)
+
+    def remove(self, speculation: Speculation) -> None:
+        """Take out, wherever it stands; the last one restores the names."""
+        with self.lock:
+            self.stack = [s for s in self.stack if s is not speculation]
+            if not self.stack:
+                self._restore()
+
+    def latest(self) -> Speculation | None:
+        """The one that counts."""
+        with self.lock:
+            return self.stack[-1] if self.stack else None
+
+    def _replace(self) -> None:
+        check_steps()
+        module = generate_module()
+        self.originals = {name: getattr(module, name) for name in STEPS}
+        makers = {"generate_step": _step, "speculative_generate_step": _speculative_step}
+        self.replacements = {name: makers[name](step) for name, step in self.originals.items()}
+        for name, step in self.replacements.items():
+            setattr(module, name, step)
+
+    def _restore(self) -> None:
+        """Put the originals back, except under a name that others have replaced since.
+
+        Theirs may call ours, which does what the original does while nothing is in force.
+        """
+        module = generate_module()
+        for name, original in self.originals.items():
+            if getattr(module, name) is self.replacements[name]:
+                setattr(module, name, original)
+
+
+_in_force = _InForce()
+
+
+def _step(original: Any) -> Any:
+    """`generate_step`, with the drafter that is in force."""
+
+    @functools.wraps(original)
+    def generate_step(
+        prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **options: Any
+    ) -> Iterator[tuple[int, mx.array]]:
+        speculation = _in_force.latest()
+        if speculation is None or not _can_draft(prompt, model, options):
+            return original(prompt, model, stream, **options)  # type: ignore[no-any-return]
+        tokens = speculation.tokens(prompt, model, speculation.drafter, stream=stream, **options)
+        return _pairs(tokens)
+
+    return generate_step
+
+
+def _speculative_step(original: Any) -> Any:
+    """`speculative_generate_step`, with any drafter in the place of the draft model."""
+
+    @functools.wraps(original)
+    def speculative_generate_step(
+        prompt: mx.array,
+        model: nn.Module,
+        draft_model: nn.Module | Drafter | str,
+        stream: Any = generation_stream,
+        *,
+        num_draft_tokens: int | None = None,
+        **options: Any,
+    ) -> Iterator[tuple[int, mx.array, bool]]:
+        speculation = _in_force.latest()
+        if speculation is None:
+            given = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
+            return original(  # type: ignore[no-any-return]
+                prompt, model, draft_model, stream, **given, **options
+            )
+        drafter = choose_drafter(None, draft_model)
+        tokens = speculation.tokens(
+            prompt, model, drafter, draft_length=num_draft_tokens, stream=stream, **options
+        )
+        return _triples(tokens)
+
+    return speculative_generate_step
+
+
+def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
+    if options.get("input_embeddings") is None:
+        return True
+    return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
+
+
+def _showing_last(
+    tokens: Generator[Token, None, None],
+    processors: Sequence[LogitsProcessor],
+    text: list[int],
+    max_tokens: int,
+) -> Generator[Token, None, None]:
+    """Call the processors once more, with the last of `max_tokens` tokens in their history.
+
+    mlx-lm's loop is a step ahead when it ends, so that a processor that remembers has seen all of
+    the text then. Nothing is drawn from what they return here.
+    """
+    with closing(tokens):
+        for n, token in enumerate(tokens, start=1):
+            text.append(token.token)
+            if n == max_tokens and token.stats.cut == 0:  # else it was judged, and then cut off
+                for processor in processors:
+                    processor(mx.array(text), token.logprobs[None])
+            yield token
+
+
+def _pairs(tokens: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
+    with closing(tokens):
+        for token in tokens:
+            yield token.token, token.logprobs
+
+
+def _triples(tokens: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array, bool]]:
+    with closing(tokens):
+        for token in tokens:
+            yield token.token, token.logprobs, token.from_draft
+
+
+def make_speculation(
+    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
+    *,
+    draft_length: int | str | DraftLength = "auto",
+    rule: str | AcceptanceRule = "auto",
+    tokenizer: Any = None,
+) -> Speculation:
+    """Speculation for the arguments of `install`, checked now rather than at the first token."""
+    make_draft_length(draft_length)
+    make_rule(rule)
+    return Speculation(choose_drafter(None, drafter), draft_length, rule, tokenizer)
+
+
+def install(
+    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
+) -> Speculation:
+    """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
+
+    drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model; None
+    for plain decoding. options: draft_length, rule and tokenizer, see `Speculation`. Where a call
+    gives `draft_model=`, that counts instead: a draft model, a drafter or a drafter's name; and
+    with it `num_draft_tokens=` is the draft length. A second call takes the place of the first.
+
+    Returns what is in force, which also has the account of the latest generation. Raises
+    MlxLmVersionError for a mlx-lm that cannot be extended, UnknownNameError and ValueError.
+    """
+    speculation = make_speculation(drafter, **options)
+    with _in_force.lock:
+        _in_force.add(speculation)
+        before, _in_force.by_install = _in_force.by_install, speculation
+        if before is not None:
+            _in_force.remove(before)
+    return speculation
+
+
+def uninstall() -> None:
+    """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
+    with _in_force.lock:
+        before, _in_force.by_install = _in_force.by_install, None
+        if before is not None:
+            _in_force.remove(before)
+
+
+@contextmanager
+def installed(
+    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
+) -> Iterator[Speculation]:
+    """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
+
+    Blocks may be nested, and may overlap in threads: the one entered last counts, everywhere, for
+    generations that begin while it does.
+    """
+    with in_force(make_speculation(drafter, **options)) as speculation:
+        yield speculation
+
+
+@contextmanager
+def in_force(speculation: Speculation) -> Iterator[Speculation]:
+    """Like `installed`, for a speculation that was made before."""
+    _in_force.add(speculation)
+    try:
+        yield speculation
+    finally:
+        _in_force.remove(speculation)

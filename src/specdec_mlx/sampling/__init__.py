@@ -1,0 +1,1 @@
+"""The distribution of the next token, and where randomness comes from."""

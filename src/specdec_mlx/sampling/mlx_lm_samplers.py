@@ -1,0 +1,98 @@
+"""The law behind a sampler that mlx-lm's `make_sampler` made, and how far its penalties look back.
+
+mlx-lm's samplers are closures: they can be called and not asked. What they were made from stands in
+their cells, so the arguments can be read back; whether they were read rightly is seen by making the
+sampler again and comparing the two, code object by code object and cell by cell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
+
+from mlx_lm.sample_utils import greedy_sampler, make_sampler
+
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.types import LogitsProcessor
+
+METHODS = "sampling_methods"
+TEMPERATURE = "temp"
+CONTEXT_SIZE = "context_size"
+BIAS_CELLS = {"indices", "values"}
+
+
+def law_of(sampler: Sampler | Sampling | None) -> Sampling | None:
+    """Law that a sampler draws from: of ours, of mlx-lm's own, and of None, which is greedy.
+
+    None for any other callable, which then has to be taken as it is, and for arguments that
+    `Sampling` refuses.
+    """
+    if isinstance(sampler, Sampling):
+        return sampler
+    if sampler is None or sampler is greedy_sampler:
+        return Sampling()
+    arguments = _arguments(sampler)
+    if arguments is None:
+        return None
+    try:
+        again = make_sampler(**arguments)
+        return Sampling(**arguments) if _same(sampler, again) else None
+    except (TypeError, ValueError):
+        return None
+
+
+def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
+    """How many of the last tokens are enough for all of these, at least 1; None for all tokens.
+
+    mlx-lm's penalties say in a cell how far they look back, and its bias does not look. Whatever
+    else a processor is, it gets the whole text.
+    """
+    windows = [_window(processor) for processor in processors]
+    known = [window for window in windows if window is not None]
+    return max(1, *known) if known and len(known) == len(windows) else None
+
+
+def _window(processor: LogitsProcessor) -> int | None:
+    if getattr(processor, "__module__", None) != make_sampler.__module__:
+        return None
+    cells = _cells(processor) or {}
+    if cells.keys() == BIAS_CELLS:
+        return 1
+    size = cells.get(CONTEXT_SIZE)
+    return size if isinstance(size, int) and size > 0 else None  # tokens[-0:] is all of them
+
+
+def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
+    """Arguments of `make_sampler`, read from the cells of what it returned."""
+    if getattr(sampler, "__module__", None) != make_sampler.__module__:
+        return None
+    cells = _cells(sampler)
+    if cells is None or cells.keys() != {METHODS, TEMPERATURE}:
+        return None
+    arguments = {TEMPERATURE: cells[TEMPERATURE]}
+    for method in cells[METHODS]:
+        arguments |= _cells(method) or {}
+    return arguments
+
+
+def _cells(function: Any) -> dict[str, Any] | None:
+    """What a function has closed over, by name; None for another kind of callable."""
+    if not isinstance(function, FunctionType):
+        return None
+    cells = function.__closure__ or ()
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two samplers are the same functions over the same values."""
+    cells_a, cells_b = _cells(a), _cells(b)
+    if cells_a is None or cells_b is None or a.__code__ != b.__code__:
+        return False
+    methods_a, methods_b = cells_a.pop(METHODS, []), cells_b.pop(METHODS, [])
+    return (
+        cells_a == cells_b
+        and len(methods_a) == len(methods_b)
+        and all(_same(x, y) for x, y in zip(methods_a, methods_b, strict=True))
+    )

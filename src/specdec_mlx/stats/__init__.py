@@ -1,0 +1,1 @@
+"""What happened, what would have happened, and what theory expects."""

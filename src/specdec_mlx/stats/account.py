@@ -1,0 +1,173 @@
+"""What happened: counts, histogram, seconds. Built from round records alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec_mlx.stats.counterfactual import Counterfactual
+from specdec_mlx.stats.theory import acceptance_from_counts, expected_tokens
+from specdec_mlx.types import RoundRecord
+
+
+@dataclass
+class SpeculationStats:
+    """Running account of one generation; the same object on every item, always up to date.
+
+    It counts whole rounds: while the tokens of a round are handed out one by one, all of them are
+    in it already. Identities: `emitted + cut = accepted + target_passes`, and the histogram sums
+    to `target_passes`.
+
+    target_passes: passes of the target over the text, prefill left out; each is one round.
+    ahead: those of them that were launched before the token before them was read (plain gear).
+    fed: positions that those passes computed. replayed: those among them that had been computed
+        before, since recurrent caches cannot go back part of the way; no extra pass is made.
+    drafted, accepted: draft tokens proposed, and kept by the rule.
+    emitted: tokens produced. cut: tokens verified but beyond max_tokens.
+    accept_histogram: [n] rounds that accepted exactly n draft tokens.
+    drafted_at, accepted_at: [i] rounds that drafted, and accepted, position i of the draft.
+    rounds: (drafted, accepted) of every round, in order.
+    decode_seconds: of all rounds but the first, which waits for the prompt too. plain_seconds: of
+        the plain ones among them that ran in one gear; num_plain: how many those are.
+    counterfactual: what each rule would have accepted, if that was asked for.
+    prefill_seconds, draft_seconds, verify_seconds, other_seconds: host time; the last is what the
+        loop needs besides, without what the caller does with the tokens. A draft model's lazy
+        steps are computed inside the verifying pass and count there.
+    """
+
+    target_passes: int = 0
+    ahead: int = 0
+    fed: int = 0
+    replayed: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    cut: int = 0
+    accept_histogram: list[int] = field(default_factory=list)
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    decode_seconds: float = 0.0
+    plain_seconds: float = 0.0
+    num_plain: int = 0
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    other_seconds: float = 0.0
+    counterfactual: Counterfactual | None = None
+
+    def record(self, round_: RoundRecord) -> None:
+        """Add one round."""
+        if self.target_passes:
+            self.decode_seconds += round_.seconds
+            if not round_.drafted and round_.steady:
+                self.plain_seconds += round_.seconds
+                self.num_plain += 1
+        self.target_passes += 1
+        self.ahead += round_.ahead
+        self.fed += round_.fed
+        self.replayed += round_.fed - round_.drafted - 1
+        self.drafted += round_.drafted
+        self.accepted += round_.accepted
+        self.emitted += round_.emitted
+        self.cut += round_.accepted + 1 - round_.emitted
+        self.draft_seconds += round_.draft_seconds
+        self.verify_seconds += round_.verify_seconds
+        self.rounds.append((round_.drafted, round_.accepted))
+        _count(self.accept_histogram, [round_.accepted])
+        _count(self.drafted_at, range(round_.drafted))
+        _count(self.accepted_at, range(round_.accepted))
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Tokens emitted per pass of the target; plain decoding has 1."""
+        return self.emitted / self.target_passes if self.target_passes else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of the drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """[i] share of the rounds that drafted position i in which it was accepted."""
+        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        return [a / d if d else 0.0 for a, d in zip(accepted, self.drafted_at, strict=True)]
+
+    @property
+    def acceptance(self) -> float:
+        r"""Likeliest $\alpha$: accepted draft tokens over those that were judged.
+
+        Behind a rejected token nothing was judged (Leviathan et al. 2023, definition 3.1).
+        """
+        rejections = sum(accepted < drafted for drafted, accepted in self.rounds)
+        return acceptance_from_counts(self.accepted, rejections)
+
+    @property
+    def observed_speedup(self) -> float | None:
+        """Tokens over what they took, times what a plain round took; None before one was seen.
+
+        All rounds but the first.
+        """
+        return self._speedup([accepted + 1 for _, accepted in self.rounds[1:]])
+
+    @property
+    def expected_speedup(self) -> float | None:
+        r"""The same, had every draft token the chance $\alpha$, independently of the others.
+
+        Equation 1 of Leviathan et al. (2023) at each round's draft length, over the time that the
+        rounds took. Where it is far from the observed one, acceptance is not independent of the
+        position: predictable and unpredictable stretches take turns.
+        """
+        alpha = self.acceptance
+        return self._speedup([expected_tokens(alpha, drafted) for drafted, _ in self.rounds[1:]])
+
+    def _speedup(self, tokens: Sequence[float]) -> float | None:
+        """Of rounds after the first that brought so many tokens."""
+        if not self.num_plain or not self.decode_seconds:
+            return None
+        return sum(tokens) * self.plain_seconds / self.num_plain / self.decode_seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """All counts and rates, ready for JSON."""
+        account = self.counterfactual
+        return {
+            **{name: value for name, value in vars(self).items() if isinstance(value, int | float)},
+            **({} if account is None else {"counterfactual": account.as_dict()}),
+            "accept_histogram": list(self.accept_histogram),
+            "acceptance_by_position": self.acceptance_by_position,
+            "tokens_per_pass": self.tokens_per_pass,
+            "acceptance_rate": self.acceptance_rate,
+            "observed_speedup": self.observed_speedup,
+            "expected_speedup": self.expected_speedup,
+        }
+
+    def __str__(self) -> str:
+        """Two readable lines."""
+        rate = f" ({self.acceptance_rate:.0%})" if self.drafted else ""
+        return (
+            f"{self.emitted} tokens in {self.target_passes} target passes: "
+            f"{self.tokens_per_pass:.2f} tokens per pass, "
+            f"accepted {self.accepted} of {self.drafted} drafted{rate}\n"
+            f"drafting {self.draft_seconds:.2f} s, verifying {self.verify_seconds:.2f} s, "
+            f"prefill {self.prefill_seconds:.2f} s, elsewhere {self.other_seconds:.2f} s"
+        )
+
+    def plot(self) -> Any:
+        """Matplotlib figure of it; see `specdec_mlx.notebook.plots.plot_stats`."""
+        from specdec_mlx.notebook.plots import plot_stats
+
+        return plot_stats(self)
+
+    def _repr_html_(self) -> str:
+        from specdec_mlx.notebook.views import stats_html
+
+        return stats_html(self)
+
+
+def _count(histogram: list[int], values: Iterable[int]) -> None:
+    """Add one at each index, growing the list to fit."""
+    for value in values:
+        histogram.extend([0] * (value + 1 - len(histogram)))
+        histogram[value] += 1
