@@ -1,10 +1,11 @@
-"""What a round is made of: limits of a draft, the clock, a slow caller, rules of the caller's own."""
+"""What a round is made of: limits of a draft, the clock, a slow caller, a caller's own rules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -150,7 +151,7 @@ def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
     options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampling": sampler}
     tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
     assert [t.token for t in tokens] == plain(9)
-    with pytest.raises(ValueError, match="keep all.*needs the target's distribution"):
+    with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):
         sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options)
 
 
@@ -285,7 +286,7 @@ def test_a_slow_caller_does_not_keep_the_policy_from_learning(
     times = list(handed_out(policy, 4.0, monkeypatch, drafter))
     assert policy.steady[:2] == [1.0, 1.0]
     assert policy.wanted == 0
-    gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
+    gaps = [b - a for a, b in pairwise(times)]
     assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
 
 
@@ -293,7 +294,7 @@ def test_a_quick_caller_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     """The rounds are steady by themselves."""
     policy = WantsTwo(1)
     times = list(handed_out(policy, 0.1, monkeypatch))
-    assert [round(b - a, 6) for a, b in zip(times, times[1:], strict=False)] == [1.0] * 11
+    assert [round(b - a, 6) for a, b in pairwise(times)] == [1.0] * 11
     assert policy.steady == pytest.approx([1.0] * 10)  # not the first and last: the mode changes
 
 
@@ -304,7 +305,7 @@ def test_a_policy_that_wants_no_seconds_costs_a_slow_caller_nothing(
     policy = WantsTwo(1)
     policy.wanted = 0
     times = list(handed_out(policy, 4.0, monkeypatch))
-    assert [b - a for a, b in zip(times, times[1:], strict=False)] == [4.0] * 11
+    assert [b - a for a, b in pairwise(times)] == [4.0] * 11
     assert policy.steady == []
 
 
