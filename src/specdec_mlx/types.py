@@ -83,12 +83,13 @@ class Draft:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Outcome:
     """What one round brought, known to the host.
 
     kept: indices of the draft tokens that were kept, from the root down; `range(n)` for a chain.
-    tokens: [n + 1] what is emitted, the kept tokens and the one after them.
+    tokens: [n + 1] what is emitted, the kept tokens and the one after them; fewer where the loop
+        has cut them at max_tokens.
     """
 
     kept: Sequence[int]
@@ -98,6 +99,10 @@ class Outcome:
     def num_accepted(self) -> int:
         """How many draft tokens were kept, n."""
         return len(self.kept)
+
+
+NO_DRAFT = Draft()
+"""An empty draft: the round is plain decoding."""
 
 
 @dataclass(frozen=True)
@@ -224,7 +229,7 @@ class AcceptanceRule(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class RoundRecord:
     """One round as it happened.
 

@@ -38,6 +38,8 @@ from specdec_mlx.types import (
     shares_noise,
 )
 
+NO_TOKENS = mx.array([], mx.uint32)
+
 MASS_TOLERANCE = 1e-3
 """How far a draft's distribution may be from summing to 1, in float32."""
 
@@ -60,7 +62,7 @@ class LazyPass:
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return self.results["target_tokens"].astype(mx.uint32)
+        return to_ids(self.results["target_tokens"])
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -202,7 +204,7 @@ class Verifier:
         pending = self._feed_all_but_last_pass(to_ids(pending))
         if len(draft):
             self.rollback.checkpoint()
-        drafted = self._clamped(draft)
+        drafted = self._clamped(draft) if len(draft) else NO_TOKENS
         fed = mx.concatenate([pending, drafted]) if len(draft) else pending
         logits = self.feed(fed, embeddings)
         if logits.shape[0] > len(draft) + 1:
