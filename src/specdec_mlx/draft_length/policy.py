@@ -269,6 +269,15 @@ class _OpenDraft:
 NAMES = ("auto", "heuristic")
 
 
+def parse_draft_length(text: str) -> int | str:
+    """K as it is typed: an int >= 0 or the name of a policy; raises ValueError."""
+    if text in NAMES:
+        return text
+    if text.isascii() and text.isdecimal():
+        return int(text)
+    raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}.")
+
+
 def make_draft_length(
     choice: int | str | DraftLength, drafter: str = "drafter", tuning: Tuning | None = None
 ) -> DraftLength:

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.rollback import leaves
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
@@ -95,6 +96,38 @@ class ContinuedSession:
         """Tell the session, counted from the beginning of the conversation."""
         if hasattr(self.session, "close"):
             self.session.close(self.num_earlier + length)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A look-up that may also copy from a text that the answer is expected to resemble.
+
+    prediction: [n] tokens. They stand before the prompt, behind a copy of the prompt's last tokens,
+    so that the beginning of an answer finds theirs. The target never sees them.
+    """
+
+    drafter: PromptLookupDrafter
+    prediction: Sequence[int]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Begin after the prediction and the prompt."""
+        end = prompt[-self.drafter.max_ngram :]
+        return self.drafter.begin([*end, *self.prediction, *prompt], context)
+
+
+def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
+    """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
+    if isinstance(drafter, PromptLookupDrafter):
+        return Predicted(drafter, prediction)
+    parts = drafter.drafters if isinstance(drafter, FirstOf) else (drafter,)
+    if any(isinstance(part, PromptLookupDrafter) for part in parts):
+        return FirstOf(
+            *(
+                Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
+                for part in parts
+            )
+        )
+    return FirstOf(Predicted(PromptLookupDrafter(), prediction), *parts)
 
 
 def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
