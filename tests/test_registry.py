@@ -92,9 +92,7 @@ def test_several_drafters_are_one_that_tries_them_in_order() -> None:
         (",a=1,,", {"a": 1}),
     ],
 )
-def test_options_are_numbers_or_words_for_values_or_else_text(
-    text: str, options: dict[str, Any]
-) -> None:
+def test_options_are_numbers_words_for_values_or_text(text: str, options: dict[str, Any]) -> None:
     """Nothing is evaluated."""
     assert parse_options(text) == options
 

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
@@ -21,40 +15,12 @@ from mlx_lm.models import llama
 
 import specdec_mlx as sd
 import tiny
+from serving import serving
 from specdec_mlx.mlx_lm_plugin.conversation import Kept, keeping_caches
-from specdec_mlx.mlx_lm_plugin.server import ConversationCache, run_server
+from specdec_mlx.mlx_lm_plugin.server import ConversationCache
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[openai.OpenAI]:
-    """`specdec-mlx server` with these flags, in a thread; a client of it."""
-    module: Any = importlib.import_module("mlx_lm.server")
-    ready: Queue[ThreadingHTTPServer] = Queue()
-
-    def serve(host: str, port: int, generator: Any, handler_class: Any) -> None:
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            return handler_class(generator, *args, system_fingerprint="here", **kwargs)
-
-        httpd = ThreadingHTTPServer((host, 0), handler)
-        ready.put(httpd)
-        httpd.serve_forever()
-        generator.stop_and_join()
-        httpd.server_close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_run_http_server", serve)
-        thread = threading.Thread(target=run_server, args=(flags,), daemon=True)
-        thread.start()
-        httpd = ready.get(timeout=120)
-        url = f"http://127.0.0.1:{httpd.server_port}/v1"
-        try:
-            yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        finally:
-            httpd.shutdown()
-            thread.join(timeout=60)
 
 
 @pytest.fixture(scope="module")

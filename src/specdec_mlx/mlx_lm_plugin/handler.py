@@ -9,21 +9,25 @@ from typing import Any
 
 from mlx_lm.server import APIHandler
 
-from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.mlx_lm_plugin.openai_fields import (
-    RequestError,
-    check_body,
-    check_messages,
-    check_prompt,
-)
+from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.mlx_lm_plugin.openai_fields import check_body, check_messages, check_prompt
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+
+
+class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
+    """A request is not served, for a reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        """Keep the reason, which the client is told."""
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """Reads what a request says about speculation, and adds the account to its reply.
 
-    Whatever goes wrong with a request is said to its client: as HTTP 400, or where a stream has
-    begun, as an event with an `error`.
+    Whatever goes wrong with a request is said to its client in OpenAI's form, as HTTP 400, or where
+    a stream has begun, as its last event before [DONE].
     """
 
     speculation: Requested | None = None
@@ -49,8 +53,10 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             super().do_POST()
         except ConnectionError:
             raise
+        except Refused as error:
+            self._refuse(error.reason)
         except Exception as error:
-            logging.exception("Request failed")
+            logging.exception("A request failed.")
             self._refuse(error)
 
     def end_headers(self) -> None:
@@ -59,47 +65,42 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         self.replying = True
 
     def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
-        """As in mlx-lm, whose answer to all that fails before a reply begins is 404."""
-        refused = self.speculation is not None and self.speculation.refused
-        if refused and status_code == HTTPStatus.NOT_FOUND:
-            status_code = HTTPStatus.BAD_REQUEST
+        """Begin a reply, unless the request turned out to be one that cannot be served."""
+        if self.speculation is not None and self.speculation.error is not None:
+            raise Refused(self.speculation.error)
         super()._set_completion_headers(status_code)
 
     def _refuse(self, error: Exception) -> None:
         """Say what went wrong, in the place of a reply or at the end of one."""
-        words = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        status = HTTPStatus.BAD_REQUEST
+        plain = isinstance(error, ValueError | OSError | MissingPackageError)
+        words = str(error) if plain else f"{type(error).__name__}: {error}"
+        missing = isinstance(error, ModelFolderError)
+        status = HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
+        said = {"error": {"message": words, "type": "invalid_request_error", "code": status}}
+        self.speculation = None
         if not self.replying:
             self._headers_buffer: list[bytes] = []  # of the reply that there will not be
             self._set_completion_headers(status)
             self.end_headers()
-            self.wfile.write(json.dumps({"error": words}).encode())
+            self.wfile.write(json.dumps(said).encode())
         elif self.stream:
-            event = {"error": {"message": words, "type": "invalid_request_error", "code": status}}
-            self.wfile.write(f"data: {json.dumps(event)}\n\ndata: [DONE]\n\n".encode())
-        self.wfile.flush()
+            self.wfile.write(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
         self.close_connection = True
 
     def validate_model_parameters(self) -> None:
-        """Raise ValueError, which becomes an HTTP 400, for what is wrong in the request."""
-        check_body(self.body)
-        super().validate_model_parameters()
+        """Raise Refused for what is wrong in the request."""
+        try:
+            check_body(self.body)
+            super().validate_model_parameters()
+            if self.path.endswith("/chat/completions"):
+                check_messages(self.body.get("messages"))
+            else:
+                check_prompt(self.body.get("prompt"))
+            self.speculation = self.menu.requested(self.body)
+        except (ValueError, MissingPackageError) as error:
+            raise Refused(error) from error
         if not (self.body.get("stream_options") or {}).get("include_usage"):
             self.stream_options = None  # mlx-lm looks for the word without asking
-        try:
-            self.speculation = self.menu.requested(self.body)
-        except MissingPackageError as error:
-            raise RequestError(f"Not on this server: {error}") from error
-
-    def handle_text_completions(self) -> Any:
-        """As in mlx-lm, for a prompt that is one text."""
-        check_prompt(self.body.get("prompt"))
-        return super().handle_text_completions()
-
-    def handle_chat_completions(self) -> Any:
-        """As in mlx-lm, for messages that can be ones."""
-        check_messages(self.body.get("messages"))
-        return super().handle_chat_completions()
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
         """Answer."""

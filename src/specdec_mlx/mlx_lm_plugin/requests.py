@@ -31,7 +31,7 @@ class Requested:
     drafter: None for plain decoding. name: what the reply calls it. grammar: what the text may be.
     prediction: a text that the answer is expected to resemble, "" for none. stats: the account of
     the speculative part, None before. batched: whether mlx-lm's batch served it, or its end.
-    refused: whether it turned out to be one that cannot be served.
+    error: why it turned out to be one that cannot be served.
     """
 
     drafter: Drafter | None
@@ -42,7 +42,7 @@ class Requested:
     prediction: str = ""
     stats: SpeculationStats | None = None
     batched: bool = False
-    refused: bool = False
+    error: Exception | None = None
 
     def usage(self) -> dict[str, Any]:
         """The `speculation` object of a reply."""

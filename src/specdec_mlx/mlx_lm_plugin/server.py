@@ -180,8 +180,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         generation_args.speculation = requested or self.menu.requested({})
         try:
             return super().generate(request, generation_args, *args, **kwargs)
-        except RequestError:
-            generation_args.speculation.refused = True
+        except Exception as error:
+            generation_args.speculation.error = error
             raise
 
     def _next_request(self, timeout: float | None = None) -> Any:
