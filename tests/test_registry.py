@@ -133,7 +133,14 @@ def test_a_value_of_the_wrong_kind_is_said_with_the_kind_expected(spec: str, wor
     """From the drafter's own annotations; not what Python says when it compares them."""
     with pytest.raises(ValueError, match=words):
         make_drafter(spec)
-    assert make_drafter("ngram:discount=1") == sd.NGramDrafter(discount=1)
+
+
+def test_a_whole_number_stands_for_a_float() -> None:
+    """As it does in Python, where a class says that it takes a float."""
+    assert make_drafter("ngram:discount=0.5") == sd.NGramDrafter(discount=0.5)
+    drafter = make_drafter("ngram:discount=1")
+    assert drafter == sd.NGramDrafter(discount=1.0)
+    assert type(drafter.discount) is float
 
 
 def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:

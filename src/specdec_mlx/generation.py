@@ -14,14 +14,13 @@ from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.notebook.views import Piece, text_html
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Drafter, Origin
+from specdec_mlx.types import AcceptanceRule, Drafter, Origin, models_of
 
 
 @dataclass
@@ -121,7 +120,7 @@ def stream_generate(
         **kwargs,
     )
     models = [model, *models_of(chosen)]
-    num_prompt = len(encode(tokenizer, prompt)) or len(kwargs.get("input_embeddings", ()))
+    num_prompt = len(prompt_tokens) or len(kwargs.get("input_embeddings", ()))
     return _respond(
         tokens,
         tokenizer,
@@ -178,16 +177,6 @@ def _printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRe
         print(summary(response))
 
 
-def models_of(drafter: Any) -> list[nn.Module]:
-    """Models that run for a drafter: its own `model`, and those of the drafters it is made of."""
-    if drafter is None:
-        return []
-    own = getattr(drafter, "model", None)
-    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
-    models = [*([] if own is None else [own]), *(m for part in parts for m in models_of(part))]
-    return list({id(model): model for model in models}.values())
-
-
 def _kind(drafter: Drafter | None) -> str:
     """What a drafter without a name is called."""
     return "" if drafter is None else type(drafter).__name__
@@ -212,7 +201,7 @@ def choose_drafter(
         raise ValueError("Give drafter= or draft_model=, not both.")
     choice = drafter if draft_model is None else draft_model
     if isinstance(choice, nn.Module):
-        return ModelDrafter(choice)
+        return make_drafter(MODEL_DRAFTER, draft_model=choice)
     if isinstance(choice, str):
         return make_drafter(choice)
     if choice is None or isinstance(choice, Drafter):

@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked, positive_int
-from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.rules.registry import make_rule
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec_mlx.draft_length.tuning import AcceptanceHistory, Learned, RoundCosts, Tuning
-from specdec_mlx.drafters.evidence import Evidence
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, RoundRecord
+from specdec_mlx.types import Draft, Evidence, RoundRecord
 
 DEFAULT_LENGTH = 4
 """MLX's Metal kernels read the weights once for up to 5 rows: 4 drafts and the pending token."""
@@ -269,15 +268,6 @@ class _OpenDraft:
 NAMES = ("auto", "heuristic")
 
 
-def parse_draft_length(text: str) -> int | str:
-    """K as it is typed: an int >= 0 or the name of a policy; raises ValueError."""
-    if text in NAMES:
-        return text
-    if text.isascii() and text.isdecimal():
-        return int(text)
-    raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}.")
-
-
 def make_draft_length(
     choice: int | str | DraftLength, drafter: str = "drafter", tuning: Tuning | None = None
 ) -> DraftLength:
@@ -294,3 +284,20 @@ def make_draft_length(
     if isinstance(choice, bool | float):
         raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")
     return Fixed(choice) if isinstance(choice, int) else choice
+
+
+def parse_draft_length(text: str) -> int | str:
+    """What `make_draft_length` takes, from what somebody typed.
+
+    Raises:
+        ValueError: for anything but an int >= 0 or a name.
+    """
+    if text in NAMES:
+        return text
+    try:
+        length = int(text)
+    except ValueError:
+        length = -1
+    if length < 0:
+        raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
+    return length

@@ -115,14 +115,9 @@ def _make(name: str, kind: Callable[..., Drafter], options: dict[str, Any]) -> D
             f"Drafter {name!r}: it needs a model. Name it with --draft-model on the command line, "
             f"or give it as draft_model= in Python. {where}"
         )
-    for option, hint in _annotations(kind).items():
-        if option in options and not _fits(options[option], hint):
-            raise ValueError(
-                f"Drafter {name!r}: {option} is {options[option]!r}, expected "
-                f"{inspect.formatannotation(hint)}. {where}"
-            )
+    hints = _annotations(kind)
     try:
-        return kind(**options)
+        return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
     except TypeError as error:
         raise ValueError(f"Drafter {name!r}: {error}. {where}") from error
 
@@ -136,12 +131,17 @@ def _annotations(kind: Callable[..., Drafter]) -> dict[str, Any]:
     return {parameter.name: parameter.annotation for parameter in parameters}
 
 
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value is of an annotated type; anything but numbers and text is let through."""
+def _fitted(option: str, value: Any, hint: Any) -> Any:
+    """A value of the annotated type, an int for a float too; else a TypeError that names both.
+
+    Only numbers and text are looked at; what else there is the drafter knows best.
+    """
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
-    if not kinds <= {int, float, bool, str, NoneType}:
-        return True
-    return type(value) in kinds or (type(value) is int and float in kinds)
+    if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
+        return value
+    if type(value) is int and float in kinds:
+        return float(value)
+    raise TypeError(f"{option} is {value!r}, expected {inspect.formatannotation(hint)}")
 
 
 @functools.cache

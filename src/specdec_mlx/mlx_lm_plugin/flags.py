@@ -32,7 +32,7 @@ from specdec_mlx.drafters.registry import (
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked
-from specdec_mlx.rules.acceptance import make_rule, rule_names
+from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
 

@@ -20,17 +20,16 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
-from specdec_mlx.rules.acceptance import make_rule
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.verifier import is_pure
+from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
@@ -75,18 +74,13 @@ class Speculation:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
-        length = make_draft_length(
-            self.draft_length if draft_length is None else draft_length,
-            type(drafter).__name__,
-            tuning_for(model),
-        )
-        law = law_of(sampler)
+        law = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,
             Continued(drafter, earlier) if earlier and drafter is not None else drafter,
             sampling=sampler if law is None else law,
-            draft_length=length,
+            draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,

@@ -13,7 +13,7 @@ from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.mlx_lm_plugin.flags import Flags, name_in
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
 from specdec_mlx.options import split_spec
-from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 

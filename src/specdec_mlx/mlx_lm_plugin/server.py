@@ -23,9 +23,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider, ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
 from specdec_mlx.drafters.model import ModelDrafter
@@ -50,8 +48,8 @@ from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
-from specdec_mlx.target.verifier import is_pure
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
+from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Drafter, LogitsProcessor
 
@@ -278,20 +276,18 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
         drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
-        kind = type(drafter).__name__
         drafter = self._drafter(drafter, requested, options["tokenizer"])
         earlier = text_on(prompt_cache)
         processors = [with_history(f, earlier) for f in logits_processors]
         if requested.grammar is not None:
             processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
-        length = make_draft_length(requested.draft_length, kind, tuning_for(model))
         responses = stream_generate(
             model,
             drafter=Continued(drafter, earlier) if earlier and drafter is not None else drafter,
-            draft_length=length,
+            draft_length=requested.draft_length,
             rule=requested.rule,
             prompt_cache=prompt_cache,
-            sampler=law_of(sampler) or sampler,
+            sampler=read_sampler(sampler) or sampler,
             logits_processors=processors,
             **options,
         )
