@@ -7,12 +7,22 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.exactness import is_exact
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.rollback import Rollback
 
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
+
+
+def _vocab_size(model: nn.Module) -> int:
+    """V, from the shape of logits that are never computed."""
+    return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
+
+
+vocab_size_of = PerModel(_vocab_size)
+"""V of a loaded model."""
 
 
 class ModelPass:
@@ -38,22 +48,16 @@ class ModelPass:
         self.rollback = rollback
         self.options = options or CacheOptions()
         self.probe = probe
-        self._vocab_size: int | None = None
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
         self.quantize()
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        logits = self.rollback.forward(self.model, tokens, **inputs)
-        self._vocab_size = logits.shape[-1]
-        return logits
+        return self.rollback.forward(self.model, tokens, **inputs)
 
     def vocab_size(self) -> int:
-        """V, from the shape of the logits of a pass; of one that is never computed if need be."""
-        if self._vocab_size is None:
-            logits = self.model(mx.array([[0]]), cache=make_prompt_cache(self.model))
-            self._vocab_size = logits.shape[-1]
-        return self._vocab_size
+        """V."""
+        return vocab_size_of(self.model)
 
     def quantize(self) -> None:
         """Replace caches, in the caller's list, by quantized ones once they are long enough.
