@@ -21,10 +21,8 @@ from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
     PLAIN,
     Contender,
-    drafter_from_spec,
     make_contenders,
     ours,
-    parse_draft_length,
 )
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
@@ -334,7 +332,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    monkeypatch.setattr(run, "load", lambda name: (narrow.model(), tokenizer))
+    monkeypatch.setattr(run, "load_model", lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
 
@@ -421,17 +419,6 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 def test_chat_template_is_used_where_there_is_one() -> None:
     assert encode_chat(narrow.FakeTokenizer(), "a") == [0, ord("a") % 4, 1]
     assert encode_chat(narrow.FakeTokenizer(has_chat_template=False), "a") == [ord("a") % 4]
-
-
-def test_drafters_by_name() -> None:
-    assert drafter_from_spec("none") is None
-    assert drafter_from_spec("ngram:max_order=3") == sd.NGramDrafter(max_order=3)
-    drafter = drafter_from_spec("model:greedy=true", narrow.model())
-    assert isinstance(drafter, sd.ModelDrafter)
-    assert drafter.greedy
-    with pytest.raises(ValueError, match="needs --draft-model"):
-        drafter_from_spec("model")
-    assert [parse_draft_length(text) for text in ("4", "auto", "")] == [4, "auto", 0]
 
 
 def test_what_auto_learned_is_kept_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:

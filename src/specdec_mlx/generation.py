@@ -14,8 +14,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.notebook.views import Piece, text_html
 from specdec_mlx.sampling.distribution import Sampler, Sampling
@@ -202,7 +201,7 @@ def choose_drafter(
         raise ValueError("Give drafter= or draft_model=, not both.")
     choice = drafter if draft_model is None else draft_model
     if isinstance(choice, nn.Module):
-        return ModelDrafter(choice)
+        return make_drafter(MODEL_DRAFTER, draft_model=choice)
     if isinstance(choice, str):
         return make_drafter(choice)
     if choice is None or isinstance(choice, Drafter):

@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter, parse_options
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
@@ -23,7 +23,6 @@ from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"
 MLX_LM_SPECULATION = "mlx-lm-speculation"
-NO_DRAFTER = "none"
 MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
@@ -128,7 +127,7 @@ def ours(
     What an automatic draft length learns it keeps from text to text, for each seed, and so for
     each repeat, anew: a text that it has seen before would be no fair test.
     """
-    length = parse_draft_length(draft_length)
+    length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
@@ -167,7 +166,19 @@ def make_contenders(
 
     Ours is each drafter with each length and rule; without a drafter these mean nothing.
 
-    Raises UnknownNameError and ValueError for drafters that cannot be made.
+    Args:
+        model: the target.
+        drafters: names with options; "none" is our loop without a drafter.
+        draft_lengths: K or the name of a policy, each as it is typed.
+        temp: temperature, 0 for greedy.
+        tokenizer: the target's, for drafters that compare it with their own.
+        draft_model: what "model" drafts with, and mlx-lm's own speculation.
+        draft_tokenizer: the draft model's.
+        rules: acceptance rules, names with options.
+
+    Raises:
+        UnknownNameError: no drafter or length has this name.
+        ValueError: options that a drafter does not take, or "model" without one.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
@@ -175,29 +186,7 @@ def make_contenders(
         for number in numbers or [MLX_LM_DRAFT_LENGTH]:
             contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
     for spec in drafters:
-        drafter = drafter_from_spec(spec, draft_model, draft_tokenizer)
+        drafter = make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders
-
-
-def drafter_from_spec(
-    spec: str, draft_model: nn.Module | None = None, draft_tokenizer: Any = None
-) -> Drafter | None:
-    """The drafter that `NAME:key=value,...` names; None for "none"; "model" takes draft_model."""
-    name, _, options = spec.partition(":")
-    if name == NO_DRAFTER:
-        return None
-    if name != "model":
-        return make_drafter(spec)
-    if draft_model is None:
-        raise ValueError("--drafter model needs --draft-model, a folder or a Hugging Face name.")
-    return ModelDrafter(draft_model, tokenizer=draft_tokenizer, **parse_options(options))
-
-
-def parse_draft_length(text: str) -> int | str:
-    """An int where it is one, else the policy's name; 0 for an empty text."""
-    try:
-        return int(text or 0)
-    except ValueError:
-        return text

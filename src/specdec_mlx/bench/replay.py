@@ -19,15 +19,15 @@ from pathlib import Path
 
 from mlx_lm import load
 
-from specdec_mlx.bench.contenders import drafter_from_spec, parse_draft_length
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.bench.summary import ALL
-from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.types import Drafter
 
 LENGTH_ORACLE = "length oracle"
@@ -206,7 +206,10 @@ def main(args: argparse.Namespace) -> int:
 def _drafters(args: argparse.Namespace) -> dict[str, Drafter | None]:
     draft_model, draft_tokenizer = load(args.draft_model)[:2] if args.draft_model else (None, None)
     specs = args.drafter or ["prompt-lookup"]
-    return {spec: drafter_from_spec(spec, draft_model, draft_tokenizer) for spec in specs}
+    return {
+        spec: make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+        for spec in specs
+    }
 
 
 def _replayed(
@@ -218,7 +221,7 @@ def _replayed(
         yield replay_text(
             text,
             drafter,
-            make_draft_length(parse_draft_length(length), type(drafter).__name__, tuning),
+            make_draft_length(parse_draft_length(length or "0"), type(drafter).__name__, tuning),
             cost,
             max_tokens=int(record.settings["max_tokens"]),
             vocab_size=int(record.settings["vocab_size"]),

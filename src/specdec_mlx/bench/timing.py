@@ -21,12 +21,21 @@ TURN_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How every contender generates. end_tokens: ids that end a text (the token is part of it)."""
+    """How every contender generates. end_tokens: ids that end a text (the token is part of it).
+
+    Raises ValueError for less than one token or one repeat.
+    """
 
     max_tokens: int = 128
     repeats: int = 1
     seed: int = 0
     end_tokens: Collection[int] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse a benchmark of nothing, which would never end."""
+        for name in ("max_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected an int >= 1.")
 
 
 @dataclass(frozen=True)

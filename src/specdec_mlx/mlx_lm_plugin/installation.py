@@ -20,8 +20,8 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.utils import does_model_support_input_embeddings
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
@@ -33,7 +33,6 @@ from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
-DEFAULT_DRAFTER = "prompt-lookup"
 DEFAULT_MAX_TOKENS = 256
 """What mlx-lm's steps emit if they are not told."""
 
@@ -45,8 +44,7 @@ class Speculation:
     drafter: None for plain decoding. draft_length, rule: as in `speculate`. tokenizer: the
     target's, for drafters that compare it with their own. grammar: what each text may be, for
     which the tokenizer must be known. stats: of the generation that emitted a token last, None
-    before the first. plain_seconds: what a token took there without a draft, in seconds, None if
-    no draft length that learns has seen it.
+    before the first.
     """
 
     drafter: Drafter | None
@@ -55,7 +53,6 @@ class Speculation:
     tokenizer: Any = None
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
-    plain_seconds: float | None = None
 
     def tokens(
         self,
@@ -77,18 +74,13 @@ class Speculation:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
-        kind = type(drafter).__name__
-        learned = tuning_for(model)
-        length = make_draft_length(
-            self.draft_length if draft_length is None else draft_length, kind, learned
-        )
         law = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,
             Continued(drafter, earlier) if earlier and drafter is not None else drafter,
             sampling=sampler if law is None else law,
-            draft_length=length,
+            draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
@@ -98,14 +90,13 @@ class Speculation:
         if not all(is_pure(f) for f in processors):
             max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
             tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
-        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(kind))
+        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache)
 
     def _accounted(
         self,
         tokens: Generator[Token, None, None],
         text: list[int],
         prompt_cache: list[Any] | None,
-        learned: Any,
     ) -> Generator[Token, None, None]:
         """Pass the tokens on; keep the account, and what is on the caches in the end."""
         try:
@@ -116,8 +107,6 @@ class Speculation:
                     yield token
         finally:
             remember(prompt_cache, text)
-            plain = learned.costs.plain
-            self.plain_seconds = sorted(plain)[len(plain) // 2] if plain else None
 
 
 class _InForce:

@@ -106,10 +106,12 @@ class SpeculationStats:
 
     @property
     def observed_speedup(self) -> float | None:
-        """Tokens over what they took, times what a plain round took; None before one was seen.
+        """Tokens over what they took, times what a plain round took; None without both kinds.
 
-        All rounds but the first.
+        All rounds but the first. Where nothing was drafted there is nothing to compare.
         """
+        if not self.drafted:
+            return None
         return self._speedup([accepted + 1 for _, accepted in self.rounds[1:]])
 
     @property
