@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import Text
+from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Drafter
@@ -12,7 +12,7 @@ LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is me
 
 
 def length_oracle(
-    text: Text,
+    text: RecordedText,
     drafter: Drafter,
     cost: CostCurve,
     *,
@@ -42,7 +42,7 @@ def length_oracle(
     )
 
 
-def text_oracle(text: Text, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
+def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
     """The cheapest way to cut the text into passes of at most `longest` drafts and one token."""
     seconds, passes = [0.0], [0]
     for n in range(1, len(text.generated) + 1):

@@ -11,7 +11,7 @@ from typing import Any, cast
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import Text
+from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation
 from specdec_mlx.sampling.distribution import Sampling
@@ -63,7 +63,7 @@ class RecordedBlock:
 class RecordedTarget:
     """Stands in for the loop's `Verifier`: a target whose greedy text is known."""
 
-    def __init__(self, text: Text, vocab_size: int) -> None:
+    def __init__(self, text: RecordedText, vocab_size: int) -> None:
         """Begin behind the prompt's prefill."""
         self.tape = Rollback([], position=len(text.prompt) - 1)
         self._generated = text.generated
@@ -125,7 +125,7 @@ class ModelledLength:
 
 
 def replay_text(
-    text: Text,
+    text: RecordedText,
     drafter: Drafter | None,
     length: DraftLength,
     cost: CostCurve,

@@ -27,7 +27,7 @@ from specdec_mlx.bench.prompts import (
     encode_chat,
     read_prompts,
 )
-from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
@@ -219,7 +219,7 @@ def make_record(
             "dtype": describe_dtype(model),
             "vocab_size": model(mx.array([[0]])).shape[-1],
         },
-        texts=[Text(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=cost,
         results=summarise(samples, differences, greedy=settings["temp"] == 0),
         differences=list(differences),

@@ -180,7 +180,7 @@ def format_table(rows: Sequence[Row]) -> str:
     )
     lines = [head, "-" * len(head)]
     for row in rows:
-        stats = row.stats or SpeculationStats(target_passes=row.num_tokens, emitted=row.num_tokens)
+        stats = row.stats or SpeculationStats(target_passes=row.num_tokens)
         drafted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "-"
         lines.append(
             f"{row.prompt:<11}{row.drafter:<20}{row.num_tokens:>7}{stats.target_passes:>8}"
