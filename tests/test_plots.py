@@ -6,10 +6,15 @@ import builtins
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
 
 import specdec_mlx as sd
 from specdec_mlx.bench import plots as bench_plots
@@ -77,6 +82,50 @@ def test_every_plot_is_named_and_shows_itself() -> None:
         png, size = plot._repr_png_()
         assert png.startswith(b"\x89PNG")
         assert size["width"] > 300
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
+def test_plots_read_on_light_and_on_dark_pages(page: str) -> None:
+    """No background of their own, and all lettering and axes stand out from the page's.
+
+    A contrast of 3 is what WCAG asks of graphics and of large letters.
+    """
+    for name, plot in every_plot().items():
+        with Image.open(BytesIO(plot._repr_png_()[0])) as image:
+            assert image.getpixel((0, 0))[3] == 0, name
+        shown = [text for text in plot.findobj(Text) if text.get_text()]
+        assert len(shown) > 5, name
+        for text in shown:
+            assert contrast(to_hex(text.get_color()), page) > 3, (name, text.get_text())
+        for ax in plot.axes:
+            assert ax.get_facecolor()[3] == 0, name
+            for spine in ax.spines.values():
+                assert contrast(to_hex(spine.get_edgecolor()), page) > 3, name
+
+
+def test_the_callers_axes_keep_their_style() -> None:
+    """Drawn into a figure of the caller's, nothing of its colours changes."""
+    figure = Figure(facecolor="pink")
+    ax = figure.add_subplot()
+    ax.tick_params(labelcolor="red")
+    assert plots.acceptance_by_position(stats_of(ROUNDS), ax) is figure
+    assert to_hex(figure.get_facecolor()) == to_hex("pink")
+    assert to_hex(ax.get_facecolor()) == "#ffffff"
+    assert {to_hex(tick.get_color()) for tick in ax.get_xticklabels()} == {"#ff0000"}
+    assert to_hex(ax.title.get_color()) == "#000000"
+
+
+def contrast(a: str, b: str) -> float:
+    """Ratio of the luminances of two colours, as WCAG defines it, from 1 to 21."""
+    dark, light = sorted(luminance(colour) for colour in (a, b))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a colour such as #0072B2, from 0 to 1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_lines_differ_in_more_than_a_few_colours() -> None:

@@ -15,6 +15,7 @@ from specdec_mlx.notebook.palette import GREY
 try:
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
+    from matplotlib.ticker import MaxNLocator as MaxNLocator
 except ImportError as error:
     raise MissingPackageError(
         'Plots need matplotlib, which is not installed. pip install "specdec-mlx[plot]"'
@@ -74,7 +75,14 @@ def ink(ax: Axes) -> Any:
 
 
 def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
-    """Title and axis labels, with units, and no frame where nothing is read off."""
+    """Name the axes, and drop the frame where nothing is read off.
+
+    Args:
+        ax: the axes.
+        title: stands above them.
+        x: what is read off below, with its unit.
+        y: what is read off on the left, with its unit.
+    """
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
@@ -87,9 +95,15 @@ def legend(ax: Axes, **options: Any) -> None:
     ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
 
 
-def legend_above(ax: Axes, title: str, num_columns: int = 3) -> None:
-    """The legend between a title and the axes, from the left edge on, in rows."""
-    ax.legend(
+def legend_above(ax: Axes, title: str, num_columns: int = 4) -> None:
+    """The legend between a title and the axes, from the left edge on, in rows.
+
+    Args:
+        ax: the axes.
+        title: stands above the legend.
+        num_columns: most entries in a row.
+    """
+    drawn = ax.legend(
         title=title,
         title_fontsize=10,
         alignment="left",
@@ -100,4 +114,5 @@ def legend_above(ax: Axes, title: str, num_columns: int = 3) -> None:
         fontsize=8,
         frameon=False,
         labelcolor=ink(ax),
-    ).get_title().set_color(ink(ax))
+    )
+    drawn.get_title().set_color(ink(ax))

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from specdec_mlx.notebook.canvas import (
     Axes,
     Figure,
+    MaxNLocator,
     Plot,
     axes_or_new,
     figure_of,
@@ -77,6 +78,7 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     title = f"Rounds that drafted ({num_plain} plain ones beside them)"
     label_axes(ax, title, "draft tokens accepted", "rounds")
     ax.set_xticks(numbers)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     return figure_of(ax)
 
 
@@ -143,9 +145,8 @@ def cost_curve(
     positions = [m for m in known if m <= MOST_POSITIONS]
     relative = [cost(m) / cost(1) for m in positions]
     ax.plot(positions, relative, "o-", color=BLUE, markersize=4, label="c(m)")
-    label_axes(
-        ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps; tokens"
-    )
+    unit = "plain steps" if acceptance is None else "plain steps; tokens"
+    label_axes(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
     highest = max(relative)
     if acceptance is not None:
         K = best_draft_length_on_curve(acceptance, cost, draft_cost * cost(1), positions[-1] - 1)

@@ -14,7 +14,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, VERMILLION, translucent
+from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, SKY, VERMILLION, translucent
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Origin
 
@@ -50,7 +50,7 @@ class Look(NamedTuple):
 
 
 LOOKS: dict[Origin, Look] = {
-    "draft": Look("mark", BLUE, "accepted draft", "proposed, and kept by the target"),
+    "draft": Look("mark", SKY, "accepted draft", "proposed, and kept by the target"),
     "correction": Look("b", VERMILLION, "correction", "the target's own, after a rejected draft"),
     "bonus": Look("i", GREEN, "bonus", "the target's own, after a draft kept whole"),
     "plain": Look("span", "", "plain", "no draft was there"),
@@ -144,7 +144,7 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
     Rounded ends tell one token from the next of the same colour, on each line that it is on.
     """
     style = (
-        f' style="background:{translucent(look.colour, 0.28)};color:inherit;border-radius:.3em;'
+        f' style="background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em;'
         'box-decoration-break:clone;-webkit-box-decoration-break:clone"'
         if look.colour
         else ""
