@@ -30,13 +30,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.rules.acceptance import (
+from specdec_mlx.rules.arithmetic import (
     Array,
     acceptance_probability,
     at,
     library_of,
-    running_weights,
 )
+from specdec_mlx.rules.block import running_weights
 from specdec_mlx.stats.estimates import Estimate, Mean, wilson
 
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
