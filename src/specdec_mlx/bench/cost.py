@@ -99,7 +99,7 @@ class CostMeter:
     """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
 
     Sweeps are meant to be spread over a benchmark, so that the curve and the rounds see the same
-    machine. A pass is measured as the loop runs it: feed, law, verdict, and the read that waits.
+    machine. A pass is measured as the loop runs it, from the feed to the read that waits.
     """
 
     def __init__(

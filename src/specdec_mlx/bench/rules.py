@@ -1,7 +1,8 @@
 """Acceptance by rule in one table: `python -m specdec_mlx.bench.rules`.
 
-One run under token-level rejection says what every rule would have accepted, since the laws p and
-q at each position are known (see `counterfactual`). Sums are over the rounds of all texts.
+One run under token-level rejection says what every rule would have accepted, since both models'
+distributions are known at each position (see `counterfactual`). Sums are over the rounds of all
+texts.
 """
 
 from __future__ import annotations

@@ -157,7 +157,7 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
         label = name.replace("_", " ")
         if isinstance(value, dict):
             lines.append(f"{label}:")
-            lines += [f"  {key:<34}{_number(entry)}" for key, entry in value.items()]
+            lines += [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{label}:")
             lines += [f"  {_settings_line(entry)}" for entry in value]

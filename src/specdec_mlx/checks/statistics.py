@@ -72,7 +72,7 @@ def power(
 ) -> float:
     """Chance that counts which expect `wrong` are told from `right`; one [cells] a group of draws.
 
-    By the noncentral chi-square law, and by the chance that something impossible comes.
+    By the noncentral chi-square distribution, and by the chance that something impossible comes.
     """
     unseen = float(np.exp(-sum(w[r == 0].sum() for w, r in zip(wrong, right, strict=True))))
     test = together(
