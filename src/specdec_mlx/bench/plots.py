@@ -82,7 +82,13 @@ def expected_and_observed(scores: Iterable[Score], ax: Axes | None = None) -> Fi
 
 
 def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:
-    """What a legend calls a contender of a benchmark."""
+    """What a legend calls a contender of a benchmark.
+
+    Args:
+        drafter: as given on the command line.
+        draft_length: the same; "" leaves it out.
+        rule: the same; "" leaves it out.
+    """
     name = LEGENDS.get(drafter, drafter)
     name = f"{name}, K = {draft_length}" if draft_length else name
     return f"{name}, {rule}" if rule else name

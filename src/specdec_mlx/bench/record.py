@@ -64,7 +64,16 @@ class Record(Rows):
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
-        """The measured ratio to plain decoding, if that was run; with rules, under "auto"."""
+        """The measured ratio to plain decoding, under rule "auto".
+
+        Args:
+            drafter: as given on the command line.
+            draft_length: the same.
+            category: of the texts, or "all".
+
+        Returns:
+            Tokens per second over plain decoding's; None if that was not run.
+        """
         wanted = drafter, draft_length, category
         for result in self.results:
             own = result.drafter, result.draft_length, result.category

@@ -101,7 +101,14 @@ def format_cost(curve: CostCurve) -> str:
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
-    """Table with aligned columns: the first ones to the left, numbers to the right."""
+    """Table with aligned columns.
+
+    Args:
+        header: of each column.
+        rows: the cells of each row.
+        num_text_columns: how many columns, from the first on, are text and stand to the left;
+            numbers stand to the right.
+    """
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
     rule = [
         "-" * width if i < num_text_columns else "-" * (width - 1) + ":"

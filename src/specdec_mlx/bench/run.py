@@ -130,10 +130,18 @@ def run_bench(
     about: dict[str, Any] | None = None,
     command: str = "",
 ) -> Record:
-    """Run all contenders on all tasks, and compare; the first contender is plain decoding.
+    """Run all contenders on all tasks, and compare.
 
-    measure_cost: measure c(m) too, one sweep before each task. make_bar: total -> a progress bar
-    with `update()` and `close()`. about: further settings for the record.
+    Args:
+        model: the target.
+        tasks: the prompts.
+        contenders: the first is plain decoding.
+        settings: how each of them generates.
+        temp: temperature of the contenders; at 0 their texts are compared.
+        measure_cost: measure c(m) too, one sweep before each task.
+        make_bar: total -> a progress bar with `update()` and `close()`.
+        about: further settings for the record.
+        command: for the record, as typed.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
@@ -174,11 +182,24 @@ def bench_texts(
     settings: Settings | None = None,
     progress: bool = True,
 ) -> Record:
-    """A benchmark of your own texts from Python: kind of text -> user messages.
+    """A benchmark of your own texts from Python.
 
-    drafters, draft_lengths: as on the command line. draft_model: what the drafter "model" means;
-    it has the target's tokenizer. settings: 128 tokens and one repeat if None. progress: show a
-    bar.
+    Args:
+        model: the target.
+        tokenizer: the target's.
+        texts: kind of text -> user messages.
+        drafters: as on the command line.
+        draft_lengths: numbers and policies, as on the command line.
+        draft_model: what the drafter "model" means; it has the target's tokenizer.
+        settings: 128 tokens and one repeat if None.
+        progress: show a bar.
+
+    Returns:
+        A record, which a notebook shows as a table.
+
+    Raises:
+        UnknownNameError: for the name of a drafter that there is not.
+        ValueError: for a drafter that cannot be made, and where there are no texts.
     """
     prompts = [
         Prompt(f"{kind}/{i}", kind, text)
@@ -209,7 +230,18 @@ def make_record(
     settings: dict[str, Any],
     command: str,
 ) -> Record:
-    """Put together what was measured."""
+    """Put together what was measured.
+
+    Args:
+        model: the target.
+        tasks: the prompts.
+        samples: every generation.
+        differences: where texts part from plain decoding's.
+        cost: measured c(m); None where it was not.
+        machine: what `describe_machine` says.
+        settings: for the record; `temp` says whether texts were compared.
+        command: for the record, as typed.
+    """
     references = reference_texts(samples)
     return Record(
         command=command,

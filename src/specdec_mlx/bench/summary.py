@@ -105,8 +105,10 @@ class Result:
 class Speeds:
     """One contender's texts of a category, in a fixed order of texts.
 
-    tokens: [n] per text, mean over repeats. seconds: [n] for decoding them, at the median seconds
-    per token of the repeats. total_seconds: [n] median, prefill included.
+    Attributes:
+        tokens: [n] per text, mean over repeats.
+        seconds: [n] for decoding them, at the median seconds per token of the repeats.
+        total_seconds: [n] median, prefill included.
     """
 
     tokens: Array
@@ -117,7 +119,13 @@ class Speeds:
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" last, in order of appearance."""
+    """A result per contender and category, "all" last, in order of appearance.
+
+    Args:
+        samples: every generation.
+        differences: where texts part from plain decoding's.
+        greedy: whether the texts were compared.
+    """
     results = []
     categories = [*_unique(s.category for s in samples), ALL]
     for category in categories:
@@ -155,6 +163,12 @@ def bootstrap_interval(
     """95% percentile interval of the throughput ratio, texts drawn with replacement.
 
     It covers the choice of texts, which moves a ratio far more than the clock does.
+
+    Args:
+        ours: one contender's texts.
+        plain: the same texts by plain decoding.
+        seed: of the draws.
+        num_resamples: how many times texts are drawn.
     """
     n = len(ours.tokens)
     rows = np.random.default_rng(seed).integers(0, n, (num_resamples, n))

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.models import load_model
+from specdec_mlx.models import four_bit_copy, load_model
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
@@ -161,15 +161,6 @@ def timed(stream: Iterator[Any]) -> Run:
         started = started or time.perf_counter()
     seconds = time.perf_counter() - started
     return Run(tokens, seconds, getattr(response, "stats", None))
-
-
-def four_bit_copy(model_path: Path | str) -> nn.Module:
-    """The same model with 4-bit weights: a draft model that is at hand for any target."""
-    model = load_model(model_path)[0]
-    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
-        nn.quantize(model, group_size=32, bits=4)
-        mx.eval(model.parameters())
-    return model
 
 
 def format_table(rows: Sequence[Row]) -> str:

@@ -44,8 +44,15 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
 def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
     r"""Expected walltime improvement, expected tokens over $K c + 1$ (theorem 3.8).
 
-    draft_cost: c, one step of the drafter over one pass of the target. A pass over K + 1
-    positions is taken to cost as much as one over a single position.
+    A pass over K + 1 positions is taken to cost as much as one over a single position.
+
+    Args:
+        acceptance: $\alpha$, in [0, 1].
+        draft_length: K, at least 0.
+        draft_cost: c, one step of the drafter over one pass of the target.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     return expected_tokens(acceptance, draft_length) / (draft_length * draft_cost + 1)
@@ -54,7 +61,13 @@ def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
     r"""Expected factor by which arithmetic operations grow (theorem 3.11).
 
-    draft_share: $\hat c$, operations per token of the drafter over those of the target.
+    Args:
+        acceptance: $\alpha$, in [0, 1].
+        draft_length: K, at least 0.
+        draft_share: $\hat c$, operations per token of the drafter over those of the target.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -62,9 +75,14 @@ def expected_operations(acceptance: float, draft_length: int, draft_share: float
 
 
 def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -> int:
-    """The K from 0 to `longest` of the greatest expected speedup (section 3.5).
+    r"""The K from 0 to `longest` of the greatest expected speedup (section 3.5).
 
     Of several equally good ones the shortest; 0 where no draft pays.
+
+    Args:
+        acceptance: $\alpha$, in [0, 1].
+        draft_cost: c, one step of the drafter over one pass of the target.
+        longest: greatest K that is tried.
     """
     return _argmax([expected_speedup(acceptance, K, draft_cost) for K in range(longest + 1)])
 
@@ -72,10 +90,15 @@ def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -
 def expected_speedup_on_curve(
     acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
 ) -> float:
-    """Expected speedup where a pass over more positions costs more: theorem 3.8 with c(m) measured.
+    r"""Expected speedup where a pass over more positions costs more: theorem 3.8 on a curve c(m).
 
-    cost: c(m). draft_cost: of one draft token, in the unit of `cost`. With c(m) = 1 for all m
-    this is `expected_speedup`.
+    With c(m) = 1 for all m this is `expected_speedup`.
+
+    Args:
+        acceptance: $\alpha$, in [0, 1].
+        draft_length: K, at least 0.
+        cost: c(m), in any unit.
+        draft_cost: of one draft token, in the unit of `cost`.
     """
     round_cost = cost(draft_length + 1) + draft_length * draft_cost
     return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
@@ -84,10 +107,16 @@ def expected_speedup_on_curve(
 def best_draft_length_on_curve(
     acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
 ) -> int:
-    """The K from 0 to `longest` of the greatest expected speedup on a measured curve.
+    r"""The K from 0 to `longest` of the greatest expected speedup on a measured curve.
 
     All lengths are tried, since measured curves have steps: a kernel that reads the weights once
     for 5 rows makes K = 4 better than 3 and 5.
+
+    Args:
+        acceptance: $\alpha$, in [0, 1].
+        cost: c(m), in any unit.
+        draft_cost: of one draft token, in the unit of `cost`.
+        longest: greatest K that is tried.
     """
     lengths = range(longest + 1)
     return _argmax([expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in lengths])
