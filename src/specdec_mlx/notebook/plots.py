@@ -258,7 +258,7 @@ def paper_figure_4(draft_lengths: Sequence[int] = (3, 5, 7, 10)) -> Figure:
 
 
 def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
-    r"""Likeliest $\alpha$ for all rounds together; drafts behind a rejected token do not count."""
+    """Likeliest α for all rounds together; drafts behind a rejected token do not count."""
     rounds = [pair for stats in runs for pair in stats.rounds]
     accepted = sum(a for _, a in rounds)
     return acceptance_from_counts(accepted, sum(a < d for d, a in rounds))

@@ -114,7 +114,7 @@ class SpeculationStats(Rows):
 
     @property
     def acceptance_rate(self) -> float:
-        r"""Likeliest $\alpha$: accepted draft tokens over those that were judged.
+        """Likeliest α: accepted draft tokens over those that were judged.
 
         The chance that a draft token is accepted where all before it were (Leviathan et al. 2023,
         definition 3.1). Behind a rejected token nothing was judged. 0 without a draft.
@@ -143,7 +143,7 @@ class SpeculationStats(Rows):
 
     @property
     def expected_speedup(self) -> float | None:
-        r"""The same, had every draft token the chance $\alpha$, independently of the others.
+        """The same, had every draft token the chance α, independently of the others.
 
         Equation 1 of Leviathan et al. (2023) at each round's draft length, over the time that the
         rounds took. Where it is far from the observed one, acceptance is not independent of the

@@ -1,7 +1,7 @@
-r"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
+"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
 
-Throughout, $\alpha$ is the chance that a draft token is accepted, taken to be the same and
-independent at every position, and K the number of draft tokens a round (the paper's $\gamma$).
+Throughout, α is the chance that a draft token is accepted, taken to be the same and
+independent at every position, and K the number of draft tokens a round (the paper's γ).
 Pure functions of numbers: no model, no cache.
 """
 
@@ -32,7 +32,7 @@ def expected_accepted(acceptance: float, draft_length: int) -> float:
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:
-    r"""Likeliest $\alpha$ after `accepted` draft tokens and `rejections` rounds that ended in one.
+    """Likeliest α after `accepted` draft tokens and `rejections` rounds that ended in one.
 
     Draft tokens behind a rejected one were never judged and do not count. 0 without any trial.
     """
@@ -47,7 +47,7 @@ def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0
     A pass over K + 1 positions is taken to cost as much as one over a single position.
 
     Args:
-        acceptance: $\alpha$, in [0, 1].
+        acceptance: α, in [0, 1].
         draft_length: K, at least 0.
         draft_cost: c, one step of the drafter over one pass of the target.
 
@@ -59,12 +59,12 @@ def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0
 
 
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
-    r"""Expected factor by which arithmetic operations grow (theorem 3.11).
+    """Expected factor by which arithmetic operations grow (theorem 3.11).
 
     Args:
-        acceptance: $\alpha$, in [0, 1].
+        acceptance: α, in [0, 1].
         draft_length: K, at least 0.
-        draft_share: $\hat c$, operations per token of the drafter over those of the target.
+        draft_share: ĉ, operations per token of the drafter over those of the target.
 
     Raises:
         ValueError: for a number outside its range.
@@ -75,12 +75,12 @@ def expected_operations(acceptance: float, draft_length: int, draft_share: float
 
 
 def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -> int:
-    r"""The K from 0 to `longest` of the greatest expected speedup (section 3.5).
+    """The K from 0 to `longest` of the greatest expected speedup (section 3.5).
 
     Of several equally good ones the shortest; 0 where no draft pays.
 
     Args:
-        acceptance: $\alpha$, in [0, 1].
+        acceptance: α, in [0, 1].
         draft_cost: c, one step of the drafter over one pass of the target.
         longest: greatest K that is tried.
     """
@@ -90,12 +90,12 @@ def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -
 def expected_speedup_on_curve(
     acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
 ) -> float:
-    r"""Expected speedup where a pass over more positions costs more: theorem 3.8 on a curve c(m).
+    """Expected speedup where a pass over more positions costs more: theorem 3.8 with c(m) measured.
 
     With c(m) = 1 for all m this is `expected_speedup`.
 
     Args:
-        acceptance: $\alpha$, in [0, 1].
+        acceptance: α, in [0, 1].
         draft_length: K, at least 0.
         cost: c(m), in any unit.
         draft_cost: of one draft token, in the unit of `cost`.
@@ -107,13 +107,13 @@ def expected_speedup_on_curve(
 def best_draft_length_on_curve(
     acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
 ) -> int:
-    r"""The K from 0 to `longest` of the greatest expected speedup on a measured curve.
+    """The K from 0 to `longest` of the greatest expected speedup on a measured curve.
 
     All lengths are tried, since measured curves have steps: a kernel that reads the weights once
     for 5 rows makes K = 4 better than 3 and 5.
 
     Args:
-        acceptance: $\alpha$, in [0, 1].
+        acceptance: α, in [0, 1].
         cost: c(m), in any unit.
         draft_cost: of one draft token, in the unit of `cost`.
         longest: greatest K that is tried.
