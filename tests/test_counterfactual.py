@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from scipy.stats import binomtest
+from scipy.stats import binomtest, norm
 
 import specdec_mlx as sd
 import strategies
@@ -42,8 +42,8 @@ from specdec_mlx.stats.counterfactual import (
     chances,
     coupled_probs,
     kept_by_token,
-    wilson,
 )
+from specdec_mlx.stats.estimates import wilson
 from specdec_mlx.target import verifier
 
 EXACT = 1e-12
@@ -137,11 +137,13 @@ def test_mlx_agrees_with_numpy(block):
 
 @given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
 def test_intervals_are_wilsons(counts):
-    """As in SciPy; they never leave [0, 1] but by rounding."""
+    """As in SciPy; they never leave [0, 1], and without a trial they are all of it."""
     interval = wilson(*counts)
     expected = binomtest(*counts).proportion_ci(0.95, "wilson")
     assert interval.mean == counts[0] / counts[1]
-    assert interval[1:] == pytest.approx((expected.low, expected.high), abs=1e-4)
+    assert interval[1:] == pytest.approx((expected.low, expected.high), abs=1e-6)
+    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
+    assert wilson(0, 0)[1:] == (0, 1)
 
 
 def test_an_account_by_hand():
@@ -164,7 +166,7 @@ def test_an_account_by_hand():
     assert one.expected["match"].mean == pytest.approx(0.4)
     assert two.expected["match"].mean == 0.5
     assert (one.observed.mean, two.observed.mean) == (0.5, 1.0)
-    spread = 1.96 * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
+    spread = norm.ppf(0.975) * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
     assert one.expected["match"].high == pytest.approx(0.4 + spread)
     assert "rejection" in str(account)
 

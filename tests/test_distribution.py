@@ -475,5 +475,5 @@ def test_accept_iff_equal_is_not():
         rule="match",
         draft_length=4,
     )
-    assert last.stats.acceptance_rate < 0.9
+    assert last.stats.accepted_share < 0.9
     assert host_acceptance(model, 4) < 0.9

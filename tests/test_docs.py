@@ -20,7 +20,7 @@ from PIL import Image
 
 import specdec_mlx
 from specdec_mlx import lab
-from specdec_mlx.bench.summary import ALL, Result
+from specdec_mlx.bench.summary import ALL
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -184,7 +184,7 @@ def test_figures_are_those_of_the_committed_benchmark() -> None:
         with Image.open(path) as image:
             assert image.info["Source"] == figures.digest(), f"make figures: {path.name} is old"
     by_text, pair = drawn["speed_by_text"].axes
-    everything = {name: [Result(**r) for r in record["results"]] for name, record in data.items()}
+    everything = {name: figures.results(data, name) for name in data}
     totals = [r for name in ("greedy", "sampled") for r in everything[name] if r.category == ALL]
     for ax, results in ((by_text, everything["benchmark"]), (pair, totals)):
         shown = [x for container in ax.containers for x in container[0].get_xdata()]

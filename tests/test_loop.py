@@ -430,7 +430,7 @@ def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
                 )
             )
             assert [t.token for t in tokens] == expected
-            rates[rule, length] = tokens[-1].stats.acceptance_rate
+            rates[rule, length] = tokens[-1].stats.accepted_share
     assert rates["coupled", 2] > rates["match", 2] + 0.2
 
 

@@ -42,14 +42,26 @@ class Settings:
 class Sample:
     """One generation as it happened.
 
-    tokens: [n] ids, the end token included. first_round: how many of them came with the first
-        round; their time is in `first_seconds`, with the prefill of all models.
-    first_seconds: from the call to the first token. decode_seconds: from there to the last token.
-    passes, drafted, accepted: target passes, draft tokens proposed, and draft tokens handed out.
-    drafting_rounds: passes that had a draft. host_seconds: host time of the loop outside the
-        target's passes; None for mlx-lm's own loops, and for a text that met an end token, since
-        it leaves a pass under way whose launch would count. peak_bytes: MLX's peak memory, with the
-        caches of all that run side by side.
+    Attributes:
+        id: of the text.
+        category: of the text.
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        repeat: which of the runs.
+        tokens: [n] ids, the end token included.
+        first_round: how many of them came with the first round; their time is in `first_seconds`,
+            with the prefill of all models.
+        first_seconds: from the call to the first token.
+        decode_seconds: from there to the last token.
+        passes: of the target.
+        drafted: draft tokens proposed.
+        accepted: draft tokens handed out.
+        drafting_rounds: passes that had a draft.
+        host_seconds: host time of the loop outside the target's passes; None for mlx-lm's own
+            loops, and for a text that met an end token, since it leaves a pass under way whose
+            launch would count.
+        peak_bytes: MLX's peak memory, with the caches of all that run side by side.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -92,6 +104,13 @@ def run_interleaved(
 
     They take turns of a few tokens, A B C B C A C A B, so that a change in the machine's speed
     meets all alike, one of a second included. Begins with a short untimed generation of each.
+
+    Args:
+        tasks: the prompts.
+        contenders: who takes part.
+        settings: how each of them generates.
+        on_sample: called with each generation that has ended.
+        between_tasks: called before each task.
     """
     for contender in contenders:
         _warm_up(contender, tasks[0], settings)
@@ -112,7 +131,14 @@ def run_interleaved(
 
 
 def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
-    """Generate one text to its end, or to max_tokens."""
+    """Generate one text to its end, or to max_tokens.
+
+    Args:
+        contender: who generates.
+        task: the prompt.
+        settings: how.
+        repeat: which of the runs; it decides the seed.
+    """
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
         run.go_on(settings.max_tokens)

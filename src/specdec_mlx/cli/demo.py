@@ -21,7 +21,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.models import load_model
+from specdec_mlx.models import four_bit_copy, load_model
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
@@ -163,15 +163,6 @@ def timed(stream: Iterator[Any]) -> Run:
     return Run(tokens, seconds, getattr(response, "stats", None))
 
 
-def four_bit_copy(model_path: Path | str) -> nn.Module:
-    """The same model with 4-bit weights: a draft model that is at hand for any target."""
-    model = load_model(model_path)[0]
-    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
-        nn.quantize(model, group_size=32, bits=4)
-        mx.eval(model.parameters())
-    return model
-
-
 def format_table(rows: Sequence[Row]) -> str:
     """The comparison as text, one line a row."""
     head = (
@@ -180,7 +171,7 @@ def format_table(rows: Sequence[Row]) -> str:
     )
     lines = [head, "-" * len(head)]
     for row in rows:
-        stats = row.stats or SpeculationStats(target_passes=row.num_tokens, emitted=row.num_tokens)
+        stats = row.stats or SpeculationStats(target_passes=row.num_tokens)
         drafted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "-"
         lines.append(
             f"{row.prompt:<11}{row.drafter:<20}{row.num_tokens:>7}{stats.target_passes:>8}"
