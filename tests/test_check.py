@@ -767,4 +767,4 @@ def test_scipy_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_sampler_without_a_law_is_refused() -> None:
     with pytest.raises(ValueError, match="The distribution of this sampler is not known"):
-        sd.check(model(), None, drafter="ngram", sampling=lambda x: x, prompts=PROMPTS)
+        sd.check(model(), None, drafter="ngram", sampler=lambda x: x, prompts=PROMPTS)

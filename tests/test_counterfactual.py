@@ -198,7 +198,7 @@ def run(counterfactual: bool, drafter: str = "model", **options) -> tuple[list[i
         "n-gram": sd.NGramDrafter(min_order=1),
         "none": None,
     }
-    options = {"sampling": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3} | options
+    options = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3} | options
     items = list(
         sd.speculate(
             target(),
@@ -232,7 +232,7 @@ def test_it_costs_no_synchronisation(drafter, sampling, monkeypatch):
     reads = []
     read_all = verifier.read_all
     monkeypatch.setattr(verifier, "read_all", lambda *a: (reads.append(1), read_all(*a))[1])
-    _, stats = run(True, drafter, sampling=sampling)
+    _, stats = run(True, drafter, sampler=sampling)
     assert len(reads) == stats.target_passes
 
 
@@ -272,4 +272,4 @@ def test_what_was_observed_is_what_was_expected(drafter, rule):
 def test_a_sampler_without_a_law_has_no_account():
     """ValueError before the first token."""
     with pytest.raises(ValueError, match="counterfactual=True needs"):
-        run(True, sampling=lambda x: mx.argmax(x, axis=-1))
+        run(True, sampler=lambda x: mx.argmax(x, axis=-1))

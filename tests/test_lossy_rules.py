@@ -303,7 +303,7 @@ def run(rule, sampling=None, **options):
     """Tokens of a generation with the noisy copy as the drafter, and its stats."""
     options = {"seed": 3, "draft_length": 3, "max_tokens": NUM_TOKENS} | options
     drafter = options.pop("drafter", sd.ModelDrafter(noisy_copy()))
-    tokens = list(sd.speculate(target(), PROMPT, drafter, sampling=sampling, rule=rule, **options))
+    tokens = list(sd.speculate(target(), PROMPT, drafter, sampler=sampling, rule=rule, **options))
     return [t.token for t in tokens], tokens[-1].stats
 
 

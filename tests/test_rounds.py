@@ -126,7 +126,7 @@ def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> 
             max_tokens=9,
             draft_length=2,
             rule=rule,
-            sampling=sd.Sampling(temp=temp),
+            sampler=sd.Sampling(temp=temp),
         )
     )
     assert [t.token for t in tokens if t.from_draft] == [7] * 6
@@ -148,7 +148,7 @@ def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
 
     sampler.pure = True  # type: ignore[attr-defined]
     drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
-    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampling": sampler}
+    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampler": sampler}
     tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
     assert [t.token for t in tokens] == plain(9)
     with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):

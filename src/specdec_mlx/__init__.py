@@ -20,9 +20,10 @@ from specdec_mlx.errors import (
     TokenizerMismatchError,
     UnknownNameError,
 )
-from specdec_mlx.generation import SpeculativeResponse, Text, generate, stream_generate
+from specdec_mlx.generation import generate, stream_generate
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, Speculation, install, installed, uninstall
+from specdec_mlx.responses import SpeculativeResponse, Text
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.rejection import Rejection

@@ -161,7 +161,7 @@ def ours(
             prompt,
             drafter,
             max_tokens=max_tokens,
-            sampling=Sampling(temp),
+            sampler=Sampling(temp),
             seed=seed,
             rule=rule,
             draft_length=length,

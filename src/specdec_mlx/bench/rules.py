@@ -94,7 +94,7 @@ def account_of(
             task.prompt,
             drafter,
             max_tokens=max_tokens,
-            sampling=Sampling(temp),
+            sampler=Sampling(temp),
             seed=seed,
             rule="rejection",
             draft_length=draft_length,

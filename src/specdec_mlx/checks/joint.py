@@ -77,7 +77,7 @@ class Texts:
                 self.context,
                 Recording(self.drafter, self.draws),
                 max_tokens=NUM_TOKENS,
-                sampling=self.subject.sampling,
+                sampler=self.subject.sampling,
                 seed=seed,
                 rule=self.subject.rule,
                 draft_length=NUM_DRAFT,

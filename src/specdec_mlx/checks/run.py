@@ -52,7 +52,7 @@ def check(
     *,
     drafter: Drafter | str | None = None,
     draft_model: nn.Module | Drafter | str | None = None,
-    sampling: Sampling | Sampler | None = None,
+    sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int = 4,
     prompts: Sequence[str | Sequence[int]] | None = None,
@@ -67,7 +67,7 @@ def check(
         tokenizer: the target's; may be None where prompts are token ids.
         drafter: as for `generate`.
         draft_model: as for `generate`, instead of a drafter.
-        sampling: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers;
+        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers;
             greedy if None.
         rule: as for `speculate`.
         draft_length: tokens a draft.
@@ -94,7 +94,7 @@ def check(
         model,
         _wrapped(tokenizer),
         drafter=choose_drafter(drafter, draft_model),
-        sampling=read_sampler(sampling),
+        sampling=read_sampler(sampler),
         rule=make_rule(rule),
         draft_length=draft_length,
         prompts=prompts,

@@ -139,7 +139,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
         subject.model,
         prompt,
         max_tokens=num_tokens,
-        sampling=subject.sampling,
+        sampler=subject.sampling,
         seed=seed,
     )
     with closing(stream):

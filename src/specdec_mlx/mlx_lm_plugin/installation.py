@@ -27,7 +27,6 @@ from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
 from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
@@ -67,19 +66,17 @@ class Speculation:
     ) -> Generator[Token, None, None]:
         """Tokens of one generation; options as in `speculate`.
 
-        A sampler of mlx-lm's own is recognised, so that its law is known to the rule. Drafters
-        see the earlier turns on the prompt cache as well.
+        Drafters see the earlier turns on the prompt cache as well.
         """
         if self.grammar is not None:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
-        law = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,
             Continued(drafter, earlier) if earlier and drafter is not None else drafter,
-            sampling=sampler if law is None else law,
+            sampler=sampler,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
