@@ -1,15 +1,15 @@
-"""mlx-lm's commands with our flags, run as processes: each flag is seen by its effect."""
+"""mlx-lm's commands with our flags: each flag is seen by its effect."""
 
 from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from command_line import both_ways, run
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
 from tiny_model_folder import write_model_folder
@@ -25,19 +25,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_model_folder(root / "other", seed=5)
     write_model_folder(root / "swapped", swapped=True)
     return root
-
-
-def run(
-    *arguments: str, stdin: str = "", program: tuple[str, ...] = ("-m", "specdec_mlx")
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, *program, *arguments],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
 
 
 def generate(folders: Path, *flags: str, tokens: int = 80) -> str:
@@ -60,7 +47,7 @@ def stock_output(folders: Path) -> str:
     done = run(
         *("generate", "--model", str(folders / "model"), "--prompt", PROMPT),
         *("--max-tokens", "80"),
-        program=("-m", "mlx_lm"),
+        program="mlx_lm",
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -80,6 +67,7 @@ def account(output: str) -> tuple[float, int, int]:
     return float(found[1]), int(found[2]), int(found[3])
 
 
+@both_ways
 def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
     folders: Path, stock_output: str
 ) -> None:
@@ -93,6 +81,7 @@ def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
     assert ACCOUNT.fullmatch(ours)
 
 
+@both_ways
 def test_draft_length_and_stats(folders: Path, stock_output: str) -> None:
     """K shows in the account by position; --stats prints that account."""
     output = generate(folders, "--draft-length", "3", "--stats")
@@ -107,6 +96,7 @@ def test_draft_length_and_stats(folders: Path, stock_output: str) -> None:
     assert "Rounds by accepted" not in generate(folders, "--draft-length", "3", tokens=3)
 
 
+@both_ways
 def test_num_draft_tokens_is_mlx_lms_name_for_it(folders: Path) -> None:
     """With a draft model or without one; and without --verbose only the text is on stdout."""
     flags = ("--num-draft-tokens", "2", "--stats", "--verbose", "False")
@@ -117,6 +107,7 @@ def test_num_draft_tokens_is_mlx_lms_name_for_it(folders: Path) -> None:
     assert len(positions[1].split(",")) == 2
 
 
+@both_ways
 def test_drafter_chooses_the_drafter(folders: Path, stock_output: str) -> None:
     """`none` drafts nothing, options arrive, and several are tried in order."""
     none = generate(folders, "--drafter", "none")
@@ -132,6 +123,7 @@ def test_drafter_chooses_the_drafter(folders: Path, stock_output: str) -> None:
     assert account(rarely)[2] < account(both)[2]
 
 
+@both_ways
 def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
     """The model itself is always right; another one is not, and the text is the same."""
     itself = generate(folders, "--draft-model", str(folders / "model"), "--draft-length", "4")
@@ -141,6 +133,7 @@ def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
     assert account(other)[1] < account(other)[2]
 
 
+@both_ways
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
     flags = ("--draft-model", str(folders / "model"), "--draft-length", "4")
@@ -152,6 +145,7 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
+@both_ways
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -175,12 +169,13 @@ def test_what_cannot_be_done_is_said_in_words(
     assert "Traceback" not in done.stderr
 
 
+@both_ways
 @pytest.mark.parametrize("flags", [(), ("--drafter", "ngram")])
 def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     """Two turns and a reset: the same answers; with --stats a line after each."""
     arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
-    theirs = run(*arguments, stdin=said, program=("-m", "mlx_lm"))
+    theirs = run(*arguments, stdin=said, program="mlx_lm")
     ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
     assert theirs.returncode == ours.returncode == 0, ours.stderr
     assert len(ACCOUNT.findall(ours.stdout)) == 3
@@ -193,6 +188,7 @@ def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     assert answers(ours.stdout) == answers(theirs.stdout)
 
 
+@both_ways
 def test_chat_takes_a_draft_model(folders: Path) -> None:
     """mlx-lm's chat has no such flag; the model itself is always right, in later turns too."""
     done = run(
@@ -206,6 +202,7 @@ def test_chat_takes_a_draft_model(folders: Path) -> None:
     assert all(accepted == drafted != "0" for _, accepted, drafted, _ in found)
 
 
+@both_ways
 def test_benchmark_speculates(folders: Path) -> None:
     """With any drafter or a draft model, for one sequence; a batch is refused in words."""
     arguments = ("benchmark", "--model", str(folders / "model"), "-p", "20", "-g", "30", "-n", "1")
@@ -239,6 +236,7 @@ def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture
     assert {"--drafter", "--draft-model", "--draft-length", "--rule", "--stats"} <= ours
 
 
+@both_ways
 def test_the_command_line_lists_them() -> None:
     """In its own help."""
     done = run("--help")
