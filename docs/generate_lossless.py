@@ -18,6 +18,7 @@ import numpy as np  # noqa: E402
 
 import specdec_mlx as sd  # noqa: E402
 from exact import (  # noqa: E402
+    COIN_RULES,
     DRAFT,
     TARGET,
     WRONG_RULES,
@@ -32,7 +33,7 @@ from exact import (  # noqa: E402
 )
 from specdec_mlx.lab import load_pair  # noqa: E402
 from specdec_mlx.lab.corpus import split_topics  # noqa: E402
-from specdec_mlx.rules.acceptance import RULES, make_rule  # noqa: E402
+from specdec_mlx.rules.registry import make_rule  # noqa: E402
 from specdec_mlx.stats.counterfactual import BY_TOKEN, chances  # noqa: E402
 
 ZERO = 1e-12
@@ -44,10 +45,10 @@ DRAFT_TEMPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
 def ways() -> dict[str, tuple[Deciding, dict]]:
     """Every rule, right and wrong, and how its drafts are made otherwise than declared."""
     rules = {"match": (ByMatch(), {}), "coupled": (ByCoupling(), {})}
-    rules |= {name: (ByRule(rule), {}) for name, rule in RULES.items()}
+    rules |= {name: (ByRule(rule), {}) for name, rule in COIN_RULES.items()}
     rules |= {f"lossy: {spec}": (ByRule(make_rule(spec)), {}) for spec in LOSSY_EXAMPLES}
     rules |= {f"wrong: {name}": (ByRule(rule), {}) for name, rule in WRONG_RULES.items()}
-    by_token = ByRule(RULES["rejection"])
+    by_token = ByRule(COIN_RULES["rejection"])
     rules["wrong: declared q other than drawn"] = by_token, {"declared": DRAFT.at_temperature(0.7)}
     rules["wrong: drawn token dropped"] = by_token, {"dropped_below": 0.25}
     return rules
@@ -97,7 +98,7 @@ def measured() -> str:
 def law(model, text: mx.array, temp: float) -> np.ndarray:
     """Laws [NUM_TOKENS, V], float64, of the last tokens of a text."""
     logits = model(text)[0, -NUM_TOKENS - 1 : -1]
-    return np.exp(np.array(sd.Sampling(temp=temp).law(logits), np.float64))
+    return np.exp(np.array(sd.Sampling(temp=temp).log_distribution(logits), np.float64))
 
 
 def section(page: str, name: str) -> str:

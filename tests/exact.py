@@ -1,7 +1,7 @@
 """Exact laws of speculative rounds, by going through every outcome in float64.
 
 No sampling: every draft path, every outcome of the coins and every next token, weighted by its
-probability. What decides are the functions of `specdec_mlx.rules.acceptance` that the loop runs.
+probability. What decides are the functions of `specdec_mlx.rules` that the loop runs.
 
 A source gives the law of the next token by the state of the text, one of a few, which every token
 moves on. So laws depend on the whole past, yet a round has to be enumerated once a state only.
@@ -21,15 +21,15 @@ import mlx.core as mx
 import numpy as np
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.rules.acceptance import (
-    Lenient,
-    Rejection,
-    acceptance_probability,
-    match,
-    point_mass,
-    residual,
-)
-from specdec_mlx.types import AcceptanceRule, RoundRecord
+from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.rules.block import Block
+from specdec_mlx.rules.coins import CoinRule, decide_by_coins
+from specdec_mlx.rules.lossy import Lenient
+from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.types import Agreement, RoundRecord, Verdict
+
+COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
+"""The lossless rules that decide by coins."""
 
 NUM_STATES = 7
 Tokens = tuple[int, ...]
@@ -164,7 +164,7 @@ class Deciding(Protocol):
 class ByRule:
     """Coins, as many heads and tails as there can be, and then a token."""
 
-    rule: AcceptanceRule
+    rule: CoinRule
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
         drafted = np.array(tokens, int)
@@ -181,7 +181,7 @@ class ByRule:
 
 
 @cache
-def num_accepted(rule: AcceptanceRule, coins: tuple[bool, ...]) -> int:
+def num_accepted(rule: CoinRule, coins: tuple[bool, ...]) -> int:
     """What the rule makes of the coins, as an int."""
     return int(rule.num_accepted(np.array(coins, bool)))
 
@@ -414,7 +414,7 @@ class Swapped(Rejection):
 class OnMLX:
     """A rule computed by MLX in float32, for callers with NumPy arrays."""
 
-    rule: AcceptanceRule
+    rule: CoinRule
     name: str = "on MLX"
 
     def accept_probs(
@@ -437,12 +437,46 @@ class OnMLX:
         return np.array(self.rule.next_probs(*arrays, mx.array(num_accepted)), np.float64)
 
 
+def match(own: Any, tokens: Any) -> tuple[int, int]:
+    """What is kept of a draft by comparison with the target's own tokens, and what follows."""
+    outcome = Agreement.outcome({"target_tokens": list(own)}, list(tokens))
+    return outcome.num_accepted, outcome.tokens[-1]
+
+
+@dataclass(frozen=True, eq=False)
+class Given:
+    """Randomness that is known beforehand: uniform [K], gumbel [V]."""
+
+    uniforms: mx.array
+    gumbels: mx.array
+
+    def uniform(self, n: int) -> mx.array:
+        assert n == self.uniforms.size
+        return self.uniforms
+
+    def gumbel(self, vocab: int) -> mx.array:
+        assert vocab == self.gumbels.size
+        return self.gumbels
+
+
+def decide(
+    rule: CoinRule,
+    target_probs: mx.array,
+    tokens: mx.array,
+    draft_probs: mx.array | None,
+    uniform: mx.array,
+    gumbel: mx.array,
+) -> Verdict:
+    """Verdict of a rule, given its randomness."""
+    return decide_by_coins(rule, target_probs, tokens, draft_probs, Given(uniform, gumbel))
+
+
 def to_mlx(array: np.ndarray) -> mx.array:
     """Token ids as the loop has them, all else in float32."""
     return mx.array(array).astype(mx.uint32 if array.dtype.kind == "i" else mx.float32)
 
 
-WRONG_RULES: dict[str, AcceptanceRule] = {
+WRONG_RULES: dict[str, CoinRule] = {
     "residual replaced by p": ResidualIsTarget(),
     "bonus at temperature 0.5": SharpBonus(),
     "p and q swapped": Swapped(),

@@ -20,7 +20,7 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import tiny
 from scripted import OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
-from specdec_mlx.target.rollback import leaves, strategy_for
+from specdec_mlx.target.strategies import leaves, strategy_for
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]

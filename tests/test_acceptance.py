@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 import strategies
 from exact import (
+    COIN_RULES,
     DRAFT,
     NUM_STATES,
     TARGET,
@@ -32,36 +33,28 @@ from exact import (
     TakingTurns,
     by_state,
     coupled_joint,
+    decide,
     longest_joint,
+    match,
     to_mlx,
     up_to,
 )
 from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.policy import Auto, DraftLength, Heuristic
-from specdec_mlx.rules.acceptance import (
-    RULES,
-    Lenient,
-    Rejection,
-    Typical,
-    acceptance_probability,
-    decide,
-    leading_run,
-    make_rule,
-    match,
-    point_mass,
-    residual,
-    rule_names,
-)
+from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
+from specdec_mlx.rules.lossy import Lenient, Typical
+from specdec_mlx.rules.registry import make_rule, rule_names
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.types import RoundRecord
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
 
-EVERY_WAY: list[Deciding] = [ByMatch(), ByCoupling(), *map(ByRule, RULES.values())]
+EVERY_WAY: list[Deciding] = [ByMatch(), ByCoupling(), *map(ByRule, COIN_RULES.values())]
 """All that leave the target's law alone."""
 
 every_way = pytest.mark.parametrize("deciding", EVERY_WAY, ids=str)
-every_rule = pytest.mark.parametrize("name", list(RULES))
+every_rule = pytest.mark.parametrize("name", list(COIN_RULES))
 
 
 # The functions ------------------------------------------------------------------------------------
@@ -150,8 +143,8 @@ def test_leading_run_stops_at_the_first_tails(coins):
 def test_block_keeps_up_to_the_last_heads(coins):
     """n is 1 + the index of the last heads, 0 without any."""
     last = max([i + 1 for i, heads in enumerate(coins) if heads], default=0)
-    assert int(RULES["block"].num_accepted(coins)) == last
-    assert RULES["block"].num_accepted(mx.array(coins)).item() == last
+    assert int(COIN_RULES["block"].num_accepted(coins)) == last
+    assert COIN_RULES["block"].num_accepted(mx.array(coins)).item() == last
 
 
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
@@ -172,7 +165,7 @@ def test_mlx_agrees_with_numpy(name, block):
     A residual is divided by its mass, which magnifies rounding alike; so it is compared times the
     least mass by which it may have been divided.
     """
-    rule, wrapped = RULES[name], OnMLX(RULES[name])
+    rule, wrapped = COIN_RULES[name], OnMLX(COIN_RULES[name])
     target_probs, tokens, draft_probs = block
     chances = rule.accept_probs(*block)
     assert np.all((chances >= 0) & (chances <= 1))
@@ -197,13 +190,13 @@ def test_decide_is_coins_then_a_token(name, block, data):
     uniform = mx.array(data.draw(st.lists(numbers, min_size=num_draft, max_size=num_draft)))
     gumbel = mx.random.gumbel((vocab_size,), key=mx.random.key(data.draw(st.integers(0, 1000))))
     if data.draw(st.booleans()):
-        verdict = decide(RULES[name], target_probs, tokens, draft_probs, uniform, gumbel)
+        verdict = decide(COIN_RULES[name], target_probs, tokens, draft_probs, uniform, gumbel)
     else:
-        verdict = decide(RULES[name], target_probs, tokens, None, uniform, gumbel)
+        verdict = decide(COIN_RULES[name], target_probs, tokens, None, uniform, gumbel)
         draft_probs = point_mass(tokens, target_probs)
-    coins = uniform < RULES[name].accept_probs(target_probs, tokens, draft_probs)
-    n = RULES[name].num_accepted(coins).item()
-    law = RULES[name].next_probs(target_probs, tokens, draft_probs, mx.array(n))
+    coins = uniform < COIN_RULES[name].accept_probs(target_probs, tokens, draft_probs)
+    n = COIN_RULES[name].num_accepted(coins).item()
+    law = COIN_RULES[name].next_probs(target_probs, tokens, draft_probs, mx.array(n))
     scores = np.log(np.array(law), where=np.array(law) > 0, out=np.full(vocab_size, -np.inf))
     assert verdict.num_accepted.item() == n
     assert verdict.next_token.item() == np.argmax(scores + np.array(gumbel))
@@ -216,7 +209,7 @@ def test_no_token_without_mass(name, block, seed):
     target_probs, tokens, draft_probs = (to_mlx(x) for x in block)
     key_coins, key_next = mx.random.split(mx.random.key(seed))
     verdict = decide(
-        RULES[name],
+        COIN_RULES[name],
         target_probs,
         tokens,
         draft_probs,
@@ -234,8 +227,8 @@ def test_rule_names_are_checked():
         rule = make_rule(name)
         assert rule == name if isinstance(rule, str) else rule.name == name
     assert {"auto", "match", "coupled", "rejection", "block"} <= set(rule_names())
-    assert make_rule("block") is RULES["block"]
-    assert make_rule(RULES["block"]) is RULES["block"]
+    assert make_rule("block") == COIN_RULES["block"]
+    assert make_rule(COIN_RULES["block"]) is COIN_RULES["block"]
     with pytest.raises(UnknownNameError, match=", ".join(rule_names())) as error:
         make_rule("linient")
     assert "'linient'" in str(error.value)
@@ -246,7 +239,7 @@ def test_rule_names_are_checked():
 
 def test_a_rule_is_known_by_its_own_name():
     """Which is nothing to be chosen: no argument of the rule is its name."""
-    for name, rule in RULES.items():
+    for name, rule in COIN_RULES.items():
         assert rule.name == name
         with pytest.raises(TypeError):
             type(rule)("another name")
@@ -274,7 +267,7 @@ def test_drawn_drafts_leave_the_law_alone(name, rounds, shape, data):
     vocab_size, num_draft = shape
     target, draft = data.draw(strategies.source_pairs(vocab_size))
     drafting = Drawn(draft, up_to(num_draft))
-    assert distance(target, drafting, ByRule(RULES[name]), rounds, num_draft) < EXACT
+    assert distance(target, drafting, ByRule(COIN_RULES[name]), rounds, num_draft) < EXACT
 
 
 @pytest.mark.parametrize("shape", [(4, 3), (5, 2), (5, 3)])
@@ -285,7 +278,7 @@ def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
     rng = np.random.default_rng(0)
     p, q = rng.dirichlet(np.ones(vocab_size), (2, NUM_STATES))
     drafting = Drawn(Source(q), up_to(num_draft))
-    assert distance(Source(p), drafting, ByRule(RULES[name]), 2, num_draft) < EXACT
+    assert distance(Source(p), drafting, ByRule(COIN_RULES[name]), 2, num_draft) < EXACT
 
 
 @pytest.mark.parametrize("deciding", [ByMatch(), ByCoupling()], ids=str)
@@ -411,7 +404,7 @@ def test_float32_on_mlx_leaves_the_law_alone(name, shape, data):
     """The enumeration through MLX in float32, as in the loop: 2 rounds to 1e-5."""
     vocab_size, num_draft = shape
     target, draft = data.draw(strategies.source_pairs(vocab_size))
-    deciding = ByRule(OnMLX(RULES[name]))
+    deciding = ByRule(OnMLX(COIN_RULES[name]))
     assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 2, num_draft) < 1e-5
 
 
@@ -444,7 +437,7 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
 )
 def test_wrong_drafts_are_told_apart(name, how, one_round, two_rounds):
     """A declared law other than the drawn one, and dropping a drawn token whose q is small."""
-    drafting, deciding = Drawn(DRAFT, up_to(2), **how), ByRule(RULES[name])
+    drafting, deciding = Drawn(DRAFT, up_to(2), **how), ByRule(COIN_RULES[name])
     distances = [distance(TARGET, drafting, deciding, rounds, 2) for rounds in (1, 2)]
     assert min(distances) > 0.01
     assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
@@ -466,7 +459,7 @@ def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
     target, draft = data.draw(strategies.source_pairs(vocab_size))
     drafting = Drawn(draft, up_to(num_draft))
     by_token, by_block = (
-        accepted(target, drafting, ByRule(RULES[name])) for name in ("rejection", "block")
+        accepted(target, drafting, ByRule(COIN_RULES[name])) for name in ("rejection", "block")
     )
     assert np.all(by_block >= by_token - EXACT)
     if num_draft == 1:
@@ -485,7 +478,7 @@ def test_rules_accept_in_their_order(shape, data):
     """Of drawn drafts, for any K: token by token >= shared noise >= noise of their own."""
     vocab_size, num_draft = shape
     target, draft = data.draw(strategies.source_pairs(vocab_size))
-    ways = [ByRule(RULES["rejection"]), ByCoupling(), ByMatch()]
+    ways = [ByRule(COIN_RULES["rejection"]), ByCoupling(), ByMatch()]
     kept = [accepted(target, Drawn(draft, up_to(num_draft)), way) for way in ways]
     assert np.all(np.diff(kept, axis=0) <= EXACT)
 
@@ -502,7 +495,7 @@ def test_one_token_is_accepted_as_the_formulas_say(shape, data):
     target, draft = data.draw(strategies.source_pairs(shape[0]))
     drafting = Drawn(draft, up_to(1))
     common = np.minimum(target.laws, draft.laws).sum(axis=1)
-    for rule in RULES.values():
+    for rule in COIN_RULES.values():
         np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), common, atol=EXACT)
     product = (target.laws * draft.laws).sum(axis=1)
     np.testing.assert_allclose(accepted(target, drafting, ByMatch()), product, atol=EXACT)
@@ -536,7 +529,7 @@ def test_coins_are_sure_where_the_laws_are_equal(name, p, data):
         (target_probs, tokens, target_probs[:-1]),
         [to_mlx(x) for x in (target_probs, tokens, target_probs[:-1])],
     ]:
-        assert RULES[name].accept_probs(*arrays).tolist() == [1.0] * num_draft
+        assert COIN_RULES[name].accept_probs(*arrays).tolist() == [1.0] * num_draft
 
 
 @every_rule
@@ -545,5 +538,5 @@ def test_a_perfect_drafter_is_accepted_whole(name, shape, data):
     """p = q: every draft token is kept, with certainty."""
     vocab_size, num_draft = shape
     target, _ = data.draw(strategies.source_pairs(vocab_size))
-    kept = accepted(target, Drawn(target, up_to(num_draft)), ByRule(RULES[name]))
+    kept = accepted(target, Drawn(target, up_to(num_draft)), ByRule(COIN_RULES[name]))
     np.testing.assert_allclose(kept, num_draft, atol=EXACT)

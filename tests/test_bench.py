@@ -34,7 +34,8 @@ from specdec_mlx.bench.record import Record, load_record, save_record
 from specdec_mlx.bench.report import format_record, markdown_table
 from specdec_mlx.bench.summary import ALL, Result, Speeds, bootstrap_interval, throughput_ratio
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
-from specdec_mlx.target.verifier import LazyBlock
+from specdec_mlx.target.verifier import LazyPass
+from specdec_mlx.types import Outcome
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 
@@ -66,15 +67,16 @@ def only(record: Record, drafter: str, category: str = ALL) -> Result:
 @pytest.fixture
 def wrong_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """A loop that accepts one token too many: the first rejected draft token stays in the text."""
-    read = LazyBlock.read
+    read = LazyPass.read
 
-    def lenient(self: LazyBlock) -> tuple[list[int], int]:
-        tokens, n = read(self)
+    def lenient(self: LazyPass) -> Outcome:
+        outcome = read(self)
+        n = outcome.num_accepted
         if n == len(self.draft):
-            return tokens, n
-        return [*self.draft.tokens[: n + 1], tokens[-1]], n + 1
+            return outcome
+        return Outcome(range(n + 1), [*self.draft.tokens[: n + 1], outcome.tokens[-1]])
 
-    monkeypatch.setattr(LazyBlock, "read", lenient)
+    monkeypatch.setattr(LazyPass, "read", lenient)
 
 
 def test_texts_are_identical_and_counts_add_up() -> None:
@@ -476,7 +478,7 @@ def test_cost_curves_from_text() -> None:
 def test_cost_meter_leaves_the_cache_as_it_was() -> None:
     """A sweep is undone, but for the single token of the pass over one position."""
     meter = CostMeter(narrow.model(), [1, 2, 3], widths=(1, 2, 5))
-    tape = meter._verifier.tape
+    tape = meter._verifier.rollback
     before = tape.position
     meter.sweep()
     assert tape.position == before + 1

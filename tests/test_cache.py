@@ -31,7 +31,8 @@ import tiny
 from lossless import largest_difference
 from selection import cases
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import STRATEGIES, Rollback, leaves, strategy_for
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.strategies import STRATEGIES, leaves, strategy_for
 
 WINDOW = 8
 VOCAB = 128
@@ -111,7 +112,7 @@ class Speculation(RuleBasedStateMachine):
         """A prompt, or tokens without a draft."""
         self.text += new
         self.feed_pending()
-        self.tape.forget()
+        self.tape.drop_checkpoints()
 
     @rule(token=tokens, draft=drafts, share=shares)
     def verify_a_draft(self, token: int, draft: list[int], share: float) -> None:
@@ -123,7 +124,7 @@ class Speculation(RuleBasedStateMachine):
         """The draft model's side of a round: single tokens after the mark."""
         self.text.append(token)
         self.feed_pending()
-        self.tape.mark()
+        self.tape.checkpoint()
         for proposed in draft:
             self.text.append(proposed)
             self.feed(1)
@@ -171,7 +172,7 @@ class Speculation(RuleBasedStateMachine):
         if len(self.pending) + len(draft) > (room or 99):
             self.feed_pending()
             return []
-        self.tape.mark()
+        self.tape.checkpoint()
         self.text += draft
         self.feed(len(self.pending))
         return draft
@@ -200,7 +201,7 @@ class Speculation(RuleBasedStateMachine):
         start = self.position
         ids = mx.array([self.text[start : start + size]])
         logits = self.model(ids, cache=self.tape.caches)[0]
-        self.tape.fed(size)
+        self.tape.advance(size)
         expected = mx.stack([self.reference(start + i) for i in range(size)])
         assert largest_difference(logits, expected) < 1e-3
         offsets = {c.offset for c in leaves(self.tape.caches) if hasattr(c, "offset")}
@@ -296,11 +297,11 @@ def test_nested_lists_go_back_together() -> None:
     tape = Rollback([CacheList(CacheList(inner, state), outer)])
     fed(inner, 1), fed(outer, 1)
     state[0] = mx.array([1.0])
-    tape.fed(1)
-    tape.mark()
+    tape.advance(1)
+    tape.checkpoint()
     fed(inner, 2, 3), fed(outer, 2, 3)
     state[0] = mx.array([3.0])
-    tape.fed(2)
+    tape.advance(2)
     assert tape.rewind_to(2) == 1
     assert state[0].item() == 1
     assert fed(inner, 9) == fed(outer, 9) == [1, 9]
@@ -319,16 +320,16 @@ def test_a_class_that_sometimes_trims_is_asked_each_time() -> None:
     kept = Full(4)
     tape = Rollback([kept])
     fed(kept, 1, 2)
-    tape.fed(2)
-    tape.mark()
+    tape.advance(2)
+    tape.checkpoint()
     fed(kept, 3)
-    tape.fed(1)
+    tape.advance(1)
     assert tape.rewind_to(2) == 2
     assert fed(kept, 4, 5) == [1, 2, 4, 5]
-    tape.fed(2)
-    tape.mark()
+    tape.advance(2)
+    tape.checkpoint()
     fed(kept, 6, 7)
-    tape.fed(2)
+    tape.advance(2)
     assert tape.rewind_to(5) == 4
     assert fed(kept, 8) == [8, 2, 4, 5]  # the window as it is stored
 
@@ -338,9 +339,9 @@ def test_a_class_that_never_trims_is_restored() -> None:
     kept = Boxed(1)
     kept[0] = mx.array([1.0, 2.0])
     tape = Rollback([kept])
-    tape.mark()
+    tape.checkpoint()
     kept[0][0] = 7.0
-    tape.fed(3)
+    tape.advance(3)
     assert tape.rewind_to(2) == 0
     assert kept[0].tolist() == [1.0, 2.0]
 
@@ -371,9 +372,9 @@ def test_a_trim_that_did_nothing_is_an_error() -> None:
     """mlx-lm's own trims return 0 in silence; here the count is checked."""
     kept = Liar()
     tape = Rollback([kept])
-    tape.mark()
+    tape.checkpoint()
     fed(kept, 1, 2)
-    tape.fed(2)
+    tape.advance(2)
     with pytest.raises(CacheRollbackError, match=r"Cache 0 \(Liar\) gave back 0 of 1"):
         tape.rewind_to(1)
 
@@ -381,7 +382,7 @@ def test_a_trim_that_did_nothing_is_an_error() -> None:
 def test_without_a_mark_there_is_no_way_back_for_state() -> None:
     """The error names the class and what to do."""
     tape = Rollback([ArraysCache(1)])
-    tape.fed(2)
+    tape.advance(2)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
         tape.rewind_to(1)
 
@@ -389,9 +390,9 @@ def test_without_a_mark_there_is_no_way_back_for_state() -> None:
 def test_forgetting_lets_go_of_every_handle() -> None:
     """No handle on a buffer outlives its round."""
     tape = Rollback([KVCache(), RotatingKVCache(WINDOW), ArraysCache(1)])
-    tape.mark()
-    tape.mark()
-    tape.forget()
+    tape.checkpoint()
+    tape.checkpoint()
+    tape.drop_checkpoints()
     assert tape == Rollback(tape.caches)
 
 
@@ -411,10 +412,10 @@ def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(5):
-        tape.mark()
+        tape.checkpoint()
         kept.update_and_fetch(one_more, one_more)
         mx.eval(kept.keys, kept.values)
-        tape.fed(5)
+        tape.advance(5)
         tape.rewind_to(tape.position - 3)
     copied = mx.get_peak_memory() - before > kept.keys.nbytes / 2
     assert copied == (make is HandleOn)

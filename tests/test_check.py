@@ -37,7 +37,9 @@ from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_widths
 from specdec_mlx.checks.variants import VARIANTS, lossless
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.rules.acceptance import Rejection
+from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.rules.rejection import Rejection
 from tiny_model_folder import write_model_folder
 
 V = 12
@@ -76,7 +78,7 @@ def subject(drafter: Any = None, rule: Any = "auto", **changes: Any) -> Subject:
         model=model(),
         drafter=drafter or sd.ModelDrafter(draft_model()),
         sampling=changes.pop("sampling", sd.Sampling(temp=0.8, top_p=0.95)),
-        rule=sd.acceptance.make_rule(rule),
+        rule=make_rule(rule),
         prompts=PROMPTS,
         vocab_size=V,
         **changes,
@@ -244,7 +246,7 @@ def test_a_wrong_rule_is_named(case: str) -> None:
 @pytest.mark.parametrize("rule", [Rejection(), sd.Block()])
 @pytest.mark.parametrize("most_tokens", [1000, 2])
 def test_the_emitted_law_is_exact(
-    rule: sd.AcceptanceRule, most_tokens: int, monkeypatch: pytest.MonkeyPatch
+    rule: CoinRule, most_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To float64's rounding, and as far as was looked; what is kept is the sum of min(p, q)."""
     monkeypatch.setattr(one_step, "MOST_TOKENS", most_tokens)

@@ -19,6 +19,7 @@ import specdec_mlx as sd
 import strategies
 import tiny
 from exact import (
+    COIN_RULES,
     NUM_STATES,
     ByCoupling,
     ByMatch,
@@ -34,7 +35,6 @@ from exact import (
     up_to,
 )
 from selection import cases
-from specdec_mlx.rules.acceptance import RULES
 from specdec_mlx.stats.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
@@ -99,7 +99,7 @@ def test_estimates_of_a_round_are_unbiased(shape, data):
         rows = np.stack([target.after(0, tokens[:i]) for i in range(num_draft + 1)])
         table = chances(rows, np.array(tokens), laws)
         mean += weight * np.array([table[:, -1].sum(), *kept_by_token(table)])
-    ways: list[Deciding] = [ByRule(RULES["block"]), ByRule(RULES["rejection"])]
+    ways: list[Deciding] = [ByRule(COIN_RULES["block"]), ByRule(COIN_RULES["rejection"])]
     ways += [ByCoupling(), ByMatch()]
     expected = [Rounds(target, drafting, way).expected_accepted() for way in ways]
     expected.append(likeliest(target, draft, num_draft).expected_accepted())

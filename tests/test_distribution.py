@@ -180,7 +180,7 @@ def test_the_table_is_the_model():
 
 def law_of(logits: mx.array, sampling: sd.Sampling) -> np.ndarray:
     """Law [..., V] in float64."""
-    law = np.exp(np.array(sampling.law(logits), np.float64))
+    law = np.exp(np.array(sampling.log_distribution(logits), np.float64))
     return law / law.sum(-1, keepdims=True)
 
 

@@ -19,7 +19,8 @@ import specdec_mlx as sd
 import tiny
 from selection import cases
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.types import RoundRecord
+from specdec_mlx.rounds.clock import Round
+from specdec_mlx.types import Outcome, RoundRecord
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -102,7 +103,7 @@ def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
     wrong = scripted.always_wrong(plain(num_tokens=40), VOCAB)
     tokens = list(sd.speculate(target(), PROMPT, wrong, max_tokens=NUM_TOKENS, draft_length=4))
     assert [t.token for t in tokens] == plain()
-    assert {t.origin for t in tokens} == {"correction"}
+    assert [t.origin for t in tokens] == [*["correction"] * (NUM_TOKENS - 1), "plain"]
     assert tokens[-1].stats.target_passes == NUM_TOKENS
     assert tokens[-1].stats.tokens_per_pass == 1
 
@@ -143,16 +144,15 @@ def test_the_cache_is_one_token_behind_the_text_after_every_round(
 
     gaps: list[int] = []
     sizes: list[int] = []
-    read = Generation.read
+    roll_back = Generation.roll_back
 
-    def spy(self: Generation, *args: Any, is_ahead: bool) -> Any:
-        before = self.num_read
-        result = read(self, *args, is_ahead=is_ahead)
-        gaps.append(len(self.text) - self.tape.caches[0].offset + is_ahead)
-        sizes.append(self.num_read - before)
-        return result
+    def spy(self: Generation, current: Round, outcome: Outcome) -> None:
+        roll_back(self, current, outcome)
+        ahead = self.target.rollback.position - (len(self.sequence.tokens) - 1)
+        gaps.append(len(self.sequence.tokens) - self.target.rollback.caches[0].offset + ahead)
+        sizes.append(len(outcome.tokens))
 
-    monkeypatch.setattr(Generation, "read", spy)
+    monkeypatch.setattr(Generation, "roll_back", spy)
     emitted(oracle(0.3), draft_length=3)
     assert set(gaps) == {1}
     assert min(sizes) >= 1
@@ -164,13 +164,22 @@ def test_the_draft_cache_is_one_or_two_tokens_behind(monkeypatch: pytest.MonkeyP
     from specdec_mlx.drafters.model import ModelSession
 
     seen: set[tuple[bool, int]] = set()
-    observe = ModelSession.observe
+    drafted: list[int] = []
+    observe, propose = ModelSession.observe, ModelSession.propose
 
     def spy(self: ModelSession, tokens: Sequence[int]) -> None:
         observe(self, tokens)
-        seen.add((len(tokens) == 4, len(self.text) - self.tape.caches[0].offset))
+        if drafted:  # the last token wanted is not drafted
+            all_accepted = len(tokens) == drafted.pop() + 1
+            seen.add((all_accepted, len(self.text) - self.tape.caches[0].offset))
+
+    def noting(self: ModelSession, limit: int) -> sd.Draft:
+        draft = propose(self, limit)
+        drafted.append(len(draft))
+        return draft
 
     monkeypatch.setattr(ModelSession, "observe", spy)
+    monkeypatch.setattr(ModelSession, "propose", noting)
     emitted(sd.ModelDrafter(target()), draft_length=3, max_tokens=12)
     emitted(sd.ModelDrafter(tiny.build("qwen2", seed=7)), draft_length=3)
     assert seen == {(True, 2), (False, 1)}
@@ -560,7 +569,7 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
         sd.make_drafter("prompt-look")
     with pytest.raises(ValueError, match="max_n"):
         sd.make_drafter("ngram:max_n=3")
-    with pytest.raises(ValueError, match="needs the target's law"):
+    with pytest.raises(ValueError, match="needs the target's distribution"):
         emitted(None, rule="rejection", sampling=lambda x: mx.argmax(x, axis=-1))
     with pytest.raises(ValueError, match="make_prompt_cache"):
         emitted(None, prompt_cache=make_prompt_cache(model)[:1])

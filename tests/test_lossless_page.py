@@ -10,7 +10,7 @@ sys.path.insert(0, str(DOCS))
 
 import generate_lossless as generator  # noqa: E402
 
-from specdec_mlx.rules.acceptance import rule_names  # noqa: E402
+from specdec_mlx.rules.registry import rule_names  # noqa: E402
 
 
 def test_the_table_is_current():

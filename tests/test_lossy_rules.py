@@ -23,6 +23,7 @@ import specdec_mlx as sd
 import strategies
 import tiny
 from exact import (
+    COIN_RULES,
     NUM_STATES,
     ByRule,
     Copied,
@@ -31,13 +32,16 @@ from exact import (
     Rounds,
     Source,
     continued,
+    decide,
     longest_joint,
     up_to,
 )
 from selection import cases
 from specdec_mlx import Lenient, Typical
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
-from specdec_mlx.rules.acceptance import LOSSY, RULES, decide, make_rule, point_mass
+from specdec_mlx.rules.arithmetic import point_mass
+from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule
 
 EXACT = 1e-12
 
@@ -93,7 +97,7 @@ def test_one_lenient_token_has_the_stated_law(pair, rule):
     assert distance == pytest.approx(np.where(q > p, capped - p, 0).sum(), abs=EXACT)
 
 
-def one_token(rule: sd.AcceptanceRule, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, float]:
+def one_token(rule: CoinRule, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, float]:
     """Law [V] of the first token of a round with one draft token, and the chance to keep that."""
     law, kept = np.zeros_like(p), 0.0
     for token in np.flatnonzero(q):
@@ -108,7 +112,7 @@ def one_token(rule: sd.AcceptanceRule, p: np.ndarray, q: np.ndarray) -> tuple[np
 @given(block=strategies.blocks())
 def test_without_lenience_it_is_rejection(block):
     """l = 1: the same chances and the same laws, bit for bit."""
-    exact, lenient = RULES["rejection"], Lenient(lenience=1.0)
+    exact, lenient = COIN_RULES["rejection"], Lenient(lenience=1.0)
     assert np.array_equal(lenient.accept_probs(*block), exact.accept_probs(*block))
     for n in range(len(block[1]) + 1):
         assert np.array_equal(lenient.next_probs(*block, n), exact.next_probs(*block, n))
@@ -225,13 +229,13 @@ def test_typical_on_mlx_agrees_with_numpy(block, rule):
 
 
 def test_they_are_told_from_the_lossless_ones():
-    """`RULES` are lossless, `LOSSY` are not, by enumeration, and their docstrings begin so."""
+    """`LOSSLESS` are lossless, `LOSSY` are not, by enumeration, and their docstrings begin so."""
     p, q = np.random.default_rng(0).dirichlet(np.ones(3), (2, NUM_STATES))
     for name, make in LOSSY.items():
-        assert make.__doc__.startswith("Changes the target's law")
+        assert make.__doc__.startswith("Changes the target's distribution")
         rounds = Rounds(Source(p), Drawn(Source(q), up_to(2)), ByRule(make()))
         assert rounds.total_variation(1, 3) > 0.01, name
-    assert not RULES.keys() & LOSSY.keys()
+    assert not LOSSLESS.keys() & LOSSY.keys()
 
 
 @pytest.mark.parametrize(
@@ -366,7 +370,7 @@ def test_auto_takes_a_lossless_rule(monkeypatch):
 @settings(max_examples=5)
 def test_lenient_and_opaque_samplers_do_not_go_together(lenience):
     """No law, no lossy rule."""
-    with pytest.raises(ValueError, match="needs the target's law"):
+    with pytest.raises(ValueError, match="needs the target's distribution"):
         run(Lenient(lenience=lenience), lambda x: mx.argmax(x, axis=-1))
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 import strategies
-from exact import to_mlx
-from specdec_mlx.rules.acceptance import RULES, point_mass
+from exact import COIN_RULES, to_mlx
+from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.siblings import (
     candidate_accept_probs,
     choose,
@@ -105,7 +105,7 @@ def test_one_candidate_is_rejection(block):
     """C = 1: chance and residual of the rule for K = 1, bit for bit."""
     p, tokens, rows = block[0][0], block[1][:1], block[2][:1]
     single = np.stack([p, p]), tokens, rows
-    rule = RULES["rejection"]
+    rule = COIN_RULES["rejection"]
     assert np.array_equal(candidate_accept_probs(p, tokens, rows), rule.accept_probs(*single))
     assert np.array_equal(remaining_laws(p, rows)[1], rule.next_probs(*single, 0))
 

@@ -22,7 +22,7 @@ import specdec_mlx as sd
 import tiny
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from tiny_model_folder import write_model_folder
 
 steps = importlib.import_module("mlx_lm.generate")
@@ -336,12 +336,12 @@ SAMPLERS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("arguments", SAMPLERS)
 def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> None:
     """From the closure alone, whatever it was made with."""
-    law = law_of(make_sampler(**arguments))
+    law = read_sampler(make_sampler(**arguments))
     assert law is not None
     logprobs = mx.random.normal((1, 64), key=mx.random.key(3)) * 2
-    expected = sd.Sampling(**arguments).law(logprobs)
-    assert mx.allclose(mx.exp(law.law(logprobs)), mx.exp(expected)).item()
-    assert law_of(law) is law
+    expected = sd.Sampling(**arguments).log_distribution(logprobs)
+    assert mx.allclose(mx.exp(law.log_distribution(logprobs)), mx.exp(expected)).item()
+    assert read_sampler(law) is law
 
 
 def test_other_samplers_have_no_known_law() -> None:
@@ -359,13 +359,13 @@ def test_other_samplers_have_no_known_law() -> None:
 
     alike = make()
     alike.__module__ = mine.__module__
-    assert law_of(None) == sd.Sampling()
+    assert read_sampler(None) == sd.Sampling()
     for sampler in (lambda x: mine(x), mx.argmax, alike, len):
-        assert law_of(sampler) is None
+        assert read_sampler(sampler) is None
     changed = make_sampler(temp=1.0, top_p=0.5)
     methods = changed.__closure__[changed.__code__.co_freevars.index("sampling_methods")]
     methods.cell_contents.append(lambda x: x)
-    assert law_of(changed) is None
+    assert read_sampler(changed) is None
 
 
 def test_first_of_asks_the_next_only_where_the_first_has_nothing() -> None:

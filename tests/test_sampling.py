@@ -81,7 +81,7 @@ def test_law_is_that_of_the_host_sampler(logits, data):
     """The same law and the same support, for any logits and settings."""
     sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
     logprobs = normalised(logits)
-    law = np.exp(np.array(sampling.law(logprobs), np.float64))
+    law = np.exp(np.array(sampling.log_distribution(logprobs), np.float64))
     expected = host_mixture(logprobs, sampling)
     np.testing.assert_allclose(law, expected, atol=FLOAT32)
     assert np.all(law[expected == 0] == 0)
@@ -91,7 +91,9 @@ def test_law_is_that_of_the_host_sampler(logits, data):
 @given(logits=strategies.logit_rows(), data=st.data())
 def test_law_is_normalised_and_finite(logits, data):
     """Sums to 1, float32, no NaN, and never more support than the logits have."""
-    law = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1]))).law(logits)
+    law = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1]))).log_distribution(
+        logits
+    )
     assert law.dtype == mx.float32
     assert mx.exp(law).sum().item() == pytest.approx(1, abs=FLOAT32)
     assert not mx.any(mx.isnan(law)).item()
@@ -105,9 +107,11 @@ def test_law_takes_logits_as_it_takes_log_probabilities(filters):
     """A constant more in all of a row's logits changes nothing."""
     logits = mx.array([[0.3, 2.0, 1.5, -1.0], [3.0, 2.9, 2.8, 0.0]])
     sampling = Sampling(temp=0.8, **filters)
-    expected = np.array(sampling.law(normalised(logits)))
+    expected = np.array(sampling.log_distribution(normalised(logits)))
     for constant in (-3.0, 200.0):  # exp(200) is beyond float32
-        np.testing.assert_allclose(np.array(sampling.law(logits + constant)), expected, atol=1e-4)
+        np.testing.assert_allclose(
+            np.array(sampling.log_distribution(logits + constant)), expected, atol=1e-4
+        )
 
 
 @given(logits=strategies.logit_rows(), data=st.data())
@@ -115,9 +119,11 @@ def test_law_takes_rows_one_by_one(logits, data):
     """A batch [..., V] has the law of each of its rows, XTC included: one coin a row."""
     sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
     rows = mx.concatenate([logits, logits[:, ::-1], mx.zeros_like(logits)])
-    together = sampling.law(rows[None])[0]
+    together = sampling.log_distribution(rows[None])[0]
     for row, law in zip(rows, together, strict=True):
-        np.testing.assert_allclose(np.exp(law), np.exp(sampling.law(row[None])[0]), atol=1e-6)
+        np.testing.assert_allclose(
+            np.exp(law), np.exp(sampling.log_distribution(row[None])[0]), atol=1e-6
+        )
 
 
 @pytest.mark.usefixtures("compiled")
@@ -126,7 +132,9 @@ def test_half_precision_is_computed_in_float32(dtype):
     """The law of 16-bit log-probabilities is that of the same numbers in float32."""
     logits = mx.random.normal((1, 50), key=mx.random.key(0)).astype(dtype)
     sampling = Sampling(temp=0.7, top_p=0.8, min_p=0.05)
-    assert mx.array_equal(sampling.law(logits), sampling.law(logits.astype(mx.float32)))
+    assert mx.array_equal(
+        sampling.log_distribution(logits), sampling.log_distribution(logits.astype(mx.float32))
+    )
 
 
 @given(logits=strategies.logit_rows())
@@ -136,7 +144,7 @@ def test_greedy_is_the_first_argmax(logits):
     one_hot = np.where(np.arange(logits.shape[-1]) == best, 0.0, -np.inf)
     sampling = Sampling(temp=0.0, top_p=0.9, min_p=0.1, top_k=1)
     assert sampling.greedy
-    assert np.array_equal(sampling.law(logits)[0], one_hot)
+    assert np.array_equal(sampling.log_distribution(logits)[0], one_hot)
     assert sampling.draw(logits, None).item() == best
     assert sampling(logits).item() == best
     assert sampling(logits[0]).item() == best
@@ -148,7 +156,7 @@ def test_draw_is_the_argmax_of_law_and_noise(logits, data):
     """The Gumbel-max trick; a token without mass is never drawn."""
     sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
     gumbel = Noise(data.draw(st.integers(0, 100))).gumbel("target", 0, logits.shape[-1])[None]
-    law = np.array(sampling.law(logits))[0]
+    law = np.array(sampling.log_distribution(logits))[0]
     token = sampling.draw(logits, gumbel).item()
     assert token == np.argmax(law + np.array(gumbel)[0])
     assert law[token] > -np.inf
@@ -170,7 +178,7 @@ def test_law_is_that_of_the_host_sampler_compiled(arguments):
     sampling = Sampling(temp=0.8, **arguments)
     for logits in 3 * mx.random.normal((10, 1, 50), key=mx.random.key(1)):
         logprobs = normalised(logits)
-        law = np.exp(np.array(sampling.law(logprobs), np.float64))
+        law = np.exp(np.array(sampling.log_distribution(logprobs), np.float64))
         np.testing.assert_allclose(law, host_mixture(logprobs, sampling), atol=FLOAT32)
 
 
@@ -186,7 +194,7 @@ def test_draws_follow_the_law():
     """
     count = 20_000
     rows = mx.broadcast_to(LOGITS, (count, 7))
-    law = np.exp(np.array(XTC.law(LOGITS), np.float64))
+    law = np.exp(np.array(XTC.log_distribution(LOGITS), np.float64))
     gumbel = mx.random.gumbel((count, 7), key=Noise(3).key("target", 0))
     mx.random.seed(3)
     for tokens in (XTC.draw(rows, gumbel), XTC(rows)):
@@ -201,13 +209,13 @@ def test_law_and_draw_leave_the_global_state_alone(sampling):
     """Neither reads nor moves `mx.random.state`, even where mlx-lm's filters toss a coin."""
     mx.random.seed(1)
     before = state()
-    law = sampling.law(LOGITS)
+    law = sampling.log_distribution(LOGITS)
     token = sampling.draw(LOGITS, mx.zeros((7,)))
     mx.eval(law, token)
     assert state() == before
     mx.random.uniform()
     assert state() != before
-    assert mx.array_equal(sampling.law(LOGITS), law)
+    assert mx.array_equal(sampling.log_distribution(LOGITS), law)
 
 
 def test_calling_it_draws_from_the_global_state():
@@ -225,7 +233,9 @@ def test_defaults_are_those_of_the_host_sampler():
     """Greedy, and with a temperature alone nothing is filtered."""
     defaults = {name: p.default for name, p in inspect.signature(make_sampler).parameters.items()}
     assert vars(Sampling()) | {"xtc_special_tokens": None} == defaults
-    assert mx.allclose(Sampling(temp=1.0).law(LOGITS), normalised(LOGITS[None])[0]).item()
+    assert mx.allclose(
+        Sampling(temp=1.0).log_distribution(LOGITS), normalised(LOGITS[None])[0]
+    ).item()
 
 
 @pytest.mark.parametrize(
@@ -269,16 +279,16 @@ def test_arguments_out_of_range_are_refused(name, value):
 )
 def test_ends_of_the_ranges_are_allowed(arguments):
     """The ends mean something: off, greedy, or always."""
-    assert Sampling(**arguments).law(LOGITS).shape == (7,)
+    assert Sampling(**arguments).log_distribution(LOGITS).shape == (7,)
 
 
 def test_top_k_of_the_whole_vocabulary_is_refused():
     """As by mlx-lm, which takes 0 < top_k < V; it can only be known with the logits."""
     with pytest.raises(ValueError, match="below the vocabulary size, 7"):
-        Sampling(temp=1.0, top_k=7).law(LOGITS)
+        Sampling(temp=1.0, top_k=7).log_distribution(LOGITS)
     with pytest.raises(ValueError, match="interval"):
         make_sampler(temp=1.0, top_k=7)(LOGITS[None])
-    assert (Sampling(temp=1.0, top_k=6).law(LOGITS) > -mx.inf).sum().item() == 6
+    assert (Sampling(temp=1.0, top_k=6).log_distribution(LOGITS) > -mx.inf).sum().item() == 6
 
 
 def test_special_tokens_may_come_in_any_sequence():

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.draft_length.tuning import AcceptanceHistory, RoundCosts, Tuning, tuning_for
-from specdec_mlx.drafters.evidence import Evidence
+from specdec_mlx.types import Evidence
 
 seconds = st.floats(1e-6, 1e3)
 lengths = st.integers(1, 20)

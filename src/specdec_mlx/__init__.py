@@ -33,10 +33,10 @@ from specdec_mlx.mlx_lm_plugin import Speculation as Speculation
 from specdec_mlx.mlx_lm_plugin import install as install
 from specdec_mlx.mlx_lm_plugin import installed as installed
 from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
-from specdec_mlx.rules.acceptance import Block as Block
-from specdec_mlx.rules.acceptance import Lenient as Lenient
-from specdec_mlx.rules.acceptance import Rejection as Rejection
-from specdec_mlx.rules.acceptance import Typical as Typical
+from specdec_mlx.rules.block import Block as Block
+from specdec_mlx.rules.lossy import Lenient as Lenient
+from specdec_mlx.rules.lossy import Typical as Typical
+from specdec_mlx.rules.rejection import Rejection as Rejection
 from specdec_mlx.sampling.distribution import Sampling as Sampling
 from specdec_mlx.stats.account import SpeculationStats as SpeculationStats
 from specdec_mlx.target.exactness import ProbeReport as ProbeReport

@@ -21,7 +21,7 @@ from specdec_mlx.notebook.views import Piece, text_html
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Drafter, Origin
+from specdec_mlx.types import AcceptanceRule, Drafter, Origin, models_of
 
 
 @dataclass
@@ -121,7 +121,7 @@ def stream_generate(
         **kwargs,
     )
     models = [model, *models_of(chosen)]
-    num_prompt = len(encode(tokenizer, prompt)) or len(kwargs.get("input_embeddings", ()))
+    num_prompt = len(prompt_tokens) or len(kwargs.get("input_embeddings", ()))
     return _respond(
         tokens,
         tokenizer,
@@ -176,16 +176,6 @@ def _printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRe
     if response is not None:
         print("\n" + "=" * 10)
         print(summary(response))
-
-
-def models_of(drafter: Any) -> list[nn.Module]:
-    """Models that run for a drafter: its own `model`, and those of the drafters it is made of."""
-    if drafter is None:
-        return []
-    own = getattr(drafter, "model", None)
-    parts = [*getattr(drafter, "drafters", ()), getattr(drafter, "drafter", None)]
-    models = [*([] if own is None else [own]), *(m for part in parts for m in models_of(part))]
-    return list({id(model): model for model in models}.values())
 
 
 def _kind(drafter: Drafter | None) -> str:

@@ -1,21 +1,20 @@
-"""The loop: propose, verify, accept, roll back. The page to read first.
+"""The loop: propose, verify, accept, roll back, emit. The page to read first.
 
-The state is one list, `text` = prompt + emitted tokens, and one tape, the target's caches. Whatever
-of the text is not on the tape yet is *pending*: it is fed by the next pass, in front of the draft.
-Normally that is the last emitted token; after a rejection on recurrent caches it is a few more.
+The state is one sequence, prompt + generated tokens, and the target's caches, which hold its first
+`position` tokens. What is not in the caches yet is *pending*: it is fed by the next pass, in front
+of the draft. Normally that is the last token; after a rejection on recurrent caches it is a few
+more.
 
-There are two gears. A speculative round has to read its tokens before the next draft can be made.
-With nothing worth drafting the loop runs in the plain gear, like mlx-lm's own: the next pass is
-launched on a token that the host has not seen yet, so that the device never waits for Python.
-In both, the next pass is under way before this round's tokens are handed out.
+`Generation.run` is the algorithm. In it the next pass is always under way before this round's
+tokens are handed out, so that the device works while the caller does; `pipeline` says when it may
+even be launched before they are known.
 """
 
 from __future__ import annotations
 
-import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -25,48 +24,62 @@ from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
-from specdec_mlx.errors import CacheRollbackError, PromptError
+from specdec_mlx.rounds.clock import Round, RoundClock
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.ending import bring_caches_to, close_all
+from specdec_mlx.rounds.pipeline import Pipeline
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
-from specdec_mlx.target.inputs import check_prompt, split_cache
+from specdec_mlx.target.inputs import CacheOptions, check_ids, check_prompt, split_cache
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Block, Verifier
+from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import (
     AcceptanceRule,
+    Checks,
     Draft,
     DraftContext,
     Drafter,
-    DraftSession,
     LogitsProcessor,
     Origin,
-    RoundRecord,
+    Outcome,
+    Target,
+    key_of,
 )
 
-HOPE_MEMORY = 0.8
-"""Share of the hope for a draft that is left after a round without one."""
-
-LITTLE_HOPE = 0.05
-"""Share of rounds with a draft below which the plain gear pays."""
+CLEAR_CACHE_EVERY = 256
+"""Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Token:
     """One emitted token.
 
-    logprobs: [V] the target's log-probabilities at this position, after the logits processors and
-        before temperature and filters, as mlx-lm reports them.
-    origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
-        whole) or "plain" (no draft).
+    token: its id. origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a
+        draft accepted whole) or "plain" (no draft).
     stats: the generation's running account.
+    rows, row: the log-probabilities of its round, [K+1, V], and which of them is this token's.
     """
 
     token: int
-    logprobs: Float[mx.array, " vocab"]
     origin: Origin
     stats: SpeculationStats
+    rows: Float[mx.array, "rows vocab"] = field(repr=False)
+    row: int = field(repr=False)
+
+    @property
+    def logprobs(self) -> Float[mx.array, " vocab"]:
+        """The target's log-probabilities [V] at this position, as mlx-lm reports them.
+
+        After the logits processors and before temperature and filters.
+        """
+        return self.rows[self.row]
 
     @property
     def from_draft(self) -> bool:
@@ -101,365 +114,249 @@ def speculate(
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
-    model: any mlx-lm model. prompt_tokens: [n] token ids. drafter: None for plain decoding.
-    max_tokens: tokens to emit, -1 for no limit. sampling: how the target's tokens are drawn,
-    greedy if None; any mlx-lm sampler will do. seed: makes the draws reproducible; None takes one
-    from MLX's global random state. rule: acceptance rule; "auto" takes match for greedy decoding,
-    opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled" gives
-    one text for a seed, with any drafter and draft length; "lenient" and "typical" change the
-    text's law (see `acceptance`, whose rules may be given as objects too). draft_length: most
-    tokens to draft a round, K; "auto" takes what pays, 0 included, from measured cost and
-    acceptance; "heuristic" follows the last verdict. tuning: what "auto" has learned and goes
-    on learning; None takes the one that is kept with the loaded model. tokenizer: the target's,
-    for drafters that compare it. probe: measure once, for each loaded model, whether passes over
-    several positions are exact, and do not draft where they are not. counterfactual: also work
-    out, in `stats.counterfactual`, what every rule would have accepted; the text stays the same.
-    The rest is as in mlx-lm's `generate_step`.
+    However the generation ends (length, close, an exception), the caches hold exactly the prompt
+    and the tokens handed out. Where that cannot be had, a note on the exception says why, and later
+    calls refuse these caches.
 
-    prompt_cache may hold the target's caches alone or, as mlx-lm lays them out, the target's and
-    then a draft model's. However the generation ends (length, close, an exception), the caches
-    hold exactly the prompt and the tokens handed out.
+    Args:
+        model: any mlx-lm model.
+        prompt_tokens: [n] token ids.
+        drafter: None for plain decoding.
+        max_tokens: tokens to emit, -1 for no limit.
+        sampling: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
+            sampler.
+        seed: makes the draws reproducible; None takes one from MLX's global random state.
+        rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
+            opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled"
+            gives one text for a seed, with any drafter and draft length; "lenient" and "typical"
+            change the text's distribution.
+        draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
+            measured cost and acceptance; "heuristic" follows the last verdict.
+        tuning: what "auto" has learned and goes on learning; None takes the one that is kept with
+            the loaded model.
+        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
+        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a
+            draft model's; None makes new ones.
+        max_kv_size: positions after which new caches rotate; None for no limit.
+        prefill_step_size: most positions of the prompt in one pass.
+        kv_bits: bits of quantized caches; None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: position from which on caches are quantized.
+        prompt_progress_callback: called with (positions read, positions in all).
+        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        tokenizer: the target's, for drafters that compare it.
+        probe: measure once, for each loaded model, whether passes over several positions are
+            exact, and do not draft where they are not.
+        counterfactual: also work out, in `stats.counterfactual`, what every rule would have
+            accepted; the text stays the same.
+        stream: MLX's stream to run on.
 
-    Raises PromptError, DraftError, LogitsError and ValueError for bad input.
+    Raises:
+        PromptError: for what cannot be a prompt of this model.
+        DraftError: a drafter broke its contract.
+        LogitsError: the target's logits are not numbers.
+        CacheRollbackError: the caches cannot be used, or not be brought in order at the end.
+        ValueError: for other bad input.
     """
     prompt = check_prompt(prompt_tokens, input_embeddings, drafter)
     if max_tokens < -1:
         raise ValueError(f"max_tokens={max_tokens}: expected an int >= 0, or -1 for no limit.")
     caches, draft_cache = split_cache(model, prompt_cache, max_kv_size)
+    options = CacheOptions(
+        max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start
+    )
+    account = Counterfactual() if counterfactual else None
     verifier = Verifier(
-        model,
-        Rollback(caches),
-        sampler=Sampling() if sampling is None else sampling,
-        processors=logits_processors or (),
-        rule=rule,
-        noise=Noise.from_global_state() if seed is None else Noise(seed),
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        probe=probe and drafter is not None,
-        counterfactual=Counterfactual() if counterfactual else None,
+        ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None),
+        NextToken(
+            Sampling() if sampling is None else sampling,
+            logits_processors or (),
+            Noise.from_global_state() if seed is None else Noise(seed),
+        ),
+        make_rule(rule),
+        account,
+    )
+    check_ids(prompt, verifier.vocab_size())
+    context = verifier.draft_context(tokenizer, draft_cache)
+    if isinstance(drafter, Checks):
+        drafter.check(context)
+    key = "none" if drafter is None else key_of(drafter)
+    sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
+    drafting = Drafting(
+        drafter,
+        make_draft_length(draft_length, key, tuning or tuning_for(model)),
+        verifier,
+        sequence,
+        keeps_cache=prompt_cache is not None,
+        stream=stream,
     )
     generation = Generation(
-        verifier=verifier,
-        length=make_draft_length(draft_length, type(drafter).__name__, tuning or tuning_for(model)),
-        prompt=prompt,
-        max_tokens=max_tokens,
-        prefill_step_size=prefill_step_size,
-        on_progress=prompt_progress_callback or (lambda done, total: None),
-        embeddings=input_embeddings,
-        stream=stream,
-        callers_cache=prompt_cache,
-        stats=SpeculationStats(counterfactual=verifier.counterfactual),
+        verifier,
+        sequence,
+        drafting,
+        SpeculationStats(counterfactual=account),
+        stream,
+        prefill_step_size,
+        prompt_progress_callback or (lambda done, total: None),
+        prompt_cache,
     )
-    context = verifier.draft_context(tokenizer, draft_cache, prefill_step_size)
-    if drafter is not None and hasattr(drafter, "check"):
-        drafter.check(context)
-    return generation.run(drafter, context)
-
-
-@dataclass
-class _UnderWay:
-    """A pass that was launched, and the host time that it took to get there."""
-
-    block: Block
-    draft_seconds: float
-    launch_seconds: float
-    is_ahead: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """Host time until it was under way."""
-        return self.draft_seconds + self.launch_seconds
+    return generation.run(context)
 
 
 @dataclass
 class Generation:
-    """Everything that changes while one prompt is continued.
+    """The continuation of one sequence.
 
-    text: prompt + tokens read. num_read: tokens known here. num_handed_out: tokens that the caller
-    has. plain_gear: whether the next pass may start before this one's token is known. hope: share
-    of the rounds lately that had a draft.
+    target: the model, its caches, and the way its tokens are drawn. sequence: prompt + generated
+    tokens. drafting: the drafter's side. callers_cache: the list that is to hold the caches at the
+    end, None if the caller has none.
     """
 
-    verifier: Verifier
-    length: DraftLength
-    prompt: InitVar[list[int]]
-    max_tokens: int
-    prefill_step_size: int
-    on_progress: Callable[[int, int], None]
-    embeddings: mx.array | None
-    stream: Any
-    callers_cache: list[Any] | None
-    session: DraftSession | None = None
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    num_read: int = 0
-    num_handed_out: int = 0
-    plain_gear: bool = True
-    hope: float = 1.0
+    target: Target
+    sequence: SequenceState
+    drafting: Drafting
+    stats: SpeculationStats
+    stream: Any = generation_stream
+    prefill_step_size: int = 2048
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+    callers_cache: list[Any] | None = None
+    clock: RoundClock = field(default_factory=RoundClock)
     is_prefilled: bool = False
-    last_read_at: float = 0.0
-    waited: float = 0.0
-    away: float = 0.0
+    failure: Exception | None = None
 
-    def __post_init__(self, prompt: list[int]) -> None:
-        """Start with the prompt as the text."""
-        self.tape = self.verifier.tape
-        self.text = list(prompt)
-        self.prompt_length = len(prompt)
+    def __post_init__(self) -> None:
+        """Pipelining looks at the same target, text and clock."""
+        self.pipeline = Pipeline(self.target, self.sequence, self.clock, self.stream)
 
-    def run(self, drafter: Drafter | None, context: DraftContext) -> Generator[Token, None, None]:
-        """The whole generation."""
+    def run(self, context: DraftContext) -> Generator[Token, None, None]:
+        """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round)."""
         try:
+            self.drafting.begin(context)
             self.prefill()
-            if drafter is not None:
-                vocab_size = self.verifier.find_vocab_size()
-                self.session = drafter.begin(self.text, replace(context, vocab_size=vocab_size))
-            self.last_read_at = time.perf_counter()
-            current = self.launch_with_draft()
-            resumed = time.perf_counter()
+            current = self.verify(self.propose())
             while current is not None:
-                following = self.run_ahead(current.block)
-                origins = self.read(current, is_ahead=following is not None)
-                failure: Exception | None = None
+                following = ahead = self.pipeline.verify_ahead(current)
+                outcome = self.accept(current, ahead)
+                self.roll_back(current, outcome)
                 try:
-                    following = self.follow_up(following)
-                except Exception as error:  # of the drafter; what was read is handed out first
-                    failure = error
-                spent = time.perf_counter() - resumed - self.waited
-                self.stats.other_seconds += spent - (following.seconds if following else 0.0)
-                handed_over = time.perf_counter()
-                yield from self.hand_out(origins, current.block.logprobs)
-                if failure is not None:
-                    raise failure
-                resumed = time.perf_counter()
-                self.away = resumed - handed_over
-                if following is not None and not len(following.block.draft):
-                    self.tape.forget()
+                    self.observe(current, outcome)
+                    following = self.stay_ahead(ahead) or self.verify(self.propose())
+                except Exception as error:  # of the drafter; what was accepted is emitted first
+                    self.failure = error
+                yield from self.emit(current, outcome, following)
                 current = following
         finally:
             self.finish()
 
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
-        started = time.perf_counter()
-        self.on_progress(0, self.prompt_length)
-        self.tape.mark()
-        while (left := self.prompt_length - 1 - self.tape.position) > 0:
+        caches, end = self.target.rollback, self.sequence.prompt_length
+        started = perf_counter()
+        self.on_progress(0, end)
+        caches.checkpoint()
+        while (left := end - 1 - caches.position) > 0:
             with mx.stream(self.stream):
-                self.feed_chunk(min(left, self.prefill_step_size))
-                self.check_ids()
-                mx.eval([cache.state for cache in self.tape.caches])
+                self.feed(left)
+                mx.eval([cache.state for cache in caches.caches])
                 mx.clear_cache()
-            self.on_progress(self.tape.position, self.prompt_length)
-        self.check_ids()
-        self.verifier.widest_pass()  # a model's first time is probed here, and not in a round
-        self.tape.forget()
+            self.on_progress(caches.position, end)
+        self.target.widest_pass()  # a model's first time is measured here, and not in a round
+        caches.drop_checkpoints()
         self.is_prefilled = True
-        self.verifier.observe(self.text)
-        self.stats.prefill_seconds = time.perf_counter() - started
-
-    def launch_with_draft(self) -> _UnderWay | None:
-        """Draft, and start the pass that verifies it; None when enough tokens are known."""
-        if not self.more_to_come():
-            return None
-        started = time.perf_counter()
-        draft = self.propose()
-        self.choose_gear(len(draft) > 0)
-        drafted = time.perf_counter()
-        pending = self.text[self.tape.position :]
-        embeddings = self.embeddings_from(self.tape.position, len(pending))
-        with mx.stream(self.stream):
-            block = self.verifier.launch(pending, draft, self.num_read, embeddings)
-        return _UnderWay(block, drafted - started, time.perf_counter() - drafted)
-
-    def run_ahead(self, block: Block) -> _UnderWay | None:
-        """In the plain gear, start the pass after this one before its token is read."""
-        if not self.plain_gear or len(block.draft) or not self.more_to_come(1):
-            return None
-        started = time.perf_counter()
-        with mx.stream(self.stream):
-            self.verifier.observe(block.next_token)
-            ahead = self.verifier.launch(block.next_token, Draft(), self.num_read + 1)
-        return _UnderWay(ahead, 0.0, time.perf_counter() - started, is_ahead=True)
+        self.target.extend_history(self.sequence.tokens)
+        self.stats.prefill_seconds = perf_counter() - started
+        self.clock.start()
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
-        for part, limit in self.parts():
-            draft = self.ask(part, limit)
-            if len(draft):
-                return draft
-        return Draft()
+        self.clock.draft_begins()
+        return self.drafting.propose()
 
-    def parts(self) -> Iterator[tuple[DraftSession, int]]:
-        """The sessions to ask now, in order, each with the most tokens that it may draft."""
-        for part in self.sessions():
-            if limit := self.draft_limit(is_cheap(part)):
-                yield part, limit
-
-    def sessions(self) -> Sequence[DraftSession]:
-        """The drafter's session, or those that it is made of."""
-        whole = [] if self.session is None else [self.session]
-        return getattr(self.session, "parts", whole)
-
-    def ask(self, part: DraftSession, limit: int) -> Draft:
-        """A session's draft, cut to what is worth verifying if that may be done."""
+    def verify(self, draft: Draft) -> Round | None:
+        """Start the pass over the pending tokens and the draft; None when enough is known."""
+        if not self.sequence.wants_more():
+            return None
+        self.pipeline.choose(len(draft) > 0, self.drafting.has_cheap_part)
+        self.clock.launch_begins()
+        start = self.target.rollback.position
+        pending = self.sequence.tokens[start:]
+        embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
-            draft = part.propose(limit).head(limit)
-        return draft if draft.logprobs is not None else draft.head(self.length.cut(draft))
+            under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
+        return self.clock.launched(under_way)
 
-    def draft_limit(self, cheap: bool) -> int:
-        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
-
-        cheap: whether the proposal costs nothing.
-        """
-        limit = self.length.limit(cheap)
-        if self.embeddings_from(self.tape.position, 1) is not None:
-            return 0
-        if self.max_tokens >= 0:
-            limit = min(limit, self.max_tokens - self.num_read)
-        room = self.verifier.widest_pass()
-        if room is not None:
-            limit = min(limit, room - max(1, len(self.text) - self.tape.position))
-        return max(0, limit)
-
-    def read(self, launched: _UnderWay, *, is_ahead: bool) -> list[Origin]:
-        """Wait for a pass, roll the caches back, and count.
-
-        Adds the round's tokens to the text, cut at max_tokens, and says where each came from.
-        """
-        block = launched.block
-        started = time.perf_counter()
+    def accept(self, current: Round, ahead: Round | None) -> Outcome:
+        """Wait for a pass; what the rule kept of its draft, and the token after, join the text."""
+        started = perf_counter()
         with mx.stream(self.stream):
-            tokens, num_accepted = block.read()
-        now = time.perf_counter()
-        self.waited = now - started
-        seconds = now - self.last_read_at
-        if self.num_read == 0:
-            self.on_progress(self.prompt_length, self.prompt_length)
-        origins = _origins(len(block.draft), num_accepted)
-        context = len(self.text) - (block.num_fed - len(block.draft))
-        if self.max_tokens >= 0:
-            tokens = tokens[: self.max_tokens - self.num_read]
-        self.text += tokens
-        self.num_read += len(tokens)
-        if len(block.draft):
-            self.tape.rewind_to(len(self.text) - 1)
-        if not is_ahead:
-            self.verifier.observe(tokens)
-        record = RoundRecord(
-            drafted=len(block.draft),
-            accepted=num_accepted,
-            emitted=len(tokens),
-            fed=block.num_fed,
-            tokens=tokens,
-            seconds=seconds,
-            draft_seconds=launched.draft_seconds,
-            verify_seconds=launched.launch_seconds + self.waited,
-            steady=launched.is_ahead == is_ahead and self.away < seconds / 2,
-            ahead=launched.is_ahead,
-            context=context,
-        )
-        self.last_read_at = now
-        self.length.record(record)
-        self.stats.record(record)
-        return origins[: len(tokens)]
-
-    def follow_up(self, ahead: _UnderWay | None) -> _UnderWay | None:
-        """Tell the drafter what was read, and start the next pass if none is under way.
-
-        If one is, look whether there is something to draft again, and leave the plain gear then:
-        the draft itself is made when that pass's token is known.
-        """
-        if self.session is not None:
-            self.session.observe(self.text[self.prompt_length + self.num_handed_out :])
+            outcome = current.under_way.read()
+        self.clock.was_read(started)
+        if self.sequence.num_generated == 0:
+            self.on_progress(self.sequence.prompt_length, self.sequence.prompt_length)
+        context = len(self.sequence.tokens) - current.num_pending
+        outcome.tokens = self.sequence.append(outcome.tokens)
         if ahead is None:
-            return self.launch_with_draft()
-        self.choose_gear(
-            any(
-                len(self.ask(part, limit)) > 0 if is_cheap(part) else True
-                for part, limit in self.parts()
-            )
-        )
+            self.target.extend_history(outcome.tokens)
+        record = self.clock.record(current, outcome, ahead, context)
+        self.drafting.length.record(record)
+        self.stats.record(record)
+        return outcome
+
+    def roll_back(self, current: Round, outcome: Outcome) -> None:
+        """Take the rejected positions back out of the caches."""
+        if len(current.draft):
+            kept = outcome.kept[: len(outcome.tokens) - 1]
+            draft_began = len(self.sequence.tokens) - len(outcome.tokens)
+            self.target.rollback.keep(draft_began, kept)
+
+    def observe(self, current: Round, outcome: Outcome) -> None:
+        """Tell the drafter what became of its draft."""
+        if self.drafting.features is not None:
+            start = len(self.sequence.tokens) - len(outcome.tokens) - current.num_pending
+            self.drafting.features.show_round(current, outcome, start)
+        self.drafting.observe()
+
+    def stay_ahead(self, ahead: Round | None) -> Round | None:
+        """If a pass runs ahead, see whether there is something to draft again after it."""
+        if ahead is not None:
+            self.pipeline.choose(self.drafting.has_draft(), self.drafting.has_cheap_part)
         return ahead
 
-    def choose_gear(self, found: bool) -> None:
-        """Run ahead while there is no draft, and little hope for one after the next token.
-
-        found: whether there is one. A pass that was launched ahead leaves no room for a draft
-        before its token, which costs the first token of the next draft; waiting costs the overlap.
-        """
-        self.hope = HOPE_MEMORY * self.hope + (1 - HOPE_MEMORY) * found
-        may_wait = self.hope >= LITTLE_HOPE and any(map(is_cheap, self.sessions()))
-        self.plain_gear = not found and not may_wait
-
-    def hand_out(self, origins: list[Origin], logprobs: mx.array) -> Iterator[Token]:
-        """Yield the tokens of the round that was read last, one per origin."""
-        for i, origin in enumerate(origins):
-            token = self.text[self.prompt_length + self.num_handed_out]
-            self.num_handed_out += 1
-            if self.num_handed_out % 256 == 0:
+    def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
+        """Hand out the tokens of a round, while the next one is under way."""
+        self.stats.other_seconds += self.clock.other_seconds(following)
+        self.clock.time_if_hidden(following, self.drafting.length)
+        origins = _origins(len(current.draft), outcome.num_accepted)
+        rows = [0, *(node + 1 for node in outcome.kept)]
+        started = perf_counter()
+        for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
+            self.sequence.num_handed_out += 1
+            if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(token, logprobs[i], origin, self.stats)
+            yield Token(token, origin, self.stats, current.under_way.logprobs, row)
+        self.clock.resumed(started)
+        if self.failure is not None:
+            raise self.failure
+        if following is not None and not len(following.draft):
+            self.target.rollback.drop_checkpoints()
+
+    def feed(self, num_tokens: int) -> None:
+        """Feed the next tokens of the text, at most so many, for the caches alone."""
+        start, size = self.target.rollback.position, min(num_tokens, self.prefill_step_size)
+        tokens = to_ids(self.sequence.tokens[start : start + size])
+        self.target.feed(tokens, self.sequence.embeddings_from(start, size))
+        if self.drafting.features is not None:
+            self.drafting.features.show_fed(start)
 
     def finish(self) -> None:
-        """Bring the caches to exactly prompt + tokens handed out.
-
-        After an error during prefill they are as before the call instead. Caches that the caller
-        cannot see are only wound back.
-        """
-        error = sys.exception()
-        end = self.prompt_length + self.num_handed_out if self.is_prefilled else 0
-        try:
-            self.tape.rewind_to(end)
-        except CacheRollbackError as failure:
-            if error is None or isinstance(error, GeneratorExit):
-                raise
-            error.add_note(str(failure))
-            return
-        finally:
-            if self.session is not None and hasattr(self.session, "close"):
-                self.session.close(end)
-        if self.callers_cache is None:
-            return
+        """Bring the caches to prompt + tokens handed out; after a failed prefill, as before it."""
+        end = self.sequence.end if self.is_prefilled else 0
+        self.drafting.features = None
         with mx.stream(self.stream):
-            while (left := end - self.tape.position) > 0:
-                self.feed_chunk(min(left, self.prefill_step_size))
-            self.verifier.quantize()
-            mx.async_eval([cache.state for cache in self.tape.caches])
-        self.callers_cache[: len(self.tape.caches)] = self.tape.caches
-
-    def feed_chunk(self, size: int) -> None:
-        """Feed the next `size` tokens of the text, for the caches alone."""
-        start = self.tape.position
-        tokens = to_ids(self.text[start : start + size])
-        self.verifier.feed(tokens, self.embeddings_from(start, size))
-
-    def embeddings_from(self, start: int, size: int) -> mx.array | None:
-        """The caller's embeddings of a part of the prompt, if there are any."""
-        if self.embeddings is None or start >= self.prompt_length:
-            return None
-        return self.embeddings[start : start + size]
-
-    def more_to_come(self, besides: int = 0) -> bool:
-        """Whether tokens are wanted beyond those read and `besides` more."""
-        return self.max_tokens < 0 or self.num_read + besides < self.max_tokens
-
-    def check_ids(self) -> None:
-        """Raise PromptError for ids that the target does not have, before they are computed with.
-
-        Which ids it has is known from the shape of its first, lazy, logits.
-        """
-        vocab_size = self.verifier.find_vocab_size()
-        if (highest := max(self.text)) >= vocab_size:
-            raise PromptError(
-                f"The prompt holds token {highest}; the target has 0 to {vocab_size - 1}. Encode "
-                "the prompt with the target's own tokenizer."
+            close_all(
+                lambda: bring_caches_to(end, self.target, self.callers_cache, self.feed),
+                lambda: self.drafting.close(end),
             )
-
-
-def is_cheap(session: DraftSession) -> bool:
-    """Whether a proposal may be asked for and thrown away."""
-    return getattr(session, "cheap", False)
 
 
 def _origins(num_drafted: int, num_accepted: int) -> list[Origin]:

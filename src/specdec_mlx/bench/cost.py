@@ -13,8 +13,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import Draft
@@ -109,18 +112,15 @@ class CostMeter:
         self._widths = tuple(widths)
         self._samples: dict[int, list[float]] = {width: [] for width in widths}
         self._verifier = Verifier(
-            model,
-            Rollback(make_prompt_cache(model)),
-            sampler=Sampling(),
-            processors=(),
-            rule="auto",
-            noise=Noise(0),
+            ModelPass(model, Rollback(make_prompt_cache(model))),
+            NextToken(Sampling(), (), Noise(0)),
+            Match(),
         )
         cached = max(NUM_CACHED, max(widths))
         self._tokens = (list(tokens) * (cached // len(tokens) + 1))[:cached]
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
-            mx.eval([cache.state for cache in self._verifier.tape.caches])
+            mx.eval([cache.state for cache in self._verifier.rollback.caches])
         self.sweep()
         self._samples = {width: [] for width in widths}
 
@@ -136,7 +136,7 @@ class CostMeter:
 
     def _time(self, width: int) -> float:
         """Seconds of one pass; afterwards the cache is as before, or a single token longer."""
-        tape = self._verifier.tape
+        tape = self._verifier.rollback
         start = tape.position
         mx.synchronize(generation_stream)
         began = time.perf_counter()
@@ -146,5 +146,5 @@ class CostMeter:
         seconds = time.perf_counter() - began
         if width > 1:
             tape.rewind_to(start)
-        tape.forget()
+        tape.drop_checkpoints()
         return seconds

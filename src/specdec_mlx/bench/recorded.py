@@ -6,20 +6,31 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
+import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Text
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter, RoundRecord
+from specdec_mlx.types import (
+    Draft,
+    DraftContext,
+    Drafter,
+    FeatureRows,
+    Outcome,
+    PendingPass,
+    RoundRecord,
+)
 
 
 @dataclass(frozen=True)
@@ -41,35 +52,39 @@ class Modelled:
 
 
 @dataclass
-class RecordedBlock:
-    """A pass of the recorded target; see `specdec_mlx.target.verifier.Block`."""
+class RecordedPass:
+    """A pass of the recorded target; see `specdec_mlx.types.PendingPass`."""
 
     draft: Draft
     num_fed: int
     coming: list[int]
     logprobs: Any
+    features: FeatureRows | None = None
 
     @property
     def next_token(self) -> list[int]:
         """The token after an empty draft."""
         return self.coming[:1]
 
-    def read(self) -> tuple[list[int], int]:
-        """Tokens [n + 1] of this round, and n; the text is followed by tokens that nobody reads."""
+    def wait(self) -> None:
+        """Nothing is computed."""
+
+    def read(self) -> Outcome:
+        """What is kept; the text is followed by tokens that nobody reads."""
         n = num_matching(to_list(self.draft.tokens), self.coming)
-        return self.coming[: n + 1] or [0], n
+        return Outcome(range(n), self.coming[: n + 1] or [0])
 
 
 class RecordedTarget:
-    """Stands in for the loop's `Verifier`: a target whose greedy text is known."""
+    """A target whose greedy text is known; see `specdec_mlx.types.Target`."""
 
     def __init__(self, text: Text, vocab_size: int) -> None:
         """Begin behind the prompt's prefill."""
-        self.tape = Rollback([], position=len(text.prompt) - 1)
+        self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._generated = text.generated
         self._vocab_size = vocab_size
 
-    def find_vocab_size(self) -> int:
+    def vocab_size(self) -> int:
         """V, as recorded."""
         return self._vocab_size
 
@@ -77,21 +92,33 @@ class RecordedTarget:
         """Any number of positions."""
         return None
 
-    def observe(self, tokens: Sequence[int]) -> None:
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """There are no processors that want to know."""
 
+    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """A pass whose logits are never asked for."""
+        self.rollback.advance(tokens.shape[0])
+        return mx.zeros((tokens.shape[0], self._vocab_size))
+
+    def quantize(self) -> None:
+        """There are no caches."""
+
     def launch(
-        self, pending: Sequence[int], draft: Draft, position: int, embeddings: None = None
-    ) -> RecordedBlock:
+        self,
+        pending: Sequence[int] | mx.array,
+        draft: Draft,
+        position: int,
+        embeddings: mx.array | None = None,
+    ) -> PendingPass:
         """A pass over the pending tokens and the draft. Raises ValueError for random drafts."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
-        self.tape.fed(num_fed)
+        self.rollback.advance(num_fed)
         coming = [*self._generated[position : position + len(draft) + 1]]
         if position + len(draft) >= len(self._generated):
             coming.append(0)  # behind the end: unknown, and nobody reads it
-        return RecordedBlock(draft, num_fed, coming, [None] * (len(draft) + 1))
+        return RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
 
 
 class ModelledLength:
@@ -136,18 +163,13 @@ def replay_text(
 ) -> Modelled:
     """Run the loop on a recorded text; max_tokens as it was when the text was recorded."""
     modelled = ModelledLength(length, cost, draft_seconds)
-    generation = Generation(
-        verifier=cast(Verifier, RecordedTarget(text, vocab_size)),
-        length=modelled,
-        prompt=text.prompt,
-        max_tokens=max_tokens,
-        prefill_step_size=2048,
-        on_progress=lambda done, total: None,
-        embeddings=None,
-        stream=generation_stream,
-        callers_cache=None,
+    target = RecordedTarget(text, vocab_size)
+    sequence = SequenceState(list(text.prompt), len(text.prompt), max_tokens)
+    drafting = Drafting(
+        drafter, modelled, target, sequence, keeps_cache=False, stream=generation_stream
     )
-    with closing(generation.run(drafter, greedy_context())) as tokens:
+    generation = Generation(target, sequence, drafting, SpeculationStats())
+    with closing(generation.run(greedy_context(vocab_size))) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     return Modelled(

@@ -33,10 +33,10 @@ def time_rounds(
     for _ in range(repeats):
         for kind, tape in tapes.items():
             started = time.perf_counter()
-            tape.mark()
+            tape.checkpoint()
             logits = model(tokens, cache=tape.caches)
             mx.eval(mx.argmax(logits, axis=-1))
-            tape.fed(draft_length + 1)
+            tape.advance(draft_length + 1)
             if kind == "rolled back":
                 tape.rewind_to(tape.position - draft_length)
             seconds[kind].append(time.perf_counter() - started)

@@ -32,7 +32,7 @@ from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.rules.registry import make_rule
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)

@@ -19,12 +19,11 @@ from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
-from specdec_mlx.drafters.evidence import Evidence
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.types import Draft, DraftContext, Evidence
 
 NUM_WORDS = 120
 LONG_MATCH = 20

@@ -92,7 +92,7 @@ class Texts:
     def target_law(self, continuation: Sequence[int]) -> Law:
         """Law [V] of the token after the context and a continuation."""
         logits = self.target.after([*self.context, *continuation]).astype(mx.float32)
-        return probabilities(self.subject.sampling.law(logits - mx.logsumexp(logits)))
+        return probabilities(self.subject.sampling.log_distribution(logits - mx.logsumexp(logits)))
 
     def draft_law(self, continuation: Sequence[int]) -> Law | None:
         """Law [V] that the drafter declares there; None where it proposes nothing."""

@@ -14,8 +14,8 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Law, Step, Subject, Work, total_variation, walk
-from specdec_mlx.rules.acceptance import residual
-from specdec_mlx.types import AcceptanceRule
+from specdec_mlx.rules.arithmetic import residual
+from specdec_mlx.rules.coins import CoinRule
 
 NAME = "one-step law"
 STEPS = 16
@@ -62,7 +62,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
     return _judge(subject, steps, seen)
 
 
-def emitted(rule: AcceptanceRule, target_probs: Law, draft_probs: Law) -> Emitted:
+def emitted(rule: CoinRule, target_probs: Law, draft_probs: Law) -> Emitted:
     """Go through the draft tokens, the likeliest first."""
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
@@ -132,7 +132,7 @@ def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]
     return Part(NAME, "failed", _diagnosis(rule, *worst), numbers)
 
 
-def _diagnosis(rule: AcceptanceRule, step: Step, result: Emitted) -> str:
+def _diagnosis(rule: CoinRule, step: Step, result: Emitted) -> str:
     """What is wrong with a rule, from where it is most wrong, and what to do."""
     assert step.draft_probs is not None
     p, q = step.target_probs, step.draft_probs
@@ -153,7 +153,7 @@ def _bonus_fault(p: Law, result: Emitted) -> str | None:
     )
 
 
-def _accept_fault(rule: AcceptanceRule, p: Law, q: Law) -> str | None:
+def _accept_fault(rule: CoinRule, p: Law, q: Law) -> str | None:
     """Against min(1, p/q), at all tokens that both laws allow."""
     tokens = np.flatnonzero((p > 0) & (q > 0))[:MOST_TOKENS]
     if not len(tokens):
@@ -171,7 +171,7 @@ def _accept_fault(rule: AcceptanceRule, p: Law, q: Law) -> str | None:
     return "draft tokens are not kept with chance min(1, p/q)."
 
 
-def _residual_fault(rule: AcceptanceRule, p: Law, q: Law) -> str:
+def _residual_fault(rule: CoinRule, p: Law, q: Law) -> str:
     rows, laws, x = np.stack([p, p]), q[None], np.array([int(np.argmax(q - p))])
     drawn_from = _drawn(rule.next_probs(rows, x, laws, 0))
     due = residual(p, q)

@@ -25,9 +25,9 @@ from specdec_mlx.checks.texts import check_greedy, check_widths
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
-from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.exactness import ProbeReport
 from specdec_mlx.types import AcceptanceRule, Drafter
 
@@ -82,7 +82,7 @@ def check(
         model,
         _wrapped(tokenizer),
         drafter=choose_drafter(drafter, draft_model),
-        sampling=law_of(sampling),
+        sampling=read_sampler(sampling),
         rule=make_rule(rule),
         draft_length=draft_length,
         prompts=prompts,
@@ -146,12 +146,11 @@ def _subject(
 def _settings(subject: Subject, budget: float) -> dict[str, Any]:
     """What the report says was checked."""
     changed = {k: v for k, v in vars(subject.sampling).items() if v != getattr(Sampling(), k)}
-    rule = subject.rule if isinstance(subject.rule, str) else subject.rule.name
     return {
         "drafter": type(subject.drafter).__name__,
         "temp": subject.sampling.temp,
         **{name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()},
-        "rule": rule,
+        "rule": subject.rule.name,
         "draft_length": subject.draft_length,
         "prompts": len(subject.prompts),
         "budget": budget,

@@ -15,11 +15,18 @@ from numpy.typing import NDArray
 
 from specdec_mlx.errors import DraftError
 from specdec_mlx.loop import speculate
-from specdec_mlx.rules.acceptance import RULES
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, Drafter
+from specdec_mlx.types import (
+    AcceptanceRule,
+    Draft,
+    DraftContext,
+    Drafter,
+    rule_for,
+    shares_noise,
+)
 
 Law = NDArray[np.float64]
 """Probabilities [V] of the next token, float64."""
@@ -36,7 +43,7 @@ class Subject:
     model: nn.Module
     drafter: Drafter
     sampling: Sampling
-    rule: str | AcceptanceRule
+    rule: AcceptanceRule
     prompts: Sequence[list[int]]
     vocab_size: int
     draft_length: int = 4
@@ -49,18 +56,15 @@ class Subject:
         return DraftContext(
             sampling=self.sampling,
             noise=noise,
-            coupled=self.rule == "coupled",
+            coupled=shares_noise(self.rule),
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
         )
 
-    def rule_for(self, draft: Draft) -> AcceptanceRule | None:
-        """Rule that decides about a draft; None where the target's own draws are emitted."""
-        if not isinstance(self.rule, str):
-            return self.rule
-        if self.rule == "auto":
-            return None if draft.logprobs is None else RULES["block"]
-        return None
+    def rule_for(self, draft: Draft) -> CoinRule | None:
+        """What decides about a draft by coins; None where the target's own draws are emitted."""
+        rule = rule_for(self.rule, draft)
+        return rule if isinstance(rule, CoinRule) else None
 
 
 @dataclass
@@ -120,7 +124,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
     with closing(tokens):
         for token in tokens:
             draft = session.propose(1)
-            target_probs = probabilities(subject.sampling.law(token.logprobs))
+            target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
             yield Step(list(text), target_probs, draft, first_law(draft, subject.vocab_size))
             if token.token in subject.end_tokens:
                 return

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specdec_mlx.draft_length.tuning import AcceptanceHistory, Learned, RoundCosts, Tuning
-from specdec_mlx.drafters.evidence import Evidence
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, RoundRecord
+from specdec_mlx.types import Draft, Evidence, RoundRecord
 
 DEFAULT_LENGTH = 4
 """MLX's Metal kernels read the weights once for up to 5 rows: 4 drafts and the pending token."""

@@ -21,8 +21,8 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.drafters.evidence import Evidence
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.types import Evidence
 
 NUM_SAMPLES = 7
 """Rounds that a median is taken over: other programs use the machine too."""

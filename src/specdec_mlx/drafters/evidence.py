@@ -1,25 +1,6 @@
-"""What speaks for a draft token: the features from which acceptance is predicted.
-
-No acceptance rule reads them. They only help to choose how many tokens to draft.
-"""
+"""How regularly one token has followed others, as a class: part of a draft's `Evidence`."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
-
-
-class Evidence(NamedTuple):
-    """What speaks for one draft token, as far as its drafter knows.
-
-    match: how many tokens of the text the draft was found by, or another strength >= 0 of the
-        drafter's own; 0: nothing known.
-    after_one, after_two: how regularly this token has followed the one, the two tokens before it,
-        a class out of `share_class`; 0: nothing known.
-    """
-
-    match: int = 0
-    after_one: int = 0
-    after_two: int = 0
 
 
 def share_class(count: int, total: int) -> int:

@@ -83,7 +83,7 @@ class ModelSession:
             return Draft()
         self.catch_up()
         room = self.tape.widest_pass()
-        self.tape.mark()
+        self.tape.checkpoint()
         ids = to_ids(self.text[self.tape.position :])
         seen = to_ids(self.text) if self.context.logits_processors else None
         tokens: list[mx.array] = []
@@ -110,7 +110,7 @@ class ModelSession:
         """A token [1], from logits [1, V] and Gumbel noise [1, V]; its law is added to `laws`."""
         if noise is None:
             return mx.argmax(logits, axis=-1).astype(mx.uint32)
-        law = self.sampling.law(logits)
+        law = self.sampling.log_distribution(logits)
         laws.append(law)
         return mx.argmax(law + noise, axis=-1).astype(mx.uint32)
 
@@ -145,8 +145,7 @@ class ModelSession:
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        logits = self.model(ids[None], cache=self.tape.caches)[0]
-        self.tape.fed(ids.shape[0])
+        logits = self.tape.forward(self.model, ids)
         return fit_width(logits, self.context.vocab_size)
 
     def close(self, length: int) -> None:

@@ -16,9 +16,9 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.drafters.evidence import Evidence, share_class
+from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.errors import DraftError, PromptError
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.types import Draft, DraftContext, Evidence
 
 if TYPE_CHECKING:
     from specdec_mlx.sampling.noise import Noise

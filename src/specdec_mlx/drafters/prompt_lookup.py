@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from specdec_mlx.drafters.evidence import Evidence, share_class
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.types import Draft, DraftContext, Evidence
 
 Occurrence = Literal["recent", "earliest"]
 NGram = tuple[int, ...]

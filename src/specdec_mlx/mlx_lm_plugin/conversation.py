@@ -18,7 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import leaves
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 _texts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()

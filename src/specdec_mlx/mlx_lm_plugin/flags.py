@@ -24,7 +24,7 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.mlx_lm_plugin.installation import DEFAULT_DRAFTER
 from specdec_mlx.options import split_spec
-from specdec_mlx.rules.acceptance import make_rule, rule_names
+from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
 NO_DRAFTER = "none"

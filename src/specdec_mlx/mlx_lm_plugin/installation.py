@@ -26,10 +26,10 @@ from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
-from specdec_mlx.rules.acceptance import make_rule
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
+from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.verifier import is_pure
+from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
@@ -82,7 +82,7 @@ class Speculation:
         length = make_draft_length(
             self.draft_length if draft_length is None else draft_length, kind, learned
         )
-        law = law_of(sampler)
+        law = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,

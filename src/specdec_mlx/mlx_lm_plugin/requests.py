@@ -10,7 +10,7 @@ from specdec_mlx.draft_length.policy import NAMES
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.mlx_lm_plugin.flags import MODEL_DRAFTER, NO_DRAFTER, Flags, first_of
-from specdec_mlx.rules.acceptance import make_rule
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 

@@ -42,8 +42,8 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
-from specdec_mlx.sampling.mlx_lm_samplers import law_of
-from specdec_mlx.target.verifier import is_pure
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
+from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import LogitsProcessor
 
@@ -224,7 +224,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             draft_length=length,
             rule=requested.rule,
             prompt_cache=prompt_cache,
-            sampler=law_of(sampler) or sampler,
+            sampler=read_sampler(sampler) or sampler,
             logits_processors=[with_history(f, earlier) for f in logits_processors],
             **options,
         )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from specdec_mlx.rules.acceptance import (
+from specdec_mlx.rules.arithmetic import (
     Array,
     acceptance_probability,
     draw,

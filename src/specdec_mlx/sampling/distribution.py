@@ -55,7 +55,9 @@ class Sampling:
         """Whether the law has all its mass on one token."""
         return self.temp == 0
 
-    def law(self, logprobs: Float[mx.array, "*batch vocab"]) -> Float[mx.array, "*batch vocab"]:
+    def log_distribution(
+        self, logprobs: Float[mx.array, "*batch vocab"]
+    ) -> Float[mx.array, "*batch vocab"]:
         """Log-probabilities of the next token, float32 and normalised; -inf where filtered out.
 
         logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on

@@ -22,7 +22,7 @@ CONTEXT_SIZE = "context_size"
 BIAS_CELLS = {"indices", "values"}
 
 
-def law_of(sampler: Sampler | Sampling | None) -> Sampling | None:
+def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
     """Law that a sampler draws from: of ours, of mlx-lm's own, and of None, which is greedy.
 
     None for any other callable, which then has to be taken as it is, and for arguments that

@@ -31,13 +31,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.rules.acceptance import (
+from specdec_mlx.rules.arithmetic import (
     Array,
     acceptance_probability,
     at,
     library_of,
-    running_weights,
 )
+from specdec_mlx.rules.block import running_weights
 
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
 """Rules that decide token by token, in the order of the columns below."""

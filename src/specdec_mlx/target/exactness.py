@@ -19,7 +19,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.rollback import leaves, strategy_for, window_of
+from specdec_mlx.target.strategies import leaves, strategy_for, window_of
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)

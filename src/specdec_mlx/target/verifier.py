@@ -1,9 +1,9 @@
 """The target's side of a round: one pass over the pending tokens and the draft, and its verdict.
 
-With callables that are known to be pure (ours and mlx-lm's own) the pass, the law, the verdict and
-the next token are one lazy graph, read by one host synchronisation. A sampler or logits processor
-of the caller's may remember what it saw, so it is called row by row, as plain decoding would, and
-no further than the first rejected token.
+With callables that are known to be pure (ours and mlx-lm's own) the pass, the distribution, the
+verdict and the next token are one lazy graph, read by one host synchronisation. A sampler or logits
+processor of the caller's may remember what it saw, so it is called row by row, as plain decoding
+would, and no further than the first rejected token.
 """
 
 from __future__ import annotations
@@ -12,99 +12,78 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import DraftError, LogitsError
-from specdec_mlx.rules.acceptance import (
-    COUPLED,
-    RULES,
-    Lenient,
-    decide,
-    leading_run,
-    make_rule,
-    match,
-    point_mass,
-)
-from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.sampling.mlx_lm_samplers import law_of, max_window
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
-from specdec_mlx.target.exactness import is_exact
+from specdec_mlx.target.inputs import check_draft, check_drafted
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, is_pure
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import read_all, to_ids, to_list
-from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, LogitsProcessor
+from specdec_mlx.types import (
+    AcceptanceRule,
+    Agreement,
+    Draft,
+    DraftContext,
+    FeatureRows,
+    Outcome,
+    PendingPass,
+    Verdict,
+    needs_distribution,
+    shares_noise,
+)
 
-LAW_TOLERANCE = 1e-3
-"""How far a draft's law may be from summing to 1, in float32."""
+NO_TOKENS = mx.array([], mx.uint32)
 
-WINDOW_MARGIN = 32
-"""Positions before a window is full at which to ask whether passes across its end are exact."""
-
-
-class Block(Protocol):
-    """A pass under way. `read` waits for it and tells what was accepted.
-
-    draft: what was verified. logprobs: [K+1, V] the target's log-probabilities, processed, before
-    temperature and filters, as mlx-lm reports them.
-    """
-
-    draft: Draft
-    num_fed: int
-    logprobs: mx.array
-
-    @property
-    def next_token(self) -> mx.array:
-        """Token after an empty draft, uint32 [1], not computed yet."""
-        ...
-
-    def read(self) -> tuple[list[int], int]:
-        """Tokens [n + 1] of this round, and n. The only host synchronisation of a round."""
-        ...
+MASS_TOLERANCE = 1e-3
+"""How far a draft's distribution may be from summing to 1, in float32."""
 
 
 @dataclass
-class LazyBlock:
+class LazyPass:
     """A round as one graph; `results` is what `read` waits for, a few small arrays.
 
-    Under match that is the target's own token at every position, and the comparison is made on the
-    host: the fewer small operations wait behind a pass, the better. Else it is the rule's verdict.
+    draft, num_fed, logprobs: see `types.PendingPass`. verdict: what the rule answered.
     """
 
     draft: Draft
     num_fed: int
     logprobs: mx.array
+    verdict: Verdict | Agreement
     results: dict[str, mx.array]
     counterfactual: Counterfactual | None = None
+    features: FeatureRows | None = None
 
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return self.results["target_tokens"].astype(mx.uint32)
+        return to_ids(self.results["target_tokens"])
 
-    def read(self) -> tuple[list[int], int]:
-        """Tokens [n + 1] of this round, and n."""
+    def wait(self) -> None:
+        """Wait until it is computed."""
+        mx.eval(*self.results.values())
+
+    def read(self) -> Outcome:
+        """What was kept and what is emitted; the only host synchronisation of a round."""
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
-        if "target_tokens" in numbers:
-            num_accepted, next_token = match(numbers["target_tokens"], drafted)
-        else:
-            num_accepted, next_token = numbers["verdict"]
-        _check_logits(numbers["scales"][: num_accepted + 1])
+        check_drafted(numbers.get("drafted", ()), self.logprobs.shape[-1])
+        outcome = self.verdict.outcome(numbers, drafted)
+        _check_logits(numbers["scales"], [0, *(i + 1 for i in outcome.kept)])
         if "masses" in numbers:
-            _check_law(numbers["masses"], numbers["own"])
+            _check_distribution(numbers["masses"], numbers["own"])
         if self.counterfactual is not None and len(self.draft):
-            self.counterfactual.record(np.array(numbers["chances"]), num_accepted)
-        return [*drafted[:num_accepted], next_token], num_accepted
+            self.counterfactual.record(np.array(numbers["chances"]), outcome.num_accepted)
+        return outcome
 
 
 @dataclass
-class SteppedBlock:
+class RowByRowPass:
     """A round whose rows go through callables of the caller's one at a time.
 
     choose: row index and the draft tokens before it -> the target's token [1], whether its logits
@@ -115,6 +94,7 @@ class SteppedBlock:
     num_fed: int
     logprobs: mx.array
     choose: Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]
+    features: FeatureRows | None = None
 
     @cached_property
     def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -125,9 +105,14 @@ class SteppedBlock:
         """Token after an empty draft, not computed yet."""
         return self._first_row[0].astype(mx.uint32)
 
-    def read(self) -> tuple[list[int], int]:
-        """Tokens [n + 1] of this round, and n."""
+    def wait(self) -> None:
+        """Wait until the rows are computed."""
+        mx.eval(self.logprobs)
+
+    def read(self) -> Outcome:
+        """What was kept and what is emitted."""
         drafted = to_list(self.draft.tokens)
+        check_drafted(drafted, self.logprobs.shape[-1])
         tokens: list[int] = []
         rows: list[mx.array] = []
         while not tokens or tokens == drafted[: len(tokens)]:
@@ -142,140 +127,59 @@ class SteppedBlock:
             if row == len(drafted):
                 break
         self.logprobs = mx.concatenate(rows)
-        return tokens, len(tokens) - 1
+        return Outcome(range(len(tokens) - 1), tokens)
 
 
 class Verifier:
-    """The target model, its caches, and the way its tokens are drawn.
+    """The target of a generation: see `types.Target`.
 
-    model: a mlx-lm model. tape: its caches. sampler: a `Sampling`, or any mlx-lm sampler; the law
-    of those that `make_sampler` made is read back from them.
-    processors: mlx-lm logits processors. rule: what `make_rule` takes.
-    kv_bits, kv_group_size, quantized_kv_start: as in mlx-lm's `generate_step`. probe: whether to
-    measure, once, if the model is exact for several positions at once. counterfactual: an account
-    to keep of what each rule would have accepted.
+    Args:
+        model_pass: the model and its caches.
+        next_token: how its tokens are drawn.
+        rule: what decides about drafts.
+        counterfactual: an account to keep of what each rule would have accepted.
+
+    Raises:
+        ValueError: the rule or the account needs a distribution, and there is none.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        tape: Rollback,
-        *,
-        sampler: Sampler | Sampling,
-        processors: Sequence[LogitsProcessor],
-        rule: str | AcceptanceRule,
-        noise: Noise,
-        kv_bits: int | None = None,
-        kv_group_size: int = 64,
-        quantized_kv_start: int = 0,
-        probe: bool = True,
+        model_pass: ModelPass,
+        next_token: NextToken,
+        rule: AcceptanceRule,
         counterfactual: Counterfactual | None = None,
     ) -> None:
         """Check that rule and sampler go together."""
-        self.model = model
-        self.tape = tape
-        self.sampler = law_of(sampler) or sampler
-        self.processors = list(processors)
-        self.rule = make_rule(rule)
-        self.noise = noise
-        self.kv_bits = kv_bits
-        self.kv_group_size = kv_group_size
-        self.quantized_kv_start = quantized_kv_start
-        self.probe = probe
+        self.model_pass = model_pass
+        self.distribution = next_token
+        self.rule = rule
         self.counterfactual = counterfactual
-        self.history: mx.array | None = None
-        self.window = max_window(self.processors)
-        self.vocab_size: int | None = None
-        self.stepped = not all(is_pure(f) for f in (self.sampler, *self.processors))
-        no_law = self.stepped or not isinstance(self.sampler, Sampling)
-        if no_law and (not isinstance(self.rule, str) or self.rule == COUPLED):
-            raise ValueError(
-                f"rule={rule!r} needs the target's law, and a sampler or processor of your own "
-                "gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."
-            )
-        if no_law and counterfactual is not None:
-            raise ValueError(
-                "counterfactual=True needs the target's law, and a sampler or processor of your "
-                "own gives none. Use specdec_mlx.Sampling(...) as the sampler."
-            )
+        self.feed = model_pass.feed
+        self.vocab_size = model_pass.vocab_size
+        self.widest_pass = model_pass.widest
+        self.quantize = model_pass.quantize
+        self.extend_history = next_token.extend_history
+        if next_token.by_row or next_token.sampling is None:
+            _check_needs(rule, counterfactual)
 
     @property
-    def sampling(self) -> Sampling | None:
-        """The law of the next token, None if only a sampler is known."""
-        return self.sampler if isinstance(self.sampler, Sampling) else None
+    def rollback(self) -> Rollback:
+        """The caches."""
+        return self.model_pass.rollback
 
-    def draft_context(
-        self, tokenizer: Any, draft_cache: list[Any] | None, prefill_step_size: int
-    ) -> DraftContext:
-        """What a drafter may know of this target; V is filled in once it is known."""
+    def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
+        """What a drafter may know of this target."""
         return DraftContext(
-            sampling=self.sampling,
-            noise=self.noise,
-            coupled=self.rule == COUPLED,
-            logits_processors=[f for f in self.processors if is_pure(f)],
+            sampling=self.distribution.sampling,
+            noise=self.distribution.noise,
+            coupled=shares_noise(self.rule),
+            logits_processors=[f for f in self.distribution.processors if is_pure(f)],
+            vocab_size=self.vocab_size(),
             tokenizer=tokenizer,
             draft_cache=draft_cache,
-            prefill_step_size=prefill_step_size,
+            prefill_step_size=self.model_pass.options.prefill_step_size,
         )
-
-    def widest_pass(self) -> int | None:
-        """Most positions that the next pass may have; None for any number.
-
-        Single tokens where the model was measured not to be exact otherwise. Plain decoding
-        quantizes the caches right after position `quantized_kv_start`, so no pass may reach across
-        it.
-        """
-        limits = [self.tape.widest_pass(), self._widest_exact_pass()]
-        if self.kv_bits is not None:
-            limits += [
-                self.quantized_kv_start - cache.offset
-                for cache in self.tape.caches
-                if hasattr(cache, "to_quantized") and cache.offset < self.quantized_kv_start
-            ]
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    def _widest_exact_pass(self) -> int | None:
-        if not self.probe:
-            return None
-        if not is_exact(self.model, past_window=False):
-            return 1
-        room = self.tape.room_in_window()
-        if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
-            return None
-        return max(1, room)
-
-    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
-        self.quantize()
-        inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        logits: mx.array = self.model(tokens[None], cache=self.tape.caches, **inputs)[0]
-        self.tape.fed(logits.shape[0])
-        self.vocab_size = logits.shape[-1]
-        return logits
-
-    def find_vocab_size(self) -> int:
-        """V, from the shape of the logits of a pass; of one that is never computed if need be."""
-        if self.vocab_size is None:
-            logits = self.model(mx.array([[0]]), cache=make_prompt_cache(self.model))
-            self.vocab_size = logits.shape[-1]
-        return self.vocab_size
-
-    def quantize(self) -> None:
-        """Replace caches, in the tape's list, by quantized ones once they are long enough.
-
-        mlx-lm does so after each pass; here it waits until rejected tokens have been taken back.
-        """
-        if self.tape.position > 0:
-            maybe_quantize_kv_cache(
-                self.tape.caches, self.quantized_kv_start, self.kv_group_size, self.kv_bits
-            )
-
-    def observe(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add emitted tokens to what the processors see, which need not be the whole text."""
-        if self.processors and len(tokens):
-            new = to_ids(tokens)
-            seen = new if self.history is None else mx.concatenate([self.history, new])
-            self.history = seen if self.window is None else seen[-self.window :]
 
     def launch(
         self,
@@ -283,149 +187,117 @@ class Verifier:
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> Block:
+    ) -> PendingPass:
         """Start a round: feed the pending tokens and the draft, and let the device run.
 
-        pending: tokens emitted but not yet in the caches, at least one. position: index of the
-        round's first token among those generated. embeddings: of the pending tokens, if the
-        caller gave any. Raises DraftError, before anything is fed, for tokens that the target
-        does not have and for a law of another shape than [K, V].
+        Args:
+            pending: tokens emitted but not yet in the caches, at least one.
+            draft: K tokens, a chain.
+            position: index of the round's first token among those generated.
+            embeddings: of the pending tokens, if the caller gave any.
+
+        Raises:
+            DraftError: before anything is fed, for what cannot be a draft for this target.
         """
-        self._check_draft(draft)
-        pending = to_ids(pending)
+        if len(draft):
+            self._check_draft(draft)
+        pending = self._feed_all_but_last_pass(to_ids(pending))
+        if len(draft):
+            self.rollback.checkpoint()
+        drafted = self._clamped(draft) if len(draft) else NO_TOKENS
+        fed = mx.concatenate([pending, drafted]) if len(draft) else pending
+        logits = self.feed(fed, embeddings)
+        if logits.shape[0] > len(draft) + 1:
+            logits = logits[-len(draft) - 1 :]
+        if self.distribution.by_row:
+            mx.async_eval(logits)
+            return RowByRowPass(draft, fed.shape[0], logits, self._chooser(logits, position))
+        pass_ = self._decide(logits, draft, drafted, position, fed.shape[0])
+        mx.async_eval(pass_.results, pass_.logprobs)
+        return pass_
+
+    def _feed_all_but_last_pass(self, pending: mx.array) -> mx.array:
+        """Feed pending tokens that one pass has no room for; those that are left."""
         while pending.shape[0] > 1:
             room = self.widest_pass()
             if room is None or pending.shape[0] <= room:
                 break
             self.feed(pending[:room])
             pending = pending[room:]
-        if len(draft):
-            self.tape.mark()
-        fed = mx.concatenate([pending, to_ids(draft.tokens)]) if len(draft) else pending
-        logits = self.feed(fed, embeddings)
-        if logits.shape[0] > len(draft) + 1:
-            logits = logits[-len(draft) - 1 :]
-        if self.stepped:
-            mx.async_eval(logits)
-            return SteppedBlock(draft, fed.shape[0], logits, self._chooser(logits, position))
-        block = self._decide(logits, draft, position, fed.shape[0])
-        mx.async_eval(block.results, block.logprobs)
-        return block
+        return pending
 
     def _check_draft(self, draft: Draft) -> None:
-        """Refuse what can be seen to be wrong before anything is computed."""
-        if not len(draft):
-            return
-        vocab_size = self.find_vocab_size()
-        for token in () if isinstance(draft.tokens, mx.array) else draft.tokens:
-            if not 0 <= token < vocab_size:
-                raise DraftError(
-                    f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. "
-                    "Use a drafter for the same tokenizer."
-                )
-        if draft.logprobs is not None and draft.logprobs.shape != (len(draft), vocab_size):
+        check_draft(draft, self.vocab_size())
+        if draft.parents is not None:
             raise DraftError(
-                f"The drafter's law has shape {draft.logprobs.shape}; expected [K, V] = "
-                f"{(len(draft), vocab_size)}. Hand over one row a draft token."
+                "The drafter proposed a tree, and this target verifies chains. Leave parents out."
             )
 
-    def _decide(self, logits: mx.array, draft: Draft, position: int, num_fed: int) -> LazyBlock:
-        """Law, verdict and what is to be checked of a round, as one graph."""
-        drafted = to_ids(draft.tokens)
-        logits = self._process(logits, drafted)
-        scales = mx.logsumexp(logits, axis=-1, keepdims=True)
-        logprobs = logits - scales
-        probs = None if draft.logprobs is None or not len(draft) else mx.exp(draft.logprobs)
-        results = {"scales": scales, **self._outcome(logprobs, drafted, probs, position)}
-        if isinstance(draft.tokens, mx.array):
-            results["drafted"] = drafted
-        if draft.logprobs is not None and probs is not None:
-            results["masses"] = mx.sum(probs, axis=-1)
-            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
-        if self.counterfactual is not None and len(draft) and self.sampling is not None:
-            like = logprobs.astype(mx.float32)
-            known = point_mass(drafted, like) if probs is None else probs
-            results["chances"] = chances(mx.exp(self.sampling.law(logprobs)), drafted, known)
-        return LazyBlock(draft, num_fed, logprobs, results, self.counterfactual)
+    def _clamped(self, draft: Draft) -> mx.array:
+        """The draft's tokens as ids that exist: reading past the embeddings is a crash.
 
-    def _process(self, logits: mx.array, drafted: mx.array) -> mx.array:
-        """Run pure processors over every row, each with the history that it would have."""
-        if not self.processors:
-            return logits
-        assert self.history is not None
-        seen = mx.concatenate([self.history, drafted])
-        start = self.history.shape[0]
-        rows = []
-        for i in range(logits.shape[0]):
-            row = logits[i : i + 1]
-            for processor in self.processors:
-                row = processor(seen[: start + i], row)
-            rows.append(row)
-        return mx.concatenate(rows)
-
-    def _outcome(
-        self, logprobs: mx.array, drafted: mx.array, draft_probs: mx.array | None, position: int
-    ) -> dict[str, mx.array]:
-        """What decides: the rule's verdict, or under match the target's own tokens [K+1].
-
-        draft_probs: [K, V] the law of the draft, None for a point mass.
+        One that had to be changed is an error once it can be read, before it is emitted.
         """
-        sampling = self.sampling
-        drawn = draft_probs is not None
-        rule = RULES["block"] if self.rule == "auto" and drawn else self.rule
-        if isinstance(rule, str) or sampling is None or sampling.greedy or not drafted.size:
-            own = self._draw(logprobs, position)
-            if not (isinstance(rule, Lenient) and drafted.size):
-                return {"target_tokens": own}
-            kept = leading_run(rule.nearly_matches(logprobs, drafted))
-            return {"verdict": mx.stack([kept, own[kept].astype(mx.int32)])}
-        verdict = decide(
-            rule,
-            mx.exp(sampling.law(logprobs)),
-            drafted,
-            draft_probs,
-            self.noise.uniform("accept", position, drafted.size),
-            self.noise.gumbel("next", position, logprobs.shape[-1]),
-        )
-        return {"verdict": mx.stack([verdict.num_accepted, verdict.next_token])}
+        ids = to_ids(draft.tokens)
+        is_known = not isinstance(draft.tokens, mx.array)
+        return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
 
-    def _draw(self, logprobs: mx.array, position: int) -> mx.array:
-        """The target's own token at each row [K+1]."""
-        if self.sampling is None:
-            return mx.concatenate([self.sampler(row[None]) for row in logprobs])
-        if self.sampling.greedy:
-            return self.sampling.draw(logprobs, None)
-        places = [("target", position + row) for row in range(logprobs.shape[0])]
-        return self.sampling.draw(logprobs, self.noise.gumbels(places, logprobs.shape[-1]))
+    def _decide(
+        self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
+    ) -> LazyPass:
+        """Distribution, verdict and what is to be checked of a round, as one graph."""
+        rows = Rows(self.distribution.process(logits, drafted), self.distribution, position)
+        if len(draft):
+            noise = RoundNoise(self.distribution.noise, position)
+            as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
+            verdict = self.rule.decide(rows, as_ids, noise)
+        else:
+            verdict = Agreement(rows.tokens)
+        results = {"scales": rows.scales, **verdict.arrays()}
+        if isinstance(draft.tokens, mx.array):
+            results["drafted"] = draft.tokens
+        if draft.logprobs is not None and len(draft):
+            results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
+            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
+        if self.counterfactual is not None and len(draft):
+            results["chances"] = _chances(rows, drafted, draft.logprobs)
+        return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
 
     def _chooser(
         self, logits: mx.array, position: int
     ) -> Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]:
-        """What `SteppedBlock` calls for each row of logits [K+1, V]."""
-        history = self.history
+        """What `RowByRowPass` calls for each row of logits [K+1, V]."""
 
         def choose(row: int, drafted: list[int]) -> tuple[mx.array, mx.array, mx.array]:
-            row_logits = logits[row : row + 1]
-            if history is not None:
-                seen = mx.concatenate([history, to_ids(drafted)]) if drafted else history
-                for processor in self.processors:
-                    row_logits = processor(seen, row_logits)
+            row_logits = self.distribution.process_row(logits[row : row + 1], drafted)
             scale = mx.logsumexp(row_logits, axis=-1, keepdims=True)
             logprobs = row_logits - scale
-            token = self._draw(logprobs, position + row).astype(mx.int32)
+            token = self.distribution.draw(logprobs, position + row).astype(mx.int32)
             return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
 
         return choose
 
 
-def is_pure(f: Any) -> bool:
-    """Whether calling `f` on a row that is thrown away afterwards does no harm.
+def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:
+    """Refuse what needs a distribution where only a sampler or processor is known."""
+    if needs_distribution(rule):
+        raise ValueError(
+            f"rule={rule.name!r} needs the target's distribution, and a sampler or processor of "
+            "your own gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."
+        )
+    if counterfactual is not None:
+        raise ValueError(
+            "counterfactual=True needs the target's distribution, and a sampler or processor of "
+            "your own gives none. Use specdec_mlx.Sampling(...) as the sampler."
+        )
 
-    True for `Sampling`, for what mlx-lm's `make_sampler` and `make_logits_processors` return, and
-    for callables that say so themselves with a true attribute `pure`.
-    """
-    known = getattr(f, "__module__", None) == "mlx_lm.sample_utils"
-    return isinstance(f, Sampling) or known or bool(getattr(f, "pure", False))
+
+def _chances(rows: Rows, drafted: mx.array, draft_logprobs: mx.array | None) -> mx.array:
+    """What the account of the counterfactual needs; [K, columns]."""
+    probs = rows.probs
+    q = point_mass(drafted, probs) if draft_logprobs is None else mx.exp(draft_logprobs)
+    table: mx.array = chances(probs, drafted, q)
+    return table
 
 
 def _logits_error(row: int) -> LogitsError:
@@ -435,18 +307,18 @@ def _logits_error(row: int) -> LogitsError:
     )
 
 
-def _check_logits(scales: Sequence[Sequence[float]]) -> None:
-    """Raise LogitsError for the first row whose log-sum-exp is not finite."""
-    for row, (scale,) in enumerate(scales):
-        if not math.isfinite(scale):
-            raise _logits_error(row)
+def _check_logits(scales: Sequence[Sequence[float]], rows: Sequence[int]) -> None:
+    """Raise LogitsError for the first of these rows whose log-sum-exp is not finite."""
+    for i, row in enumerate(rows):
+        if not math.isfinite(scales[row][0]):
+            raise _logits_error(i)
 
 
-def _check_law(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
+def _check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
     """Raise DraftError for a row of draft_probs that does not sum to 1 or excludes its token."""
     for i, (mass, (logprob,)) in enumerate(zip(masses, own, strict=True)):
-        if not (abs(mass - 1) < LAW_TOLERANCE and logprob > -math.inf):
+        if not (abs(mass - 1) < MASS_TOLERANCE and logprob > -math.inf):
             raise DraftError(
-                f"The law of draft token {i} is none: it must sum to 1 and give mass to the token "
-                "drawn. Hand over the log-probabilities that it was drawn from."
+                f"The distribution of draft token {i} is none: it must sum to 1 and give mass to "
+                "the token drawn. Hand over the log-probabilities that it was drawn from."
             )

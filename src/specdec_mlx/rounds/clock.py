@@ -1,0 +1,135 @@
+"""What a round takes, by the host's clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from time import perf_counter
+
+from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRounds
+
+
+@dataclass(slots=True)
+class Round:
+    """A pass under way, and the host time that it took to get there, in seconds.
+
+    is_ahead: whether it was launched before the round before it was read.
+    """
+
+    under_way: PendingPass
+    draft_seconds: float
+    launch_seconds: float
+    is_ahead: bool = False
+
+    @property
+    def draft(self) -> Draft:
+        """What the pass verifies."""
+        return self.under_way.draft
+
+    @property
+    def num_pending(self) -> int:
+        """Positions of tokens that were known before it."""
+        return self.under_way.num_fed - len(self.draft)
+
+    @property
+    def host_seconds(self) -> float:
+        """Host time until it was under way."""
+        return self.draft_seconds + self.launch_seconds
+
+
+@dataclass
+class RoundClock:
+    """What rounds take by the host's clock, in seconds.
+
+    seconds: of the latest round, from the reading of the one before to its own. waited: what
+    reading it waited. away: how long the caller was busy with the tokens before it.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    away: float = 0.0
+    _read_at: float = 0.0
+    _resumed_at: float = 0.0
+    _draft_began: float | None = None
+    _launch_began: float = 0.0
+    _finished_at: float | None = None
+
+    def start(self) -> None:
+        """The first round begins."""
+        self._read_at = self._resumed_at = perf_counter()
+
+    def draft_begins(self) -> None:
+        """A draft is asked for."""
+        self._draft_began = perf_counter()
+
+    def launch_begins(self) -> None:
+        """A pass is about to be launched."""
+        self._launch_began = perf_counter()
+
+    def launched(self, under_way: PendingPass, *, is_ahead: bool = False) -> Round:
+        """It is under way."""
+        began = self._launch_began if self._draft_began is None else self._draft_began
+        self._draft_began = None
+        draft_seconds = self._launch_began - began
+        return Round(under_way, draft_seconds, perf_counter() - self._launch_began, is_ahead)
+
+    def was_read(self, started: float) -> None:
+        """A round was read; waiting for it began at `started`."""
+        read_at = perf_counter()
+        self.waited = read_at - started
+        self.seconds = (self._finished_at or read_at) - self._read_at
+        if self._finished_at is not None:
+            self.away = 0.0
+        self._read_at, self._finished_at = self._finished_at or read_at, None
+
+    @property
+    def was_undisturbed(self) -> bool:
+        """Whether the caller left the round most of its time: else its seconds mean nothing."""
+        return self.away < self.seconds / 2
+
+    def record(
+        self, current: Round, outcome: Outcome, ahead: Round | None, context: int
+    ) -> RoundRecord:
+        """The account of the round that was just read.
+
+        Args:
+            current: the round.
+            outcome: what it brought, cut at max_tokens.
+            ahead: the pass that was launched before it was read, if any.
+            context: positions on the caches before it.
+        """
+        return RoundRecord(
+            drafted=len(current.draft),
+            accepted=outcome.num_accepted,
+            emitted=len(outcome.tokens),
+            fed=current.under_way.num_fed,
+            tokens=outcome.tokens,
+            seconds=self.seconds,
+            draft_seconds=current.draft_seconds,
+            verify_seconds=current.launch_seconds + self.waited,
+            steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
+            ahead=current.is_ahead,
+            context=context,
+        )
+
+    def other_seconds(self, following: Round | None) -> float:
+        """Host time of this round that was neither waiting nor getting the next pass under way."""
+        spent = perf_counter() - self._resumed_at - self.waited
+        return spent - (0.0 if following is None else following.host_seconds)
+
+    def time_if_hidden(self, following: Round | None, length: object) -> None:
+        """Wait for the pass under way, where a slow caller hides seconds that are needed.
+
+        Args:
+            following: that pass, if there is one.
+            length: the draft length, which may say that it needs them (`types.TimesRounds`).
+        """
+        if following is None or self.was_undisturbed or not isinstance(length, TimesRounds):
+            return
+        if length.wants_timing(len(following.draft)):
+            following.under_way.wait()
+            self._finished_at = perf_counter()
+
+    def resumed(self, handed_over: float) -> None:
+        """The caller came back, and had the tokens from `handed_over` on."""
+        self._resumed_at = perf_counter()
+        self.away = self._resumed_at - handed_over

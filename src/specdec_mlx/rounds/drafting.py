@@ -1,0 +1,126 @@
+"""The drafter's side of a generation: its session, how much it may draft, what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.types import (
+    NO_DRAFT,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    Target,
+    is_cheap,
+    session_parts,
+)
+
+
+class Drafting:
+    """Asks a drafter's session for drafts that are worth verifying.
+
+    Args:
+        drafter: None for plain decoding; its session begins with `begin`.
+        length: the policy of how many tokens to draft.
+        target: what the drafts are for.
+        sequence: the text.
+        keeps_cache: whether the caller keeps the target's caches, which then end with the last
+            token.
+        stream: MLX's stream to run on.
+
+    session: None before `begin`, and without a drafter. features: what the session reads of the
+    target, None if nothing.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter | None,
+        length: DraftLength,
+        target: Target,
+        sequence: SequenceState,
+        *,
+        keeps_cache: bool,
+        stream: Any,
+    ) -> None:
+        """Nothing has begun."""
+        self.drafter = drafter
+        self.length = length
+        self.target = target
+        self.sequence = sequence
+        self.keeps_cache = keeps_cache
+        self.stream = stream
+        self.session: DraftSession | None = None
+        self.features: FeatureFeed | None = None
+        self._parts: list[tuple[DraftSession, bool]] = []
+        self.has_cheap_part = False
+
+    def begin(self, context: DraftContext) -> None:
+        """Begin the session, before the target reads the prompt."""
+        if self.drafter is not None:
+            self.session = self.drafter.begin(self.sequence.tokens, context)
+            self._parts = [(part, is_cheap(part)) for part in session_parts(self.session)]
+            self.has_cheap_part = any(cheap for _, cheap in self._parts)
+            self.features = FeatureFeed.between(self.drafter, self.session, self.target)
+
+    def propose(self) -> Draft:
+        """A draft for the text so far: of the first session that has one."""
+        for part, _, limit in self._asked():
+            draft = self._ask(part, limit)
+            if len(draft):
+                return draft
+        return NO_DRAFT
+
+    def has_draft(self) -> bool:
+        """Whether there may be a draft after the pass under way; only cheap sessions are asked."""
+        return bool(self._parts) and any(
+            len(self._ask(part, limit)) > 0 if cheap else True
+            for part, cheap, limit in self._asked()
+        )
+
+    def observe(self) -> None:
+        """Tell the session what was emitted."""
+        if self.session is not None:
+            self.session.observe(self.sequence.not_handed_out)
+
+    def close(self, end: int) -> None:
+        """Tell the session that the first `end` tokens are all that the caller has."""
+        if isinstance(self.session, Closes):
+            self.session.close(end)
+
+    def _asked(self) -> Iterator[tuple[DraftSession, bool, int]]:
+        """The sessions to ask now, in order, each with the most tokens that it may draft."""
+        if self.sequence.wants_more():
+            for part, cheap in self._parts:
+                if limit := self._limit(cheap):
+                    yield part, cheap, limit
+
+    def _ask(self, part: DraftSession, limit: int) -> Draft:
+        """A session's draft, cut to what is worth verifying if that may be done."""
+        with mx.stream(self.stream):
+            draft = part.propose(limit).head(limit)
+        return draft if draft.logprobs is not None else draft.head(self.length.cut(draft))
+
+    def _limit(self, cheap: bool) -> int:
+        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
+
+        The last token wanted comes with the verdict, so it is only drafted if it is to be in the
+        caller's caches.
+        """
+        limit = self.length.limit(cheap)
+        position = self.target.rollback.position
+        if self.sequence.embeddings_from(position, 1) is not None:
+            return 0
+        wanted = self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
+        if wanted is not None:
+            limit = min(limit, wanted)
+        room = self.target.widest_pass()
+        if room is not None:
+            limit = min(limit, room - max(1, len(self.sequence.tokens) - position))
+        return max(0, limit)

@@ -1,0 +1,106 @@
+"""The arithmetic that acceptance rules share: pure functions over distributions.
+
+They run on MLX in float32 inside the loop and on NumPy in float64 in the exact tests: one body of
+code, whichever library its arrays come from. In the maths p is the target's distribution and q the
+one that the draft was drawn from; in the code they are `target_probs` [K+1, V] and `draft_probs`
+[K, V].
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+import numpy as np
+from jaxtyping import Bool, Float, Integer
+
+if TYPE_CHECKING:
+    Array = Any
+else:
+    Array = mx.array | np.ndarray  # of either library, and shapes are checked under pytest
+
+
+def acceptance_probability(
+    target_probs: Float[Array, "k vocab"],
+    draft_probs: Float[Array, "k vocab"],
+    tokens: Integer[Array, " k"],
+) -> Float[Array, " k"]:
+    r"""Chance that each draft token is kept, $\min(1, p(x) / q(x))$; [K].
+
+    target_probs, draft_probs: [K, V] probabilities; tokens: [K] (Leviathan et al. 2023,
+    Algorithm 1). A token with q(x) = 0 cannot have been drawn; its chance is 0 where p(x) = 0 and
+    1 elsewhere.
+    """
+    return capped_ratio(at(target_probs, tokens), at(draft_probs, tokens))
+
+
+def residual(
+    target_probs: Float[Array, "*batch vocab"],
+    draft_probs: Float[Array, "*batch vocab"],
+    weight: Float[Array, ""] | float = 1.0,
+) -> Float[Array, "*batch vocab"]:
+    r"""Distribution of the token after a rejection, $\mathrm{norm}(\max(0, w p - q))$; [..., V].
+
+    p is the target, q the draft, and w = 1 but for block verification (Leviathan et al. 2023,
+    Algorithm 1). Where p = q the excess has no mass, rejection cannot happen, and p itself is
+    returned.
+    """
+    xp = library_of(target_probs)
+    excess = xp.maximum(weight * target_probs - draft_probs, 0)
+    mass = xp.sum(excess, axis=-1, keepdims=True)
+    return xp.where(mass > 0, excess / xp.where(mass > 0, mass, 1), target_probs)
+
+
+def point_mass(
+    tokens: Integer[Array, " k"], like: Float[Array, "rows vocab"]
+) -> Float[Array, "k vocab"]:
+    """Distribution of a drafter that would always propose `tokens`; dtype and V as in `like`."""
+    xp = library_of(like)
+    hits = xp.arange(like.shape[-1])[None, :] == tokens[:, None]
+    return xp.where(hits, xp.ones_like(like[:1]), xp.zeros_like(like[:1]))
+
+
+def draw(
+    probs: Float[mx.array, " vocab"], gumbel: Float[mx.array, " vocab"]
+) -> Integer[mx.array, ""]:
+    """Token drawn from a distribution with standard Gumbel noise; never one without mass."""
+    return mx.argmax(mx.log(probs) + gumbel)
+
+
+def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:
+    """How many of the leading entries of `coins` [K] are true."""
+    xp = library_of(coins)
+    return xp.sum(xp.cumprod(coins.astype(xp.int32)))
+
+
+def library_of(array: Any) -> Any:
+    """The library whose functions an array goes through."""
+    return mx if isinstance(array, mx.array) else np
+
+
+def capped_ratio(p: Any, q: Any) -> Any:
+    """min(1, p/q), with 0 for 0/0 and 1 for p/0."""
+    xp = library_of(p)
+    return xp.where(p < q, p / xp.where(p < q, q, 1), (p > 0) * xp.ones_like(p))
+
+
+def log_where_positive(probs: Any) -> Any:
+    """log p, with 0 for p = 0."""
+    xp = library_of(probs)
+    return xp.log(xp.where(probs > 0, probs, 1))
+
+
+def at(probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]) -> Float[Array, " k"]:
+    """probs[i, tokens[i]] for each row i; [K]."""
+    return library_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]
+
+
+def row(array: Any, index: Any) -> Any:
+    """Row `index` of an array, which may be a scalar array itself."""
+    return library_of(array).take(array, index, axis=0)
+
+
+def with_zero_row(probs: Float[Array, "k vocab"]) -> Float[Array, "k+1 vocab"]:
+    """Probabilities with a further row of zeros: after the last draft token nothing is excluded."""
+    xp = library_of(probs)
+    return xp.concatenate([probs, xp.zeros((1, probs.shape[-1]), probs.dtype)])

@@ -1,0 +1,85 @@
+"""Rules by coins: the base for whatever decides by a chance at each draft token."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import mlx.core as mx
+from jaxtyping import Bool, Float, Integer
+
+from specdec_mlx.rules.arithmetic import Array, draw, leading_run, point_mass
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
+
+
+class CoinRule(ABC):
+    """A rule for chains whose round follows from three functions of p, q and the draft.
+
+    `accept_probs` gives the chance that each position's coin shows heads, `num_accepted` turns the
+    K coins into n, `next_probs` is the distribution of the token after. All three take NumPy arrays
+    too, so that tests can enumerate every outcome in float64.
+
+    matches_greedy: whether, with a greedy target, the rule comes down to exact match, which is
+        then what is computed. Every lossless rule does. Else the functions are applied to a
+        one-hot.
+    """
+
+    name: str
+    matches_greedy: bool = False
+
+    @abstractmethod
+    def accept_probs(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+    ) -> Float[Array, " rows-1"]:
+        """Chance that the coin of each draft position shows heads; [K]."""
+
+    def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
+        """How many draft tokens K coins keep; by default those before the first tails."""
+        return leading_run(coins)
+
+    @abstractmethod
+    def next_probs(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+        num_accepted: Array | int,
+    ) -> Float[Array, " vocab"]:
+        """Distribution of the token that follows n kept ones; [V]."""
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Verdict | Agreement:
+        """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
+        if target.greedy and self.matches_greedy:
+            return Agreement(target.tokens)
+        draft_probs = None if draft.logprobs is None else mx.exp(draft.logprobs)
+        return decide_by_coins(self, target.probs, to_ids(draft.tokens), draft_probs, randomness)
+
+
+def decide_by_coins(
+    rule: CoinRule,
+    target_probs: Float[mx.array, "rows vocab"],
+    draft_tokens: Integer[mx.array, " rows-1"],
+    draft_probs: Float[mx.array, "rows-1 vocab"] | None,
+    randomness: Randomness,
+) -> Verdict:
+    """Verdict of a rule on a draft of K tokens.
+
+    Args:
+        rule: what decides.
+        target_probs: [K+1, V] the target's distribution.
+        draft_tokens: [K].
+        draft_probs: [K, V] what they were drawn from; None for a point mass.
+        randomness: of the coins and of the token after.
+    """
+    if draft_probs is None:
+        draft_probs = point_mass(draft_tokens, target_probs)
+    uniform = randomness.uniform(draft_tokens.shape[0])
+    coins = uniform < rule.accept_probs(target_probs, draft_tokens, draft_probs)
+    num_accepted = rule.num_accepted(coins)
+    probs = rule.next_probs(target_probs, draft_tokens, draft_probs, num_accepted)
+    return Verdict(num_accepted, draw(probs, randomness.gumbel(probs.shape[-1])))

@@ -1,0 +1,132 @@
+"""Rules that change the target's distribution; asked for by name only, never a default."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import log
+
+from jaxtyping import Bool, Float, Integer
+
+from specdec_mlx.rules.arithmetic import (
+    Array,
+    acceptance_probability,
+    at,
+    leading_run,
+    library_of,
+    log_where_positive,
+    row,
+)
+from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
+
+
+@dataclass(frozen=True)
+class Lenient(Rejection):
+    r"""Changes the target's distribution: accepts more than is due.
+
+    (Leviathan et al. 2023, appendix A.5.)
+
+    lenience: l in (0, 1]; a draft token is kept with chance $\min(1, p(x) / (l q(x)))$, or, where
+    the target is greedy, if $p(x) \ge l \max p$, p before the temperature. l = 1 is `Rejection`.
+
+    What holds all the same: given the text before it, no token is emitted with a chance above
+    p(x) / l, nor above p(x) if q(x) <= p(x). After a rejection the residual is that of
+    `Rejection`; of all laws to take there it leaves the smallest distance to p, the sum of
+    min(q, p/l) - p over q > p. With a greedy target, no token emitted is less than l times as
+    likely as the likeliest.
+    """
+
+    name = "lenient"
+    matches_greedy = False
+    lenience: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse what gives no guarantee."""
+        if not 0 < self.lenience <= 1:
+            raise ValueError(
+                f"Lenient(lenience={self.lenience!r}): expected a number in (0, 1]; no token is "
+                "emitted with more than 1/lenience times its chance (1: no lenience)."
+            )
+
+    def accept_probs(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+    ) -> Float[Array, " rows-1"]:
+        """min(1, p / (l q)) at each draft token; [K]."""
+        return acceptance_probability(target_probs[:-1], self.lenience * draft_probs, draft_tokens)
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Verdict | Agreement:
+        """As any rule by coins; with a greedy target what nearly matches is kept."""
+        if not target.greedy:
+            return super().decide(target, draft, randomness)
+        kept = leading_run(self.nearly_matches(target.logprobs, to_ids(draft.tokens)))
+        return Verdict(kept, target.tokens[kept])
+
+    def nearly_matches(
+        self, target_logprobs: Float[Array, "rows vocab"], draft_tokens: Integer[Array, " rows-1"]
+    ) -> Bool[Array, " rows-1"]:
+        """Whether p(x) >= l max p at each draft token, for a greedy target; [K] booleans.
+
+        target_logprobs: [K+1, V], before the temperature.
+        """
+        best = target_logprobs[:-1].max(axis=-1)
+        return at(target_logprobs[:-1], draft_tokens) - best >= log(self.lenience)
+
+
+@dataclass(frozen=True)
+class Typical(CoinRule):
+    r"""Changes the target's distribution: keeps what is typical of it.
+
+    (Medusa, Cai et al. 2024, section 2.3.1.)
+
+    A draft token is kept iff $p(x) > \min(\epsilon, \delta e^{-H(p)})$, H the entropy in nats,
+    however it was drawn; the token after the last one kept is drawn from p. With a greedy target,
+    whose law is a one-hot, that is exact match.
+
+    What holds all the same: a token at or below the threshold is never kept from a draft, and is
+    emitted with a chance of at most p(x); one above it, with less than p(x) / threshold. The
+    target's likeliest token is always kept.
+    """
+
+    name = "typical"
+    matches_greedy = True
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        """Refuse thresholds that the likeliest token may not pass."""
+        for name in ("epsilon", "delta"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(f"Typical({name}={value!r}): expected a number in [0, 1).")
+
+    def threshold(self, target_probs: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
+        """What p(x) must be above; [...] for laws [..., V]."""
+        xp = library_of(target_probs)
+        entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
+        return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
+
+    def accept_probs(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+    ) -> Float[Array, " rows-1"]:
+        """1 where the draft token is typical, else 0; [K]."""
+        p = at(target_probs[:-1], draft_tokens)
+        return (p > self.threshold(target_probs[:-1])) * library_of(p).ones_like(p)
+
+    def next_probs(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+        num_accepted: Array | int,
+    ) -> Float[Array, " vocab"]:
+        """The target's law after the last token kept; [V]."""
+        return row(target_probs, num_accepted)

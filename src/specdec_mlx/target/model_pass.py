@@ -1,0 +1,101 @@
+"""A pass of the target: its model, its caches, and how wide a pass may be."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.exactness import is_exact
+from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.target.rollback import Rollback
+
+WINDOW_MARGIN = 32
+"""Positions before a window is full at which to ask whether passes across its end are exact."""
+
+
+def _vocab_size(model: nn.Module) -> int:
+    """V, from the shape of logits that are never computed."""
+    return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
+
+
+vocab_size_of = PerModel(_vocab_size)
+"""V of a loaded model."""
+
+
+class ModelPass:
+    """The target model and its caches.
+
+    Args:
+        model: a mlx-lm model.
+        rollback: its caches.
+        options: when they are quantized.
+        probe: whether to measure, once, if the model is exact for several positions at once.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        rollback: Rollback,
+        options: CacheOptions | None = None,
+        *,
+        probe: bool = True,
+    ) -> None:
+        """Nothing is fed yet."""
+        self.model = model
+        self.rollback = rollback
+        self.options = options or CacheOptions()
+        self.probe = probe
+
+    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
+        if self.options.kv_bits is not None:
+            self.quantize()
+        inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+        return self.rollback.forward(self.model, tokens, **inputs)
+
+    def vocab_size(self) -> int:
+        """V."""
+        return vocab_size_of(self.model)
+
+    def quantize(self) -> None:
+        """Replace caches, in the caller's list, by quantized ones once they are long enough.
+
+        mlx-lm does so after each pass; here it waits until rejected tokens have been taken back.
+        """
+        if self.options.kv_bits is not None and self.rollback.position > 0:
+            maybe_quantize_kv_cache(
+                self.rollback.caches,
+                self.options.quantized_kv_start,
+                self.options.kv_group_size,
+                self.options.kv_bits,
+            )
+
+    def widest(self) -> int | None:
+        """Most positions that the next pass may have; None for any number.
+
+        Single tokens where the model was measured not to be exact otherwise. Plain decoding
+        quantizes the caches right after position `quantized_kv_start`, so no pass may reach across
+        it.
+        """
+        limits = [self.rollback.widest_pass(), self._widest_exact()]
+        if self.options.kv_bits is not None:
+            start = self.options.quantized_kv_start
+            limits += [
+                start - cache.offset
+                for cache in self.rollback.caches
+                if hasattr(cache, "to_quantized") and cache.offset < start
+            ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def _widest_exact(self) -> int | None:
+        if not self.probe:
+            return None
+        if not is_exact(self.model, past_window=False):
+            return 1
+        room = self.rollback.room_in_window()
+        if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
+            return None
+        return max(1, room)

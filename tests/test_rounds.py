@@ -1,0 +1,345 @@
+"""What a round is made of: limits of a draft, the clock, a slow caller, a caller's own rules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import scripted
+import specdec_mlx as sd
+import tiny
+import tiny_text
+from specdec_mlx import generation as generation_module
+from specdec_mlx import loop
+from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.loop import Generation
+from specdec_mlx.rounds import clock
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.pipeline import Pipeline
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.types import (
+    Agreement,
+    Draft,
+    DraftContext,
+    Outcome,
+    Randomness,
+    RoundRecord,
+    TargetRows,
+    Verdict,
+)
+
+VOCAB = 128
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+
+
+@cache
+def target() -> nn.Module:
+    return tiny.build("qwen2", mx.float32)
+
+
+@cache
+def plain(num_tokens: int) -> list[int]:
+    return [t.token for t in sd.speculate(target(), PROMPT, max_tokens=num_tokens)]
+
+
+class Asked(scripted.ScriptedDrafter):
+    """Notes the limits that its session was asked with."""
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> scripted.ScriptedSession:
+        session = super().begin(prompt, context)
+        object.__setattr__(self, "session", session)
+        return session
+
+
+def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
+    """Limits that a drafter of wrong tokens is asked with, K = 4."""
+    drafter = Asked(lambda emitted, limit: [(plain(20)[emitted] + 1) % VOCAB] * limit)
+    caches = make_prompt_cache(target()) if keeps_cache else None
+    options: dict[str, Any] = {"max_tokens": max_tokens, "draft_length": 4, "prompt_cache": caches}
+    assert [t.token for t in sd.speculate(target(), PROMPT, drafter, **options)] == plain(
+        max_tokens
+    )
+    return drafter.session.limits  # type: ignore[attr-defined,no-any-return]
+
+
+def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> None:
+    """It comes with the verdict; in the caller's caches it has to be in any case."""
+    assert asked(1, keeps_cache=False) == []
+    assert asked(1, keeps_cache=True) == [1]
+    assert asked(3, keeps_cache=False) == [2, 1]
+    assert asked(6, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
+    assert asked(7, keeps_cache=False) == [4, 4, 4, 3, 2, 1]
+
+
+def test_one_token_reads_no_prompt_with_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draft model is not run at all for a single token."""
+    draft_model = tiny.build("qwen2", mx.float32, seed=7)
+    calls: list[int] = []
+    call = type(draft_model).__call__
+
+    def counting(self: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        if self is draft_model and kwargs.get("cache") and tokens.shape[1] > 1:
+            calls.append(tokens.shape[1])
+        return call(self, tokens, *args, **kwargs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(type(draft_model), "__call__", counting)
+    drafter = sd.ModelDrafter(draft_model)
+    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=1, draft_length=4))
+    assert len(tokens) == 1
+    assert calls == []
+    list(sd.speculate(target(), PROMPT, drafter, max_tokens=3, draft_length=4))
+    assert calls != []
+
+
+@dataclass(frozen=True)
+class KeepAll:
+    """A lossy rule: every draft is kept whole."""
+
+    name = "keep all"
+    seen: list[bool] = field(default_factory=list, compare=False)
+
+    def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Verdict:
+        self.seen.append(rows.greedy)
+        return Verdict(mx.array(len(draft)), rows.tokens[-1])
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
+    """At temperature 0 too: what it keeps is what is emitted."""
+    rule = KeepAll()
+    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    tokens = list(
+        sd.speculate(
+            target(),
+            PROMPT,
+            drafter,
+            max_tokens=9,
+            draft_length=2,
+            rule=rule,
+            sampling=sd.Sampling(temp=temp),
+        )
+    )
+    assert [t.token for t in tokens if t.from_draft] == [7] * 6
+    assert set(rule.seen) == {temp == 0}
+
+
+def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
+    """It says so itself; one that does not is refused in words."""
+
+    class Own(KeepAll):
+        needs_distribution = False
+
+        def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
+            assert not rows.has_distribution
+            return Agreement(rows.tokens)
+
+    def sampler(logprobs: mx.array) -> mx.array:
+        return mx.argmax(logprobs, axis=-1)
+
+    sampler.pure = True  # type: ignore[attr-defined]
+    drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
+    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampling": sampler}
+    tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
+    assert [t.token for t in tokens] == plain(9)
+    with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):
+        sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options)
+
+
+def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> None:
+    """Rows behind a rejected token are not looked at; a row that counts is."""
+
+    def poison(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
+
+    poison.pure = True  # type: ignore[attr-defined]
+    assert 7 not in plain(12)
+    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3, "logits_processors": [poison]}
+    tokens = sd.speculate(target(), PROMPT, drafter, **options)
+    assert [t.token for t in tokens] == plain(12)
+    with pytest.raises(sd.LogitsError, match="not finite"):
+        list(sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options))
+
+
+def test_mlx_buffers_are_cleared_every_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in mlx-lm's own loop, counted in tokens handed out."""
+    cleared: list[int] = []
+    handed_out: list[int] = []
+    monkeypatch.setattr(loop.mx, "clear_cache", lambda: cleared.append(len(handed_out)))
+    for item in sd.speculate(target(), PROMPT, max_tokens=520):
+        handed_out.append(item.token)
+    assert cleared == [0, 255, 511]  # the first one after the prompt
+
+
+# The clock ----------------------------------------------------------------------------------------
+
+
+class FakeTime:
+    """A clock that passes move on by a second, and the caller by as much as he likes."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@dataclass
+class FakePass:
+    """A pass that is finished a second after it was launched, or after the one before it."""
+
+    draft: Draft
+    num_fed: int
+    time: FakeTime
+    done_at: float
+    logprobs: Any = field(default_factory=lambda: mx.zeros((5, 4)))
+    features: None = None
+
+    @property
+    def next_token(self) -> list[int]:
+        return [1]
+
+    def wait(self) -> None:
+        self.time.now = max(self.time.now, self.done_at)
+
+    def read(self) -> Outcome:
+        self.wait()
+        return Outcome(range(0), [1])
+
+
+class FakeTarget:
+    """A target whose passes take a second each, one after the other."""
+
+    def __init__(self, time: FakeTime) -> None:
+        self.rollback = Rollback([])
+        self.time = time
+        self.free_at = 0.0
+
+    def launch(self, pending: Any, draft: Draft, position: int, embeddings: Any = None) -> FakePass:
+        self.rollback.advance(len(pending) + len(draft))
+        self.free_at = max(self.free_at, self.time.now) + 1.0
+        return FakePass(draft, len(pending) + len(draft), self.time, self.free_at)
+
+    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
+        self.rollback.advance(tokens.shape[0])
+        return mx.zeros((tokens.shape[0], 4))
+
+    def extend_history(self, tokens: Any) -> None: ...
+
+    def vocab_size(self) -> int:
+        return 4
+
+    def widest_pass(self) -> int | None:
+        return None
+
+    def quantize(self) -> None: ...
+
+
+class WantsTwo(Fixed):
+    """A policy that wants the seconds of two rounds, and notes those of steady ones."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.steady: list[float] = []
+        self.wanted = 2
+
+    def wants_timing(self, num_drafted: int) -> bool:
+        return self.wanted > 0
+
+    def record(self, round_: RoundRecord) -> None:
+        if round_.steady:
+            self.steady.append(round_.seconds)
+            self.wanted -= 1
+
+
+def handed_out(
+    policy: Any, away: float, monkeypatch: pytest.MonkeyPatch, drafter: Any = None
+) -> Iterator[float]:
+    """When each of 12 tokens is handed out, to a caller who needs `away` seconds for each."""
+    time = FakeTime()
+    for module in (clock, loop):
+        monkeypatch.setattr(module, "perf_counter", time)
+    fake, sequence = FakeTarget(time), SequenceState([1, 2], 2, 12)
+    drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
+    generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
+    for _ in generation.run(DraftContext()):
+        yield time.now
+        time.now += away
+
+
+@pytest.mark.parametrize("drafter", [None, scripted.ScriptedDrafter(lambda emitted, limit: [3])])
+def test_a_slow_caller_does_not_keep_the_policy_from_learning(
+    drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
+    policy = WantsTwo(1)
+    times = list(handed_out(policy, 4.0, monkeypatch, drafter))
+    assert policy.steady[:2] == [1.0, 1.0]
+    assert policy.wanted == 0
+    gaps = [b - a for a, b in pairwise(times)]
+    assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
+
+
+def test_a_quick_caller_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rounds are steady by themselves."""
+    policy = WantsTwo(1)
+    times = list(handed_out(policy, 0.1, monkeypatch))
+    assert [round(b - a, 6) for a, b in pairwise(times)] == [1.0] * 11
+    assert policy.steady == pytest.approx([1.0] * 10)  # not the first and last: the mode changes
+
+
+def test_a_policy_that_wants_no_seconds_costs_a_slow_caller_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Default: nothing is waited for, and no round is taken for a measured one."""
+    policy = WantsTwo(1)
+    policy.wanted = 0
+    times = list(handed_out(policy, 4.0, monkeypatch))
+    assert [b - a for a, b in pairwise(times)] == [4.0] * 11
+    assert policy.steady == []
+
+
+# Work done once -----------------------------------------------------------------------------------
+
+
+def test_a_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`stream_generate` counts the tokens that it encoded."""
+    calls: list[str] = []
+    encode = generation_module.encode
+
+    def counting(*args: Any) -> list[int]:
+        calls.append(args[1])
+        return encode(*args)
+
+    monkeypatch.setattr(generation_module, "encode", counting)
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    responses = list(sd.stream_generate(model, tokenizer, "a b", max_tokens=2))
+    assert calls == ["a b"]
+    assert responses[0].prompt_tokens == len(encode(tokenizer, "a b"))
+
+
+def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
+    """On at first; off while drafts are likely; on at once where nothing can be looked up."""
+    pipeline = Pipeline(
+        FakeTarget(FakeTime()), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu
+    )
+    pipeline.choose(found=False, has_cheap_drafter=False)
+    assert pipeline.is_on
+    pipeline.choose(found=True, has_cheap_drafter=True)
+    assert not pipeline.is_on
+    modes = []
+    for _ in range(20):
+        pipeline.choose(found=False, has_cheap_drafter=True)
+        modes.append(pipeline.is_on)
+    assert modes == [False] * modes.count(False) + [True] * modes.count(True)
+    assert 10 < modes.count(False) < 16
