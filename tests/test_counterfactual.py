@@ -34,6 +34,7 @@ from exact import (
     to_mlx,
     up_to,
 )
+from selection import cases
 from specdec_mlx.stats.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
@@ -212,7 +213,7 @@ def run(counterfactual: bool, drafter: str = "model", **options) -> tuple[list[i
 
 
 @pytest.mark.parametrize("rule", ["auto", "match", "coupled", "rejection", "lenient", "typical"])
-@pytest.mark.parametrize("drafter", ["model", "n-gram"])
+@pytest.mark.parametrize("drafter", cases(["model", "n-gram"], "n-gram"))
 def test_the_text_stays_the_same(drafter, rule):
     """Token by token, as do all counts; without being asked for there is no account."""
     text, stats = run(True, drafter, rule=rule)
@@ -248,13 +249,16 @@ def test_counts_are_those_of_the_stats():
 
 @pytest.mark.parametrize(
     ("rule", "drafter"),
-    [
-        ("rejection", "model"),
-        ("coupled", "model"),
-        ("match", "model"),
+    cases(
+        [
+            ("rejection", "model"),
+            ("coupled", "model"),
+            ("match", "model"),
+            ("rejection", "sharper model"),
+            ("coupled", "sharper model"),
+        ],
         ("rejection", "sharper model"),
-        ("coupled", "sharper model"),
-    ],
+    ),
 )
 def test_what_was_observed_is_what_was_expected(drafter, rule):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""

@@ -19,6 +19,7 @@ import pytest
 from PIL import Image
 
 import specdec_mlx
+from selection import FULL, cases
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
 
@@ -68,6 +69,9 @@ AS_A_READER_HAS_THEM = {
 }
 """Names that pages use without saying what they are."""
 
+SHORT_PAGES = ("lossless.md", "mlx-lm.md", "tuning.md", "write-a-drafter.md")
+"""Their code, and the README's, runs always; that of the others in the full run."""
+
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
@@ -90,7 +94,11 @@ def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("lab_pair_for_every_name")
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), ROOT / "README.md"),
+    ids=lambda page: page.name,
+)
 def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
     module = ModuleType("page")
@@ -124,6 +132,7 @@ def test_pages_with_code_are_found() -> None:
     assert len(skipped) <= 0.2 * len(everything)
 
 
+@FULL
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""
     built = subprocess.run(

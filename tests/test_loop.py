@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import cases
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.types import Outcome, RoundRecord
@@ -72,7 +73,7 @@ DTYPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", cases(DTYPES, "float32", "4 bit"))
 @pytest.mark.parametrize("name", drafters())
 def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
     """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
@@ -201,7 +202,7 @@ def ends(how: str) -> Callable[[Any], list[int]]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
-@pytest.mark.parametrize("wrong", [0.0, 0.4, 1.1, None])
+@pytest.mark.parametrize("wrong", cases([0.0, 0.4, 1.1, None], 0.4, None))
 @pytest.mark.parametrize(
     "how",
     ["length", "closed before the first token", "closed in mid-block", "closed after a block"],
@@ -392,7 +393,10 @@ def test_mlx_lms_own_sampler_is_taken_as_it_is() -> None:
     assert len(emitted(oracle(0.3), sampler=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
 
 
-@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=0.7, top_p=0.9)])
+FILTERED = sd.Sampling(temp=0.7, top_p=0.9)
+
+
+@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
 def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling) -> None:
     """The target's draws are keyed by seed and position, whatever was drafted before."""
     expected = emitted(None, sampler=sampling, seed=11)
@@ -407,7 +411,7 @@ def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling
     assert emitted(None, sampler=sampling, seed=12) != expected
 
 
-@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=0.7, top_p=0.9)])
+@pytest.mark.parametrize("sampling", cases([sd.Sampling(temp=1.0), FILTERED], FILTERED))
 def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
     sampling: sd.Sampling,
 ) -> None:

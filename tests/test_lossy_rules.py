@@ -36,6 +36,7 @@ from exact import (
     longest_joint,
     up_to,
 )
+from selection import cases
 from specdec_mlx import Lenient, Typical
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules.arithmetic import point_mass
@@ -333,7 +334,7 @@ def test_a_typical_greedy_text_is_the_plain_one():
 
 
 @pytest.mark.parametrize("rule", [Lenient(lenience=0.3), Typical()])
-@pytest.mark.parametrize("drafter", ["model", "greedy model", "prompt lookup"])
+@pytest.mark.parametrize("drafter", cases(["model", "greedy model", "prompt lookup"], "model"))
 def test_more_is_accepted_when_sampling(rule, drafter):
     """Than by rejection, for drawn drafts and point masses."""
     made = {

@@ -16,6 +16,7 @@ import pytest
 import narrow
 import scripted
 import specdec_mlx as sd
+from selection import cases
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.contenders import make_contenders, ours
 from specdec_mlx.bench.cost import CostCurve, linear_cost
@@ -83,7 +84,7 @@ def replayed(
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("length", ["0", "1", "2", "4", "8", "heuristic"])
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", cases([False, True], True))
 def test_counts_are_those_of_a_live_run(name: str, length: str, ends: bool) -> None:
     """At temperature 0: target passes, drafted and accepted tokens, text by text."""
     drafter = DRAFTERS[name]

@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import specdec_mlx as sd
 import tiny
 from scripted import OracleDrafter, always_wrong
+from selection import FULL
 
 NUM_TOKENS = 16
 LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
@@ -112,6 +113,7 @@ def test_a_seed_is_a_text(request, data):
             assert stats.drafted > 0
 
 
+@FULL
 @given(request=requests(), length=st.sampled_from(LENGTHS))
 @settings(max_examples=12)
 def test_point_masses_need_no_coupled_rule(request, length):
