@@ -49,10 +49,6 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         r"tokenizer that mlx_lm\.load",
     ),
     "a folder that is not there": (call(draft_model="/no/such/folder"), r"There is no folder"),
-    "a drafter's name as the draft model": (
-        call(draft_model="prompt-lookup"),
-        r"Give drafter='prompt-lookup'",
-    ),
     "a class in place of a drafter": (call(drafter=object()), r"begin\(prompt, context\)"),
     "a misspelt drafter": (call(drafter="prompt-look"), r"Known: .*prompt-lookup"),
     "an option that it does not take": (call(drafter="ngram:max_n=3"), r"max_n"),

@@ -276,8 +276,8 @@ def choose_drafter(
 
     Args:
         drafter: a drafter, or the name of one with options.
-        draft_model: a model, a folder or Hugging Face name of one, or a drafter. With a drafter as
-            well, that one is asked first, and the model where it has nothing.
+        draft_model: a model, or the folder or Hugging Face name of one; code that can give nothing
+            else may give a drafter here. With `drafter` as well, that one is asked first.
 
     Raises:
         UnknownNameError: no drafter has this name.
@@ -303,10 +303,7 @@ def _model_drafter(choice: nn.Module | Drafter | str | Path | None) -> Drafter |
         return make_drafter(MODEL_DRAFTER, draft_model=choice)
     if isinstance(choice, str | Path):
         if str(choice).partition(":")[0] in drafter_names():
-            raise ValueError(
-                f"draft_model={str(choice)!r} is the name of a drafter. Give drafter={choice!r}; "
-                "draft_model takes a model."
-            )
+            return make_drafter(str(choice))
         model, tokenizer = load_model(choice)
         return make_drafter(MODEL_DRAFTER, draft_model=model, draft_tokenizer=tokenizer)
     return _drafter(choice)
