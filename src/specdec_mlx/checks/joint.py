@@ -47,6 +47,8 @@ NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
 FEWEST_TEXTS = 100
 TEXTS_PER_CONTEXT = 2000
+UNDRAFTED = -1
+"""Stands for the draft tokens of a round that has none."""
 ROUNDING = 1e-12
 CHUNK = 32
 """Positions of a remembered context at a time: nothing is computed for it, but a draft model that
@@ -163,34 +165,47 @@ class Tree:
         return [tokens[0] for tokens in self.texts.tokens if self.root.p[tokens[0]] == 0]
 
     def chances(self, variant: Variant = lossless) -> Probs:
-        """Chance of each cell, for texts emitted by rounds of drafts of `NUM_DRAFT` tokens."""
+        """Chance of each cell, for texts emitted by rounds of up to `NUM_DRAFT` draft tokens."""
         chances = np.zeros(self.num_cells)
-        self._descend(self.root, {NUM_DRAFT: 1.0}, variant, chances)
+        self._descend(self.root, {draft_length(0): 1.0}, variant, chances, 0)
         return np.where(chances < ROUNDING, 0, chances)
 
     def _descend(
-        self, node: Node, weights: dict[int, float], variant: Variant, chances: Probs
+        self,
+        node: Node,
+        weights: dict[int, float],
+        variant: Variant,
+        chances: Probs,
+        num_tokens: int,
     ) -> None:
-        """Spread mass over the cells below; weights: by how many draft tokens are yet to verify.
+        """Spread mass over the cells below a place that so many tokens lead to.
 
-        At 0 the bonus token is due.
+        weights: by how many draft tokens of the round are yet to verify; at 0 the bonus token is
+        due, and `UNDRAFTED` is a round of the target's own.
         """
         arriving: dict[int, Probs] = defaultdict(lambda: np.zeros_like(node.p))
         kept, again, bonus = (0 * node.p, node.p, node.p)
         if node.q is not None:
             kept, again, bonus = variant(node.p, node.q)
+        new_round = draft_length(num_tokens + 1)
         for left, weight in weights.items():
             if left > 0:
                 arriving[left - 1] += weight * kept
-            arriving[NUM_DRAFT] += weight * (again if left > 0 else bonus)
+            ending = {UNDRAFTED: node.p, 0: bonus}.get(left, again)
+            arriving[new_round] += weight * ending
         total = np.sum(list(arriving.values()), axis=0)
         chances[node.rest] += total.sum() - total[list(node.branches)].sum()
         for token, branch in node.branches.items():
             if isinstance(branch, Node):
                 below = {left: float(mass[token]) for left, mass in arriving.items()}
-                self._descend(branch, below, variant, chances)
+                self._descend(branch, below, variant, chances, num_tokens + 1)
             else:
                 chances[branch] += total[token]
+
+
+def draft_length(num_tokens: int) -> int:
+    """Draft tokens of a round that begins after so many tokens: the last one is never drafted."""
+    return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
 def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
