@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub.constants
 import mlx.core as mx
 import pytest
 
 import specdec_mlx
 from command_line import Done, both_ways, run
 from selection import FULL
+from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
@@ -226,10 +229,10 @@ def test_errors_exit_with_2_and_one_clear_line(command: str, copy: Path) -> None
     assert "has no tokenizer" in refused(run(command, "--model", copy))
 
 
-@both_ways
-def test_a_name_that_cannot_be_fetched_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_name_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """Offline, or mistyped."""
-    done = run("probe", "--model", "nobody/no-model", HF_HOME=str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    done = run("probe", "--model", "nobody/no-model")
     assert "nobody/no-model is no folder here, and could not be loaded" in refused(done)
 
 
@@ -244,6 +247,14 @@ def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path)
 @pytest.mark.parametrize(
     "arguments",
     [
+        ("bench", "--repeats", "0"),
+        ("bench", "--max-tokens", "0"),
+        ("bench", "--max-tokens", "many"),
+        ("bench", "--per-category", "0"),
+        ("bench", "--draft-length", "-1"),
+        ("bench", "--draft-length", "often"),
+        ("bench", "--rule", "nothing"),
+        ("demo", "--draft-length", "-1"),
         ("demo", "--max-tokens", "0"),
         ("demo", "--repeats", "0"),
         ("demo", "--max-tokens", "-1"),
@@ -259,5 +270,35 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
     done = run(*arguments, SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
     assert done.returncode == 2
     assert done.stderr.startswith("usage: specdec-mlx")
-    assert "error: " in done.stderr.splitlines()[-1]
+    last = done.stderr.splitlines()[-1]
+    assert "error: " in last
+    assert not re.search("invalid .* value", last)  # argparse's own words say too little
     assert not list(tmp_path.glob("*"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("--drafter prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),
+        (
+            "--drafter nothing",
+            "Unknown drafter 'nothing'. Known: model, ngram, none, prompt-lookup.",
+        ),
+        ("--drafter model", "it needs a model. Name it with --draft-model"),
+        ("--draft-model nowhere/at/all", "There is no folder nowhere/at/all"),
+        ("--temp -1", "temp"),
+        ("--prompts none.jsonl", "none.jsonl"),
+    ],
+)
+def test_a_benchmark_that_cannot_be_run_is_one_clear_line(
+    typed: str, words: str, folder: Path
+) -> None:
+    """What is only known once the model is loaded."""
+    assert words in refused(run("bench", "--model", folder, *typed.split()))
+
+
+def test_a_benchmark_of_nothing_is_refused_in_python_too() -> None:
+    """It would never end."""
+    for name in ("max_tokens", "repeats"):
+        with pytest.raises(ValueError, match=f"{name}=0: expected an int >= 1"):
+            Settings(**{name: 0})

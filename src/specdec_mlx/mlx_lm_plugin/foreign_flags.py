@@ -66,7 +66,8 @@ def refusal(unknown: Sequence[str]) -> str:
         flag = argument.partition("=")[0].replace("_", "-")
         for program, flags in FLAGS.items():
             if flag in flags:
-                return f"{argument.partition('=')[0]} is {program}'s flag; here it is {flags[flag]}"
+                name = argument.partition("=")[0]
+                return f"{name} is a flag of {program}; here it is {flags[flag]}"
         if flag.startswith("--spec"):
             return f"{flag} is not known here; speculation is set by {ANY_OTHER}"
     return f"unrecognized arguments: {' '.join(unknown)}"
