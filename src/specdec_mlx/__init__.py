@@ -1,5 +1,12 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
+from specdec_mlx.cli.backends import without_mlx as _without_mlx
+
+try:
+    import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
+except ImportError as _error:
+    raise _without_mlx(_error) from None
+
 from specdec_mlx.checks import CheckReport as CheckReport
 from specdec_mlx.checks import check as check
 from specdec_mlx.draft_length.policy import DraftLength as DraftLength
@@ -17,6 +24,7 @@ from specdec_mlx.errors import CacheRollbackError as CacheRollbackError
 from specdec_mlx.errors import DraftError as DraftError
 from specdec_mlx.errors import GrammarError as GrammarError
 from specdec_mlx.errors import LogitsError as LogitsError
+from specdec_mlx.errors import MissingBackendError as MissingBackendError
 from specdec_mlx.errors import MissingPackageError as MissingPackageError
 from specdec_mlx.errors import ModelFolderError as ModelFolderError
 from specdec_mlx.errors import PromptError as PromptError
