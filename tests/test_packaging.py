@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import re
 import tomllib
 from collections.abc import Iterable
@@ -133,8 +134,8 @@ def test_workflows_call_what_there_is() -> None:
 
 def commands() -> set[str]:
     """Names of our commands."""
-    (line,) = re.findall(r"\{([\w,-]+)\}", make_parser().format_usage()) or ("",)
-    return set(line.split(","))
+    (action,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return set(action.choices)
 
 
 def test_forms_for_issues_ask_what_can_be_answered() -> None:
