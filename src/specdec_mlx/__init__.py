@@ -1,5 +1,12 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
+from specdec_mlx.cli.backends import without_mlx as _without_mlx
+
+try:
+    import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
+except ImportError as _error:
+    raise _without_mlx(_error) from None
+
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
@@ -14,6 +21,7 @@ from specdec_mlx.errors import (
     DraftError,
     GrammarError,
     LogitsError,
+    MissingBackendError,
     MissingPackageError,
     ModelFolderError,
     PromptError,
@@ -52,6 +60,7 @@ __all__ = [
     "GrammarProcessor",
     "Lenient",
     "LogitsError",
+    "MissingBackendError",
     "MissingPackageError",
     "MlxLmVersionError",
     "ModelDrafter",

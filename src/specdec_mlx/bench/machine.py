@@ -32,9 +32,20 @@ def blas_name() -> str:
     if platform.system() == "Darwin":
         return "Accelerate"
     maps = Path("/proc/self/maps")
+    return blas_in(maps.read_text()) if maps.exists() else "reference BLAS"
+
+
+def blas_in(maps: str) -> str:
+    """Matrix library among the files that a process has mapped, in the format of /proc/PID/maps.
+
+    What the wheels of NumPy and SciPy bring is theirs alone: MLX's calls do not go there.
+    """
     known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
-    loaded = maps.read_text() if maps.exists() else ""
-    return next((name for part, name in known.items() if part in loaded), "reference BLAS")
+    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
+    theirs = {"numpy.libs", "scipy.libs"}
+    loaded = [file.name for file in files if file.parent.name not in theirs]
+    names = (name for part, name in known.items() if any(f.startswith(part) for f in loaded))
+    return next(names, "reference BLAS")
 
 
 def describe_dtype(model: nn.Module) -> str:

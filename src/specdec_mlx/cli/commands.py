@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_check(commands)
     _add_drafters(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -158,3 +159,10 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.cli import doctor
+
+    command = commands.add_parser("doctor", help="what is installed here, and is it right?")
+    command.set_defaults(run=doctor.main)

@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import does_model_support_input_embeddings
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
@@ -206,6 +205,8 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
     """Whether there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
     if options.get("input_embeddings") is None:
         return True
+    from mlx_lm.utils import does_model_support_input_embeddings
+
     return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
 
 
