@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
 
@@ -39,6 +40,15 @@ def load_model(name: Path | str) -> tuple[nn.Module, Any]:
             "Look at the name and at the network, or give a folder."
         ) from error
     return loaded[0], loaded[1]
+
+
+def four_bit_copy(model_path: Path | str) -> nn.Module:
+    """The same model with 4-bit weights: a draft model that is at hand for any target."""
+    model = load_model(model_path)[0]
+    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
+        nn.quantize(model, group_size=32, bits=4)
+        mx.eval(model.parameters())
+    return model
 
 
 def check_folder(folder: Path) -> None:

@@ -122,11 +122,12 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
+    tuning: Tuning | None = None,
 ) -> Contender:
     """Our loop with a drafter, or with none; `rule` as in `speculate`.
 
-    What an automatic draft length learns it keeps from text to text, for each seed, and so for
-    each repeat, anew: a text that it has seen before would be no fair test.
+    What an automatic draft length learns it keeps from text to text: in `tuning`, else for each
+    seed, and so for each repeat, anew, since a text that it has seen before would be no fair test.
     """
     length = parse_draft_length(draft_length)
     tunings: dict[int, Tuning] = {}
@@ -141,7 +142,7 @@ def ours(
             seed=seed,
             rule=rule,
             draft_length=length,
-            tuning=tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )
         with closing(tokens):

@@ -12,6 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+REFERENCE_BLAS = "reference BLAS"
+"""What `blas_name` calls the library that MLX's Linux wheel brings, and any that it cannot tell."""
+
 
 def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions, and how busy the machine is."""
@@ -34,7 +37,7 @@ def blas_name() -> str:
     maps = Path("/proc/self/maps")
     known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
     loaded = maps.read_text() if maps.exists() else ""
-    return next((name for part, name in known.items() if part in loaded), "reference BLAS")
+    return next((name for part, name in known.items() if part in loaded), REFERENCE_BLAS)
 
 
 def describe_dtype(model: nn.Module) -> str:

@@ -1,0 +1,130 @@
+"""How much of the demo fits into its time: what a pass costs here, and what there is room for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.bench.contenders import Contender
+from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.timing import TURN_TOKENS
+
+PLAIN_PASSES = 5
+"""Plain passes that a median is taken over."""
+
+PROMPT_POSITIONS = 32
+"""Positions of the pass that a prompt's cost is estimated from."""
+
+LEAST_TOKENS = 3 * TURN_TOKENS
+"""Length of a text below which no speed can be told: a heuristic."""
+
+
+@dataclass
+class Budget:
+    """Seconds that may be spent, from now on. clock: in seconds, from any start."""
+
+    seconds: float
+    clock: Callable[[], float] = time.perf_counter
+    _began: float = field(init=False)
+    _asked: float | None = None
+
+    def __post_init__(self) -> None:
+        """Start."""
+        self._began = self.clock()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the start."""
+        return self.clock() - self._began
+
+    @property
+    def left(self) -> float:
+        """Seconds that remain; below 0 where too much was spent."""
+        return self.seconds - self.spent
+
+    def part(self, share: float) -> Budget:
+        """A budget of a share of what is left."""
+        return Budget(share * self.left, self.clock)
+
+    def fits_again(self) -> bool:
+        """Whether there is time for what was done since the last call once more."""
+        now = self.spent
+        latest = 0.0 if self._asked is None else now - self._asked
+        self._asked = now
+        return self.seconds - now > latest
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a model's passes cost on this machine, in seconds.
+
+    step: of a pass over one position. position: of each position of a prompt.
+    """
+
+    step: float
+    position: float
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A text that is written in several ways side by side.
+
+    contenders: plain decoding, then what is compared with it, the most important first.
+    max_tokens: most tokens of the text. end_tokens: ids that end it.
+    """
+
+    model: nn.Module
+    task: Task
+    contenders: Sequence[Contender]
+    pace: Pace
+    max_tokens: int
+    end_tokens: Collection[int] = ()
+
+    def seconds(self, num_tokens: int) -> float:
+        """What so many tokens take, were all contenders as slow as plain decoding."""
+        prompt = len(self.task.prompt) * self.pace.position
+        return len(self.contenders) * (prompt + num_tokens * self.pace.step)
+
+    @property
+    def least_seconds(self) -> float:
+        """What a text takes that is just long enough."""
+        return self.seconds(min(LEAST_TOKENS, self.max_tokens))
+
+    @property
+    def most_seconds(self) -> float:
+        """What the whole text takes."""
+        return self.seconds(self.max_tokens)
+
+
+def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
+    """As much of the scenes as there is time for, if every text may be cut short.
+
+    Where that is not enough, each keeps one contender beside plain decoding; then only the first
+    scene is left, which may take longer after all.
+    """
+    fewer_ways = [replace(scene, contenders=scene.contenders[:2]) for scene in scenes]
+    for shown in (list(scenes), fewer_ways):
+        if sum(scene.least_seconds for scene in shown) <= seconds:
+            return shown
+    return fewer_ways[:1]
+
+
+def measure_pace(model: nn.Module) -> Pace:
+    """Seconds of a plain pass, median of a few, and of a position of a prompt."""
+    cache = make_prompt_cache(model)
+
+    def seconds(num_positions: int) -> float:
+        began = time.perf_counter()
+        mx.eval(model(mx.zeros((1, num_positions), mx.int32), cache=cache))
+        return time.perf_counter() - began
+
+    seconds(1)  # the first pass reads the weights
+    prompt = seconds(PROMPT_POSITIONS)
+    step = statistics.median(seconds(1) for _ in range(PLAIN_PASSES))
+    return Pace(step, prompt / PROMPT_POSITIONS)
