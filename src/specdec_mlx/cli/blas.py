@@ -107,6 +107,7 @@ def _start_again(library: str) -> None:
     """The same command line in this process's place; does not return."""
     preloaded = [library, *os.environ.get("LD_PRELOAD", "").split()]
     environment = {**os.environ, "LD_PRELOAD": " ".join(preloaded), PRELOADED: library}
+    print(f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)

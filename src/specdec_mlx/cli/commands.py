@@ -64,7 +64,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         help="most that the generation may take; texts are cut to fit (%(default)s)",
     )
     demo.add_argument(
-        "--max-tokens", type=_positive, default=96, help="most tokens of a text (%(default)s)"
+        "--max-tokens", type=_positive, default=64, help="most tokens of a text (%(default)s)"
     )
     demo.add_argument(
         "--repeats",

@@ -9,11 +9,10 @@ pace meets all alike.
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.bench.contenders import PLAIN, Contender, drafter_from_spec, ours, plain
-from specdec_mlx.bench.identity import find_differences
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
+from specdec_mlx.bench.contenders import Contender, drafter_from_spec, ours, plain
+from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.timing import TURN_TOKENS, Run, Sample, Settings, take_turns
 from specdec_mlx.cli.blas import MISSING, choose_num_threads
+from specdec_mlx.cli.demo_report import compare, format_table, legend
 from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.generation import stream_generate
@@ -46,11 +45,6 @@ def circle_perimeter(radius):
     if radius < 0:
         raise ValueError("radius must not be negative")
     return 2 * math.pi * radius
-
-def sphere_volume(radius):
-    if radius < 0:
-        raise ValueError("radius must not be negative")
-    return 4 / 3 * math.pi * radius ** 3
 """
 
 TEXT = """\
@@ -85,29 +79,10 @@ DRAFTERS = ("prompt-lookup", "ngram")
 CONTRAST = "4"  # the fixed draft length, what most programs take
 
 
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: one text by one contender; speed in times plain decoding's.
-
-    speed: median over the repeats; None where a text was too short to time. same_text: whether its
-    tokens are plain decoding's, for as long as both are, a tie of the target's logits excused.
-    """
-
-    text: str
-    drafter: str
-    draft_length: str
-    num_tokens: int
-    speed: float | None
-    tokens_per_pass: float
-    accepted: int
-    drafted: int
-    same_text: bool
-
-
 def run_demo(
     model_path: Path | str,
     *,
-    max_tokens: int = 96,
+    max_tokens: int = 64,
     seconds: float = 45.0,
     repeats: int = 3,
     draft_length: str = "auto",
@@ -128,6 +103,10 @@ def run_demo(
     Returns:
         Whether all texts were identical.
     """
+    say(
+        "Plain mlx-lm against speculation, the same texts side by side, with "
+        f"{Path(model_path).name}."
+    )
     model, tokenizer = load_model(model_path)
     say_what_multiplies(model, preloaded)
     scenes = make_scenes(model, tokenizer, draft_length, max_tokens)
@@ -220,14 +199,13 @@ def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
         say(MISSING)
         return
     num_threads = choose_num_threads(model)
-    threads = f", {num_threads} of {os.cpu_count()} threads, as measured" if num_threads else ""
-    if preloaded is None:
-        say(f"Matrices: {blas_name()}{threads}.")
-        return
-    say(
-        f"Matrices: {blas_name()}, preloaded by this command in place of MLX's reference BLAS"
-        f"{threads}. For programs of your own:\n  LD_PRELOAD={preloaded}"
+    number = f" on {num_threads} of {os.cpu_count()} threads, as measured" if num_threads else ""
+    advice = (
+        f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
+        if preloaded and num_threads
+        else ""
     )
+    say(f"Matrices are multiplied by {blas_name()}{number}{advice}.")
 
 
 def announcement(scenes: Sequence[Scene], shown: Sequence[Scene], limit: float) -> str:
@@ -281,7 +259,10 @@ def show_live(live: Scene, tokenizer: Any, draft_length: str, budget: Budget) ->
 
 
 def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
-    """All texts, then all again for as long as time is left; no text takes another one's time."""
+    """All texts, then all again while there is time; no text takes another one's.
+
+    Raises ValueError if there was no time for any.
+    """
     samples: list[Sample] = []
     for repeat in range(repeats):
         if not budget.fits_again():
@@ -289,110 +270,24 @@ def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
         for i, scene in enumerate(scenes):
             share = scene.most_seconds / sum(later.most_seconds for later in scenes[i:])
             samples += play_once(scene, budget.part(share), repeat)
+    if not samples:
+        raise ValueError(
+            f"No text could be written in {budget.seconds:.0f} s. Give more, with --seconds."
+        )
     return samples
 
 
 def play_once(scene: Scene, budget: Budget, repeat: int) -> list[Sample]:
-    """One text by all contenders in turns; all stop where they are when the time is over."""
+    """One text by all contenders in turns; all stop at the same token when its time is over."""
     settings = Settings(scene.max_tokens, end_tokens=scene.end_tokens)
     runs = [Run(contender, scene.task, settings, repeat) for contender in scene.contenders]
     take_turns(runs, repeat, budget.fits_again)
     samples = [run.sample() for run in runs]
-    length = min(len(sample.tokens) for sample in samples)
-    is_whole = length == scene.max_tokens or samples[0].tokens[-1] in scene.end_tokens
+    tokens = samples[0].tokens
+    if not tokens:
+        say(f"  {scene.task.id}: left out, its time was over before it began")
+        return []
+    is_whole = len(tokens) == scene.max_tokens or tokens[-1] in scene.end_tokens
     cut = "" if is_whole else f", cut from {scene.max_tokens}: its time was over"
-    say(f"  {scene.task.id}: {length} tokens in {budget.spent:.0f} s{cut}")
+    say(f"  {scene.task.id}: {len(tokens)} tokens in {budget.spent:.0f} s{cut}")
     return samples
-
-
-# --- what is said after -------------------------------------------------------------------------
-
-
-def compare(scene: Scene, samples: Sequence[Sample]) -> list[Row]:
-    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
-    own = [sample for sample in samples if sample.id == scene.task.id]
-    bases = {sample.repeat: sample for sample in own if sample.drafter == PLAIN}
-    length = min(len(sample.tokens) for sample in own)
-    cut = [replace(sample, tokens=sample.tokens[:length]) for sample in own]
-    parted = find_differences(scene.model, [scene.task], cut)
-    unexcused = {difference.key for difference in parted if not difference.excused}
-    return [
-        make_row(contender, [s for s in own if s.key == contender.key], bases, unexcused)
-        for contender in scene.contenders[1:]
-    ]
-
-
-def make_row(
-    contender: Contender,
-    own: Sequence[Sample],
-    bases: dict[int, Sample],
-    unexcused: set[tuple[str, str, str]],
-) -> Row:
-    """One contender's samples of a text, and plain decoding's by repeat, in a line."""
-    ratios = [
-        base / pace
-        for sample in own
-        if (base := bases[sample.repeat].seconds_per_token) and (pace := sample.seconds_per_token)
-    ]
-    first = own[0]
-    return Row(
-        text=first.id,
-        drafter=contender.drafter,
-        draft_length=contender.draft_length,
-        num_tokens=len(first.tokens),
-        speed=statistics.median(ratios) if ratios else None,
-        tokens_per_pass=len(first.tokens) / first.passes if first.passes else 0.0,
-        accepted=first.accepted,
-        drafted=first.drafted,
-        same_text=contender.key not in unexcused,
-    )
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    """The comparison as text, one line a row."""
-    head = (
-        f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
-        f"{'accepted':>13}  text"
-    )
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        speed = "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
-        lines.append(
-            f"{row.text:<10}{row.drafter:<15}{row.draft_length:<6}{row.num_tokens:>6}  "
-            f"{speed:<18}{row.tokens_per_pass:>13.2f}"
-            f"{f'{row.accepted} of {row.drafted}':>13}  "
-            f"{'identical' if row.same_text else 'DIFFERENT'}"
-        )
-    return "\n".join(lines)
-
-
-def legend(rows: Sequence[Row], scenes: Sequence[Scene], samples: Sequence[Sample]) -> str:
-    """How to read the table, what it was measured on, and what limits it here."""
-    main = scenes[0]
-    paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN and s.id == main.task.id]
-    plain_pace = statistics.median([pace for pace in paces if pace] or [main.pace.step])
-    machine = describe_machine()
-    lines = [
-        "speed: tokens a second, first token to last, over those of plain mlx-lm in the same "
-        f"minute ({1 / plain_pace:.1f} a second in {main.task.id!r}); median of "
-        f"{1 + max(s.repeat for s in samples)}.",
-        "K: draft length. auto, the default, drafts where it pays, as measured, and what it does "
-        f"not draft it cannot lose;{_contrast(rows)}",
-        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
-        f"{describe_dtype(main.model)}"
-        + (f", {machine['blas']}" if mx.default_device() == mx.cpu else "")
-        + f", mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
-    ]
-    if (load := os.getloadavg()[0]) > (os.cpu_count() or 1):
-        lines.append(f"This machine is busy (load {load:.0f}): speeds vary from run to run.")
-    if machine["blas"] == REFERENCE_BLAS and mx.default_device() == mx.cpu:
-        lines.append(MISSING)
-    return "\n".join(lines)
-
-
-def _contrast(rows: Sequence[Row]) -> str:
-    """What a fixed length does in this table, at its best and at its worst."""
-    speeds = [row.speed for row in rows if row.draft_length != "auto" and row.speed]
-    if not speeds:
-        return ""
-    return f" a fixed {CONTRAST} ranged from {min(speeds):.2f} to {max(speeds):.2f} here."

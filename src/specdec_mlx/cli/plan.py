@@ -21,7 +21,7 @@ PLAIN_PASSES = 5
 PROMPT_POSITIONS = 32
 """Positions of the pass that a prompt's cost is estimated from."""
 
-LEAST_TOKENS = 3 * TURN_TOKENS
+LEAST_TOKENS = 2 * TURN_TOKENS
 """Length of a text below which no speed can be told: a heuristic."""
 
 
@@ -105,14 +105,15 @@ class Scene:
 def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
     """As much of the scenes as there is time for, if every text may be cut short.
 
-    Where that is not enough, each keeps one contender beside plain decoding; then only the first
-    scene is left, which may take longer after all.
+    Where that is not enough, each keeps one contender beside plain decoding; then scenes are left
+    out, the last one first. The first one always stays, and may take longer after all.
     """
-    fewer_ways = [replace(scene, contenders=scene.contenders[:2]) for scene in scenes]
-    for shown in (list(scenes), fewer_ways):
-        if sum(scene.least_seconds for scene in shown) <= seconds:
-            return shown
-    return fewer_ways[:1]
+    shown = list(scenes)
+    if sum(scene.least_seconds for scene in shown) > seconds:
+        shown = [replace(scene, contenders=scene.contenders[:2]) for scene in shown]
+    while len(shown) > 1 and sum(scene.least_seconds for scene in shown) > seconds:
+        shown.pop()
+    return shown
 
 
 def measure_pace(model: nn.Module) -> Pace:
