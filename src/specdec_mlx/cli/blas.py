@@ -20,7 +20,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.elf import without_prefix
@@ -133,6 +132,8 @@ def choose_num_threads(model: nn.Module) -> int | None:
     Returns:
         The number; None where the user has chosen, no OpenBLAS is loaded, or no matrix is for it.
     """
+    if sys.platform != "linux":
+        return None
     set_num_threads = getattr(ctypes.CDLL(None), "openblas_set_num_threads", None)
     matrices = _matrices(model)
     if set_num_threads is None or not matrices or any(map(os.environ.get, THREADS_VARIABLES)):
@@ -183,5 +184,5 @@ def soonest(
 def _matrices(model: nn.Module) -> list[mx.array]:
     """The matrices of one layer that BLAS multiplies: quantized ones are MLX's own affair."""
     layer = getattr(model, "layers", [model])[-1]
-    arrays = [value for _, value in tree_flatten(layer.parameters())]
-    return [array for array in arrays if array.ndim == 2 and array.dtype == mx.float32]
+    weights = [part.weight for part in layer.modules() if isinstance(part, nn.Linear)]
+    return [weight for weight in weights if weight.dtype == mx.float32]

@@ -26,7 +26,7 @@ from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.timing import TURN_TOKENS, Run, Sample, Settings, take_turns
 from specdec_mlx.cli.blas import MISSING, choose_num_threads
 from specdec_mlx.cli.demo_report import compare, format_table, legend
-from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace
+from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace, time_for_first
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab.corpus import held_out_openings
@@ -118,7 +118,7 @@ def run_demo(
     say(announcement(scenes, shown, budget.seconds))
     with wired_limit([scene.model for scene in shown], [generation_stream]):
         live = live_scene(shown[0], tokenizer)
-        show_live(live, tokenizer, draft_length, budget.part(LIVE_SHARE))
+        show_live(live, tokenizer, draft_length, budget.part(LIVE_SHARE * budget.seconds))
         samples = play(shown, budget, repeats)
     rows = [row for scene in shown for row in compare(scene, samples)]
     print(f"{format_table(rows)}\n\n{legend(rows, shown, samples)}", flush=True)
@@ -268,11 +268,14 @@ def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
         if not budget.fits_again():
             break
         for i, scene in enumerate(scenes):
-            share = scene.most_seconds / sum(later.most_seconds for later in scenes[i:])
-            samples += play_once(scene, budget.part(share), repeat)
+            if budget.left < (scene.least_seconds if samples else 0):
+                say(f"  {scene.task.id}: left out, its time is over")
+                continue
+            seconds = time_for_first(scenes[i:], budget.left)
+            samples += play_once(scene, budget.part(seconds), repeat)
     if not samples:
         raise ValueError(
-            f"No text could be written in {budget.seconds:.0f} s. Give more, with --seconds."
+            f"{budget.seconds:.0f} s were over before the first text. Give more, with --seconds."
         )
     return samples
 
@@ -284,9 +287,6 @@ def play_once(scene: Scene, budget: Budget, repeat: int) -> list[Sample]:
     take_turns(runs, repeat, budget.fits_again)
     samples = [run.sample() for run in runs]
     tokens = samples[0].tokens
-    if not tokens:
-        say(f"  {scene.task.id}: left out, its time was over before it began")
-        return []
     is_whole = len(tokens) == scene.max_tokens or tokens[-1] in scene.end_tokens
     cut = "" if is_whole else f", cut from {scene.max_tokens}: its time was over"
     say(f"  {scene.task.id}: {len(tokens)} tokens in {budget.spent:.0f} s{cut}")

@@ -27,7 +27,12 @@ LEAST_TOKENS = 2 * TURN_TOKENS
 
 @dataclass
 class Budget:
-    """Seconds that may be spent, from now on. clock: in seconds, from any start."""
+    """Seconds that may be spent, from now on.
+
+    Attributes:
+        seconds: how many.
+        clock: in seconds, from any start.
+    """
 
     seconds: float
     clock: Callable[[], float] = time.perf_counter
@@ -48,9 +53,9 @@ class Budget:
         """Seconds that remain; below 0 where too much was spent."""
         return self.seconds - self.spent
 
-    def part(self, share: float) -> Budget:
-        """A budget of a share of what is left."""
-        return Budget(share * self.left, self.clock)
+    def part(self, seconds: float) -> Budget:
+        """A budget of its own, of no more than what is left."""
+        return Budget(min(seconds, self.left), self.clock)
 
     def fits_again(self) -> bool:
         """Whether there is time for what was done since the last call once more."""
@@ -62,9 +67,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Pace:
-    """What a model's passes cost on this machine, in seconds.
+    """What a model's passes cost on this machine.
 
-    step: of a pass over one position. position: of each position of a prompt.
+    Attributes:
+        step: seconds of a pass over one position.
+        position: seconds of each position of a prompt.
     """
 
     step: float
@@ -75,8 +82,13 @@ class Pace:
 class Scene:
     """A text that is written in several ways side by side.
 
-    contenders: plain decoding, then what is compared with it, the most important first.
-    max_tokens: most tokens of the text. end_tokens: ids that end it.
+    Attributes:
+        model: the target.
+        task: its prompt.
+        contenders: plain decoding, then what is compared with it, the most important first.
+        pace: what the model's passes cost here.
+        max_tokens: most tokens of the text.
+        end_tokens: ids that end it.
     """
 
     model: nn.Module
@@ -114,6 +126,18 @@ def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
     while len(shown) > 1 and sum(scene.least_seconds for scene in shown) > seconds:
         shown.pop()
     return shown
+
+
+def time_for_first(scenes: Sequence[Scene], left: float) -> float:
+    """Seconds of what is left that are for the first scene, if all are still to come.
+
+    What it needs at least, and its share of what nobody needs.
+    """
+    first = scenes[0]
+    spare = left - sum(scene.least_seconds for scene in scenes)
+    wanted = [scene.most_seconds - scene.least_seconds for scene in scenes]
+    share = wanted[0] / sum(wanted) if sum(wanted) else 1.0
+    return first.least_seconds + share * max(0.0, spare)
 
 
 def measure_pace(model: nn.Module) -> Pace:
