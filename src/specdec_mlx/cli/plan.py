@@ -62,7 +62,7 @@ class Budget:
         now = self.spent
         latest = 0.0 if self._asked is None else now - self._asked
         self._asked = now
-        return self.seconds - now > latest
+        return 0 < self.seconds - now >= latest
 
 
 @dataclass(frozen=True)
