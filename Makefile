@@ -18,7 +18,7 @@ $(DEMO_STAMP): pyproject.toml
 	@echo "Installing what the demo needs into $(VENV) (70 MB, once)."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
-		--editable . scipy-openblas32
+		--editable ".[cpu]" scipy-openblas32
 	touch $@
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))
