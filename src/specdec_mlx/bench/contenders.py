@@ -137,11 +137,12 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
+    tuning: Tuning | None = None,
 ) -> Contender:
     """Our loop with a drafter, or with none.
 
-    What an automatic draft length learns it keeps from text to text, for each seed, and so for
-    each repeat, anew: a text that it has seen before would be no fair test.
+    What an automatic draft length learns it keeps from text to text: in `tuning`, else for each
+    seed, and so for each repeat, anew, since a text that it has seen before would be no fair test.
 
     Args:
         model: the target.
@@ -151,6 +152,7 @@ def ours(
         temp: temperature; 0 is greedy.
         tokenizer: the target's, for drafters that compare it.
         rule: as in `speculate`.
+        tuning: where to keep what is learned; None for a new one for each seed.
     """
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
@@ -165,7 +167,7 @@ def ours(
             seed=seed,
             rule=rule,
             draft_length=length,
-            tuning=tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )
         with closing(tokens):

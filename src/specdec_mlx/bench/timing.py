@@ -119,15 +119,30 @@ def run_interleaved(
         between_tasks()
         for repeat in range(settings.repeats):
             runs = [Run(contender, task, settings, repeat) for contender in contenders]
-            turn = repeat
-            while any(not run.is_over for run in runs):
-                for i in range(len(runs)):
-                    runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
-                turn += 1
+            take_turns(runs, first=repeat)
             for run in runs:
                 samples.append(run.sample())
                 on_sample(samples[-1])
     return samples
+
+
+def take_turns(
+    runs: Sequence[Run], first: int = 0, may_go_on: Callable[[], bool] = lambda: True
+) -> None:
+    """Bring all runs to their end, a few tokens each in turns.
+
+    Args:
+        runs: not begun.
+        first: whose turn is first; with another one in each repeat nobody is always first.
+        may_go_on: asked before it is everybody's turn again; at a no all end as far as they are.
+    """
+    turn = first
+    while any(not run.is_over for run in runs) and may_go_on():
+        for i in range(len(runs)):
+            runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
+        turn += 1
+    for run in runs:
+        run.stop()
 
 
 def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
@@ -154,7 +169,7 @@ class Run:
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
         """Start it; nothing is computed yet."""
         self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
-        self.is_over = False
+        self.is_over = self._has_ended = False
         self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
@@ -171,7 +186,7 @@ class Run:
         for item in islice(self._stream, 1 if is_first else num_tokens):
             self._emitted.append(item)
             if item.token in self.settings.end_tokens:
-                self.is_over = True
+                self._has_ended = True
                 break
         mx.synchronize(generation_stream)
         seconds = time.perf_counter() - began
@@ -180,7 +195,12 @@ class Run:
         else:
             self._decode_seconds += seconds
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if self.is_over or len(self._emitted) >= self.settings.max_tokens:
+        if self._has_ended or len(self._emitted) >= self.settings.max_tokens:
+            self.stop()
+
+    def stop(self) -> None:
+        """End it as far as it is; nothing to do where it is over."""
+        if not self.is_over:
             self.is_over = True
             self._counts = _count(self.contender, self._emitted, self.settings)
             self._stream.close()
