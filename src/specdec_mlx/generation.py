@@ -205,7 +205,7 @@ def generate(
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
 
     Raises:
-        The same as `stream_generate`.
+        ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
     if verbose and prompt_progress_callback is None:
         prompt_progress_callback = prefill_bar()
