@@ -82,7 +82,7 @@ def likeliest(target: Source, draft: Source, num_draft: int) -> Rounds:
     for state in range(NUM_STATES):
         tokens: tuple[int, ...] = ()
         for _ in range(num_draft):
-            tokens += (int(np.argmax(draft.laws[state_after(state, tokens)])),)
+            tokens += (int(np.argmax(draft.probs[state_after(state, tokens)])),)
         copies.append(tokens)
     return Rounds(target, Copied(copies, target.vocab_size), ByMatch())
 
