@@ -286,18 +286,18 @@ def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(pair: Pair) ->
 
 def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: Pair) -> None:
     """A trimmed cache leaves the part that it still holds; one fed by others leaves nothing."""
-    from specdec_mlx.mlx_lm_plugin.conversation import remember, text_on
+    from specdec_mlx.mlx_lm_plugin.conversation import remember, tokens_on
 
     caches = make_prompt_cache(pair[0])
-    assert text_on(caches) == text_on(None) == text_on([]) == []
+    assert tokens_on(caches) == tokens_on(None) == tokens_on([]) == []
     pair[0](mx.array([[1, 2, 3, 4]]), cache=caches)
     remember(caches, [1, 2, 3, 4])
-    assert text_on(caches) == [1, 2, 3, 4]
+    assert tokens_on(caches) == [1, 2, 3, 4]
     for cache in caches:
         cache.trim(2)
-    assert text_on(caches) == [1, 2]
+    assert tokens_on(caches) == [1, 2]
     pair[0](mx.array([[7, 7, 7, 7]]), cache=caches)
-    assert text_on(caches) == []
+    assert tokens_on(caches) == []
 
 
 def test_input_embeddings_go_the_way_they_went_before(pair: Pair) -> None:
