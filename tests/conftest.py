@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
-# The others annotate with protocols that cannot be checked at run time, or take NumPy arrays too.
-SHAPES_CHECKED = ["noise", "sampling", "drafters"]
-install_import_hook([f"specdec_mlx.{name}" for name in SHAPES_CHECKED], "beartype.beartype")
+import shapes
+
+shapes.install()  # before anything of the package is imported
 
 # No test needs the network; this is read when the library is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -36,11 +35,11 @@ settings.register_profile("thorough", common, max_examples=500, derandomize=Fals
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-from command_line import WAYS, in_this_way  # noqa: E402  after the hook and the environment
+from commanding import WAYS, in_this_way  # noqa: E402  after the hook and the environment
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the commands of a test are run; for `command_line.both_ways`."""
+    """How the commands of a test are run; for `commanding.both_ways`."""
     with in_this_way(request.param):
         yield

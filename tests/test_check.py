@@ -21,7 +21,7 @@ from scipy import stats
 
 import specdec_mlx as sd
 import tiny
-from command_line import both_ways, run
+from commanding import both_ways, run
 from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, up_to
 from selection import FULL, cases
 from specdec_mlx.checks import command, joint, one_step

@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx
-from command_line import Done, both_ways, run
+from commanding import Done, both_ways, run
 from selection import FULL
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError

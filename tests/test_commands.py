@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from command_line import both_ways, run
+from commanding import both_ways, run, run_stock
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
 from tiny_model_folder import write_model_folder
@@ -44,13 +44,8 @@ def text_in(output: str) -> str:
 
 @pytest.fixture(scope="module")
 def stock_output(folders: Path) -> str:
-    done = run(
-        *("generate", "--model", str(folders / "model"), "--prompt", PROMPT),
-        *("--max-tokens", "80"),
-        program="mlx_lm",
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    arguments = ("--model", folders / "model", "--prompt", PROMPT, "--max-tokens", 80)
+    return run_stock("generate", *arguments).stdout
 
 
 ACCOUNT = re.compile(
@@ -173,10 +168,10 @@ def test_what_cannot_be_done_is_said_in_words(
 @pytest.mark.parametrize("flags", [(), ("--drafter", "ngram")])
 def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     """Two turns and a reset: the same answers; with --stats a line after each."""
-    arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
+    arguments = ("--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
-    theirs = run(*arguments, stdin=said, program="mlx_lm")
-    ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
+    theirs = run_stock("chat", *arguments, stdin=said)
+    ours = run("chat", *arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
     assert theirs.returncode == ours.returncode == 0, ours.stderr
     assert len(ACCOUNT.findall(ours.stdout)) == 3
 

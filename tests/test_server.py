@@ -25,7 +25,7 @@ from mlx_lm.generate import generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
-from command_line import both_ways, run
+from commanding import both_ways, run
 from selection import FULL
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
