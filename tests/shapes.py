@@ -39,4 +39,7 @@ def _conf() -> BeartypeConf:
     types = sys.modules["specdec_mlx.types"]
     protocols = [kind for kind in vars(types).values() if getattr(kind, "_is_protocol", False)]
     lazy = [kind for kind in protocols if not getattr(kind, "_is_runtime_protocol", False)]
-    return BeartypeConf(hint_overrides=BeartypeHintOverrides(dict.fromkeys(lazy, object)))
+    return BeartypeConf(
+        hint_overrides=BeartypeHintOverrides(dict.fromkeys(lazy, object)),
+        is_pep484_tower=True,  # an int is a float, as everywhere
+    )
