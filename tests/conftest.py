@@ -35,11 +35,11 @@ settings.register_profile("thorough", common, max_examples=500, derandomize=Fals
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
-from commanding import WAYS, in_this_way  # noqa: E402  after the hook and the environment
+from command_line import WAYS, in_this_way  # noqa: E402  after the hook and the environment
 
 
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How the commands of a test are run; for `commanding.both_ways`."""
+    """How the commands of a test are run; for `command_line.both_ways`."""
     with in_this_way(request.param):
         yield

@@ -107,7 +107,7 @@ def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
 def test_the_drafters_did_what_they_are_for(case: Case) -> None:
     """The oracle has between half and all of its drafts accepted, the wrong one none."""
     stats = {run: items[-1].stats for run, items in case.runs.items()}
-    assert 0.3 < stats["oracle", 4].acceptance_rate < 1
+    assert 0.3 < stats["oracle", 4].accepted_share < 1
     for length in (1, 4, 7):
         assert stats["always wrong", length].drafted > 50
         assert stats["always wrong", length].accepted == 0
@@ -275,7 +275,7 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     caches = make_prompt_cache(case.model) + make_prompt_cache(draft_model)
     recorder = Recorder(ModelDrafter(draft_model))
     items = take(case.speculate(recorder, 4, prompt_cache=caches), 50)
-    assert 0 < items[-1].stats.acceptance_rate < 0.9
+    assert 0 < items[-1].stats.accepted_share < 0.9
     for text, proposed in recorder.proposals[3::3]:
         assert proposed == plain_text(draft_model, text, len(proposed)).tokens
     again = Recorder(ModelDrafter(draft_model))

@@ -22,10 +22,8 @@ from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
     PLAIN,
     Contender,
-    drafter_from_spec,
     make_contenders,
     ours,
-    parse_draft_length,
 )
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
@@ -92,7 +90,7 @@ def test_texts_are_identical_and_counts_add_up() -> None:
             assert getattr(total, count) == parts, count
         assert total.tokens == 4 * SETTINGS.max_tokens
         assert total.tokens_per_pass == 2 * total.tokens / total.target_passes
-        assert total.acceptance_rate == (total.accepted / total.drafted if total.drafted else 0)
+        assert total.accepted_share == (total.accepted / total.drafted if total.drafted else 0)
     assert only(record, "none").drafting_share == 0
     assert only(record, PLAIN).tokens_per_pass == only(record, "none").tokens_per_pass == 1
     assert only(record, PLAIN).ratio == 1
@@ -254,7 +252,7 @@ def test_counts_of_mlx_lms_speculation_follow_its_rounds() -> None:
         if sample.drafter == MLX_LM_SPECULATION:
             assert 3 * (sample.passes - 1) <= sample.drafted <= 3 * sample.passes
             assert sample.passes + sample.accepted in (24, 25)
-    assert 0 < only(record, MLX_LM_SPECULATION).acceptance_rate < 1
+    assert 0 < only(record, MLX_LM_SPECULATION).accepted_share < 1
 
 
 def test_random_texts_are_not_compared() -> None:
@@ -319,6 +317,18 @@ def test_record_survives_json(tmp_path: Path) -> None:
     assert loaded.live_ratio("prompt-lookup", "3", ALL) is None
 
 
+def test_a_record_of_an_older_version_is_read(tmp_path: Path) -> None:
+    """Its results also hold the share that now follows from the counts."""
+    record = usual()
+    path = tmp_path / "record.json"
+    save_record(record, path)
+    data = json.loads(path.read_text())
+    for result in data["results"]:
+        result["acceptance_rate"] = 0.5
+    path.write_text(json.dumps(data))
+    assert load_record(path).results == record.results
+
+
 def test_another_file_is_no_record(tmp_path: Path) -> None:
     for text in ("[]", "{}", "no JSON"):
         (tmp_path / "other").write_text(text)
@@ -336,7 +346,7 @@ def parse(*arguments: str) -> argparse.Namespace:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    monkeypatch.setattr(run, "load", lambda name: (narrow.model(), tokenizer))
+    monkeypatch.setattr(run, "load_model", lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
 
@@ -423,17 +433,6 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path: Path, line: str) -> None:
 def test_chat_template_is_used_where_there_is_one() -> None:
     assert encode_chat(narrow.FakeTokenizer(), "a") == [0, ord("a") % 4, 1]
     assert encode_chat(narrow.FakeTokenizer(has_chat_template=False), "a") == [ord("a") % 4]
-
-
-def test_drafters_by_name() -> None:
-    assert drafter_from_spec("none") is None
-    assert drafter_from_spec("ngram:max_order=3") == sd.NGramDrafter(max_order=3)
-    drafter = drafter_from_spec("model:greedy=true", narrow.model())
-    assert isinstance(drafter, sd.ModelDrafter)
-    assert drafter.greedy
-    with pytest.raises(ValueError, match="needs --draft-model"):
-        drafter_from_spec("model")
-    assert [parse_draft_length(text) for text in ("4", "auto", "")] == [4, "auto", 0]
 
 
 def test_what_auto_learned_is_kept_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,18 @@ import re
 import sys
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
-from commanding import both_ways, run, run_stock
-from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
+import specdec_mlx as sd
+from command_line import both_ways, run
+from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
+from specdec_mlx.mlx_lm_plugin.foreign_flags import FLAGS
+from specdec_mlx.mlx_lm_plugin.installation import Speculation
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.types import RoundRecord
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -45,7 +52,30 @@ def text_in(output: str) -> str:
 @pytest.fixture(scope="module")
 def stock_output(folders: Path) -> str:
     arguments = ("--model", folders / "model", "--prompt", PROMPT, "--max-tokens", 80)
-    return run_stock("generate", *arguments).stdout
+    return run("generate", *arguments, program="mlx_lm").stdout
+
+
+def test_nothing_is_said_about_the_pace_where_nothing_was_drafted(folders: Path) -> None:
+    """Nor where nothing was accepted: then there is nothing to compare, and the counts say it."""
+    never = generate(folders, "--drafter", "prompt-lookup:min_ngram=8,max_ngram=8", tokens=12)
+    assert never.rstrip().endswith("accepted 0 of 0 drafted")
+    drafter = sd.NGramDrafter()
+    plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
+    wrong = RoundRecord(4, 0, 1, 5, seconds=0.2)
+    right = RoundRecord(4, 4, 5, 5, seconds=1.0)
+    for rounds in ([plain] * 3, [plain, plain, wrong]):
+        assert "pace" not in closing_line(Speculation(drafter, stats=account_of(rounds)))
+    stats = account_of([plain, plain, right])
+    assert stats.observed_speedup == 3.0
+    line = closing_line(Speculation(drafter, stats=stats))
+    assert line.endswith("accepted 4 of 4 drafted, 3.00 times the plain pace")
+
+
+def account_of(rounds: list[RoundRecord]) -> SpeculationStats:
+    stats = SpeculationStats()
+    for record in rounds:
+        stats.record(record)
+    return stats
 
 
 ACCOUNT = re.compile(
@@ -140,27 +170,95 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
-@both_ways
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (("--drafter", "nothing"), "Unknown drafter 'nothing'. Known: model, ngram"),
-        (("--drafter", "ngram:nothing=1"), "nothing"),
-        (("--drafter", "model"), "--draft-model"),
-        (("--draft-length", "-1"), "expected an int >= 0, auto or heuristic"),
-        (("--rule", "nothing"), "Unknown rule 'nothing'"),
-        (("--draft-model", "swapped"), "token 'x' has id"),
-    ],
-)
+WRONG: dict[str, str] = {
+    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: model, ngram, none, pro",
+    "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
+    "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
+    "generate --drafter model": "--draft-model",
+    "generate --draft-model SWAPPED": "token 'x' has id",
+    "generate --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
+    "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
+    "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
+    "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
+    "generate --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
+    "chat --max-tokens -5": "--max-tokens: -5: expected an int >= 1",
+    "server --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
+    "generate --rule nothing": "Unknown rule 'nothing'",
+    "generate --prompt-cache-file none.safetensors": "there is no file none.safetensors",
+    "generate --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
+    "chat --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
+    "server --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
+    "generate --json-schema none.json": "none.json",
+    "generate --regex (": "This is no regex that can be followed",
+    "generate --model nowhere/at/all": "There is no folder nowhere/at/all",
+    "chat --model nowhere/at/all": "There is no folder nowhere/at/all",
+    "benchmark --model nowhere/at/all": "There is no folder nowhere/at/all",
+    "server --model nowhere/at/all": "There is no folder nowhere/at/all",
+    "generate --model nobody/no-model": "nobody/no-model is no folder here, and could not be",
+    "benchmark -b 2 --drafter ngram": "use --batch-size 1",
+    "benchmark -b 2 --rule match": "use --batch-size 1",
+    "benchmark -b 2 --stats": "use --batch-size 1",
+    "benchmark -b 2 --no-tuning": "use --batch-size 1",
+    "benchmark -b 0": "--batch-size: 0: expected an int >= 1",
+    "benchmark -n 0": "--num-trials: 0: expected an int >= 1",
+    "benchmark -g 0": "--generation-tokens: 0: expected an int >= 1",
+}
+"""What is typed, and what is answered. SWAPPED is a model with another tokenizer."""
+
+
+@pytest.mark.parametrize("typed", WRONG)
 def test_what_cannot_be_done_is_said_in_words(
-    flags: tuple[str, str], words: str, folders: Path
+    typed: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Status 2, no traceback."""
-    flag, value = flags
-    value = str(folders / value) if flag == "--draft-model" else value
-    done = run("generate", "--model", str(folders / "model"), "--prompt", "a", flag, value)
+    """Status 2 and a line that says why; what would be a traceback is an error of this test."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    name, *flags = typed.replace("SWAPPED", str(folders / "swapped")).split()
+    model = () if "--model" in flags else ("--model", folders / "model")
+    done = run(name, *model, *flags)
     assert done.returncode == 2
-    assert words in done.stderr
+    assert WRONG[typed] in done.stderr
+
+
+ELSEWHERE = {
+    "--draft-max 16": "of llama.cpp; here it is --draft-length N",
+    "--draft-min 2": "of llama.cpp; here it is --draft-length auto, which drafts no more than pays",
+    "--spec-type ngram-simple": "of llama.cpp; here it is --drafter NAME",
+    "--spec-draft-n-max=16": "of llama.cpp; here it is --draft-length N",
+    "--prompt-lookup-num-tokens 10": "of transformers; here it is --drafter prompt-lookup --dr",
+    "--prompt_lookup_num_tokens=10": "of transformers; here it is --drafter prompt-lookup --dr",
+    "--num-speculative-tokens 5": "of vLLM; here it is --draft-length N",
+    "--ngram-prompt-lookup-max 4": "of vLLM; here it is --drafter prompt-lookup:max_ngram=N",
+    "--speculative-num-steps 3": "of SGLang; here it is --draft-length N",
+    "--speculative-config {}": "not known here; speculation is set by --drafter NAME, --dra",
+    "--nothing 3": "unrecognized arguments: --nothing 3",
+}
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "bench", "demo"])
+@pytest.mark.parametrize("typed", ELSEWHERE)
+def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str) -> None:
+    """In every command, before anything is loaded."""
+    done = run(command, *typed.split())
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert re.split("[ =]", typed)[0] in last
+    assert ELSEWHERE[typed] in last
+
+
+def test_what_is_answered_exists() -> None:
+    """Each of our flags that another program's is answered with is taken by the commands."""
+    ours = {word for flags in FLAGS.values() for text in flags.values() for word in text.split()}
+    help_text = run("chat", "--help").stdout
+    for flag in {word for word in ours if word.startswith("--")}:
+        assert flag in help_text
+    for spec in {word for word in ours if ":" in word}:
+        assert make_drafter(spec.replace("N", "2")) is not None
+
+
+def test_chat_ends_with_its_input(folders: Path) -> None:
+    """Like q; a program that writes to it need not know of that."""
+    done = run("chat", "--model", folders / "model", "--max-tokens", 5, stdin="the cat\n")
+    assert done.returncode == 0
     assert "Traceback" not in done.stderr
 
 
@@ -168,10 +266,10 @@ def test_what_cannot_be_done_is_said_in_words(
 @pytest.mark.parametrize("flags", [(), ("--drafter", "ngram")])
 def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     """Two turns and a reset: the same answers; with --stats a line after each."""
-    arguments = ("--model", str(folders / "model"), "--max-tokens", "30")
+    arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
-    theirs = run_stock("chat", *arguments, stdin=said)
-    ours = run("chat", *arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
+    theirs = run(*arguments, stdin=said, program="mlx_lm")
+    ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
     assert theirs.returncode == ours.returncode == 0, ours.stderr
     assert len(ACCOUNT.findall(ours.stdout)) == 3
 
@@ -199,7 +297,7 @@ def test_chat_takes_a_draft_model(folders: Path) -> None:
 
 @both_ways
 def test_benchmark_speculates(folders: Path) -> None:
-    """With any drafter or a draft model, for one sequence; a batch is refused in words."""
+    """With any drafter or a draft model, for one sequence."""
     arguments = ("benchmark", "--model", str(folders / "model"), "-p", "20", "-g", "30", "-n", "1")
     done = run(
         *arguments, "--draft-model", str(folders / "model"), "--draft-length", "4", "--stats"
@@ -207,9 +305,6 @@ def test_benchmark_speculates(folders: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"Averages: prompt_tps=\d", done.stdout)
     assert account(done.stdout) == (5.0, 24, 24)
-    refused = run(*arguments, "-b", "2", "--drafter", "ngram")
-    assert refused.returncode == 2
-    assert "use --batch-size 1" in refused.stderr
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

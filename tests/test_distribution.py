@@ -215,7 +215,7 @@ def generate(
                 PROMPT,
                 drafter,
                 max_tokens=LENGTH,
-                sampling=sampling,
+                sampler=sampling,
                 seed=seed,
                 rule=rule,
                 draft_length=NUM_DRAFT,
@@ -451,7 +451,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(rule):
         [3, 1, 2],
         sd.ModelDrafter(model),
         max_tokens=NUM_TOKENS,
-        sampling=sd.Sampling(temp=1.0),
+        sampler=sd.Sampling(temp=1.0),
         seed=0,
         rule=rule,
         draft_length=4,
@@ -484,10 +484,10 @@ def test_accept_iff_equal_is_not():
         [3, 1, 2],
         sd.ModelDrafter(model),
         max_tokens=NUM_TOKENS,
-        sampling=sd.Sampling(temp=1.0),
+        sampler=sd.Sampling(temp=1.0),
         seed=0,
         rule="match",
         draft_length=4,
     )
-    assert last.stats.acceptance_rate < 0.9
+    assert last.stats.accepted_share < 0.9
     assert host_acceptance(model, 4) < 0.9

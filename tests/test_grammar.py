@@ -14,7 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import specdec_mlx as sd
-from commanding import both_ways, run
+from command_line import both_ways, run
 from specdec_mlx.drafters.grammar import Place, compiled_tokenizer
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder

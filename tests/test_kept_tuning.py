@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import tiny
-from commanding import both_ways, run
+from command_line import both_ways, run
 from specdec_mlx.draft_length.store import kept_tuning, tuning_path
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
 from tiny_model_folder import write_model_folder

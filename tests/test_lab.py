@@ -113,7 +113,7 @@ def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: flo
             prompt,
             ModelDrafter(pair.draft),
             max_tokens=256,
-            sampling=Sampling(temperature),
+            sampler=Sampling(temperature),
             seed=1,
             draft_length=4,
         )

@@ -384,13 +384,13 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
 
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
-    assert emitted(drafter, sampling=make_stateful()) == expected
+    assert emitted(drafter, sampler=make_stateful()) == expected
 
 
 def test_mlx_lms_own_sampler_is_taken_as_it_is() -> None:
     """make_sampler's greedy and random samplers both work; the greedy one gives the same text."""
-    assert emitted(oracle(0.3), sampling=make_sampler(temp=0.0)) == plain()
-    assert len(emitted(oracle(0.3), sampling=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
+    assert emitted(oracle(0.3), sampler=make_sampler(temp=0.0)) == plain()
+    assert len(emitted(oracle(0.3), sampler=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
 
 
 FILTERED = sd.Sampling(temp=0.7, top_p=0.9)
@@ -399,7 +399,7 @@ FILTERED = sd.Sampling(temp=0.7, top_p=0.9)
 @pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
 def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling) -> None:
     """The target's draws are keyed by seed and position, whatever was drafted before."""
-    expected = emitted(None, sampling=sampling, seed=11)
+    expected = emitted(None, sampler=sampling, seed=11)
     for drafter in (
         scripted.OracleDrafter(expected, VOCAB),
         scripted.OracleDrafter(expected, VOCAB, wrong=0.4),
@@ -407,8 +407,8 @@ def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling
         sd.ModelDrafter(target(), greedy=True),
     ):
         for length in (1, 4):
-            assert emitted(drafter, sampling=sampling, seed=11, draft_length=length) == expected
-    assert emitted(None, sampling=sampling, seed=12) != expected
+            assert emitted(drafter, sampler=sampling, seed=11, draft_length=length) == expected
+    assert emitted(None, sampler=sampling, seed=12) != expected
 
 
 @pytest.mark.parametrize("sampling", cases([sd.Sampling(temp=1.0), FILTERED], FILTERED))
@@ -417,7 +417,7 @@ def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
 ) -> None:
     """Draft models included; they draw from the target's noise, and are right far more often."""
     other = sd.ModelDrafter(noisy_copy())
-    expected = emitted(None, sampling=sampling, seed=5, max_tokens=60)
+    expected = emitted(None, sampler=sampling, seed=5, max_tokens=60)
     rates = {}
     for rule in ("coupled", "match"):
         for length in (2, 5, "auto"):
@@ -426,7 +426,7 @@ def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
                     target(),
                     PROMPT,
                     other,
-                    sampling=sampling,
+                    sampler=sampling,
                     seed=5,
                     rule=rule,
                     draft_length=length,
@@ -434,7 +434,7 @@ def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
                 )
             )
             assert [t.token for t in tokens] == expected
-            rates[rule, length] = tokens[-1].stats.acceptance_rate
+            rates[rule, length] = tokens[-1].stats.accepted_share
     assert rates["coupled", 2] > rates["match", 2] + 0.2
 
 
@@ -456,7 +456,7 @@ def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
 
     def run() -> list[int]:
         mx.random.seed(3)
-        return emitted(drafter, sampling=sd.Sampling(temp=1.0))
+        return emitted(drafter, sampler=sd.Sampling(temp=1.0))
 
     assert run() == run()
 
@@ -570,7 +570,7 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="max_n"):
         sd.make_drafter("ngram:max_n=3")
     with pytest.raises(ValueError, match="needs the target's distribution"):
-        emitted(None, rule="rejection", sampling=lambda x: mx.argmax(x, axis=-1))
+        emitted(None, rule="rejection", sampler=lambda x: mx.argmax(x, axis=-1))
     with pytest.raises(ValueError, match="make_prompt_cache"):
         emitted(None, prompt_cache=make_prompt_cache(model)[:1])
     with pytest.raises(ValueError, match="begin"):
@@ -593,7 +593,7 @@ def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
     """DraftError, and the caches can be continued from."""
     caches = make_prompt_cache(target())
     with pytest.raises(sd.DraftError, match=error):
-        emitted(drafter, sampling=sd.Sampling(temp=1.0), prompt_cache=caches)
+        emitted(drafter, sampler=sd.Sampling(temp=1.0), prompt_cache=caches)
     assert {c.offset for c in caches} == {len(PROMPT)}
 
 

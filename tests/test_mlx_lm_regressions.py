@@ -350,7 +350,7 @@ def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
 
     target, draft = Unmoved([1e-9, 0.6, 0.4, 1e-9]), Unmoved([1e-9, 1.0, 1e-9, 1e-9])
     always_1 = scripted.ScriptedDrafter(lambda start, limit: [1] * limit)
-    text = ours(target, always_1, [1], sampling=law, seed=1, max_tokens=400, probe=False)
+    text = ours(target, always_1, [1], sampler=law, seed=1, max_tokens=400, probe=False)
     assert set(text) == {1, 2}
     assert abs(text.count(1) - 200) < 60  # six standard deviations
     assert any(run % 5 for run in runs_of_1(text))

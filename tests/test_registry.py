@@ -16,7 +16,9 @@ import pytest
 import specdec_mlx as sd
 import tiny_text
 from selection import FULL
-from specdec_mlx.drafters.registry import GROUP, drafter_names, make_drafter, parse_options
+from specdec_mlx.drafters import registry
+from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.options import parse_options
 
 BUILT_IN = {
     "prompt-lookup": sd.PromptLookupDrafter,
@@ -49,6 +51,28 @@ def test_a_name_with_options_makes_what_the_class_would() -> None:
     assert make_drafter("model", model=model).model is model
 
 
+def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
+    """A draft model goes to the name "model" only; "none" is plain decoding, and takes nothing."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    given = {"draft_model": model, "draft_tokenizer": tokenizer}
+    drafter = make_drafter("model:greedy=true", **given)
+    assert isinstance(drafter, sd.ModelDrafter)
+    assert (drafter.model, drafter.tokenizer, drafter.greedy) == (model, tokenizer, True)
+    assert make_drafter("ngram", **given) == sd.NGramDrafter()
+    assert make_drafter("none", **given) is None
+    assert "none" in drafter_names()
+    with pytest.raises(ValueError, match="none takes no options"):
+        make_drafter("none:a=1")
+
+
+def test_several_drafters_are_one_that_tries_them_in_order() -> None:
+    """None of them counts; one alone is itself; of none there is None."""
+    ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()
+    assert first_of([]) is first_of([None]) is None
+    assert first_of([None, ngram]) is ngram
+    assert first_of([ngram, None, lookup]).drafters == (ngram, lookup)
+
+
 @pytest.mark.parametrize(
     ("text", "options"),
     [
@@ -59,6 +83,9 @@ def test_a_name_with_options_makes_what_the_class_would() -> None:
         ("a=true,b=False,c=none", {"a": True, "b": False, "c": None}),
         ("a=earliest", {"a": "earliest"}),
         ("a='1'", {"a": "1"}),
+        ("a=1e-3,b=.5,c=+2", {"a": 1e-3, "b": 0.5, "c": 2}),
+        ("a=nan,b=inf", {"a": "nan", "b": "inf"}),
+        ("a=(1),b=[1],c=f(1)", {"a": "(1)", "b": "[1]", "c": "f(1)"}),
         ("a=x=y", {"a": "x=y"}),
         ("a=/some/folder", {"a": "/some/folder"}),
         ("a-b = 1 , c = x", {"a_b": 1, "c": "x"}),
@@ -66,7 +93,7 @@ def test_a_name_with_options_makes_what_the_class_would() -> None:
         (",a=1,,", {"a": 1}),
     ],
 )
-def test_options_are_python_literals_or_else_text(text: str, options: dict[str, Any]) -> None:
+def test_options_are_numbers_words_for_values_or_text(text: str, options: dict[str, Any]) -> None:
     """Nothing is evaluated."""
     assert parse_options(text) == options
 
@@ -92,6 +119,37 @@ def test_options_that_a_drafter_does_not_take_are_refused(spec: str) -> None:
     name = spec.partition(":")[0]
     with pytest.raises(ValueError, match=rf"Drafter '{name}': .*help\(\w+Drafter\)"):
         make_drafter(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        ("prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),
+        ("prompt-lookup:max_ngram=2.5", "max_ngram is 2.5, expected int"),
+        ("prompt-lookup:num_draft=x", r"num_draft is 'x', expected int \| None"),
+        ("ngram:stochastic=3", "stochastic is 3, expected bool"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_said_with_the_kind_expected(spec: str, words: str) -> None:
+    """From the drafter's own annotations; not what Python says when it compares them."""
+    with pytest.raises(ValueError, match=words):
+        make_drafter(spec)
+
+
+def test_a_whole_number_stands_for_a_float() -> None:
+    """As it does in Python, where a class says that it takes a float."""
+    assert make_drafter("ngram:discount=0.5") == sd.NGramDrafter(discount=0.5)
+    drafter = make_drafter("ngram:discount=1")
+    assert drafter == sd.NGramDrafter(discount=1.0)
+    assert type(drafter.discount) is float
+
+
+def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
+    drafter_names()
+    monkeypatch.setattr(registry, "entry_points", pytest.fail)
+    assert make_drafter("ngram") == sd.NGramDrafter()
+    assert "ngram" in drafter_names()
 
 
 def test_values_that_a_drafter_does_not_take_are_its_own_error() -> None:

@@ -53,7 +53,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "prompt_tokens": draw(st.lists(few_tokens, min_size=1, max_size=12)),
         "seed": draw(st.integers(-(2**70), 2**70)),
-        "sampling": {
+        "sampler": {
             "temp": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])),
             "top_p": draw(st.sampled_from([0.0, 0.9])),
             "min_p": draw(st.sampled_from([0.0, 0.05])),
@@ -77,7 +77,7 @@ def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple
             rule=rule,
             max_tokens=NUM_TOKENS,
             tuning=sd.Tuning(),
-            sampling=sampling,
+            sampler=sampling,
             logits_processors=penalty and make_logits_processors(None, penalty),
             **options,
         )
@@ -126,7 +126,7 @@ def test_point_masses_need_no_coupled_rule(request, length):
 
 def test_other_rules_have_other_texts():
     """A control: drawn drafts under rejection or block give another text for the seed."""
-    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampling": {"temp": 1.0}}
+    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampler": {"temp": 1.0}}
     expected, _ = text(request, None, 0, "coupled")
     model = drafters(expected)["model"]
     for rule in ("rejection", "block", "auto"):

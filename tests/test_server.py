@@ -25,7 +25,7 @@ from mlx_lm.generate import generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
-from commanding import both_ways, run
+from command_line import both_ways, run
 from selection import FULL
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
@@ -256,37 +256,6 @@ def test_a_seed_is_repeatable(server: Server) -> None:
     """mlx-lm serves a seeded request alone; so do we, with speculation."""
     texts = [server.complete(seed=seed, temperature=0.9).choices[0].text for seed in (3, 3, 4)]
     assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        ({"drafter": "nothing"}, "Known: ngram, none, prompt-lookup."),
-        ({"drafter": "model"}, "Unknown drafter 'model'"),
-        ({"drafter": "ngram:max_order=9"}, "Unknown drafter"),
-        ({"drafter": 3}, "drafter must be a name"),
-        ({"draft_length": -1}, "draft_length must be"),
-        ({"draft_length": True}, "draft_length must be"),
-        ({"draft_length": 100_000}, "0 to 64"),
-        ({"rule": "nothing"}, "Unknown rule 'nothing'. Known: auto"),
-        ({"rule": []}, "rule=[]: expected a name"),
-        ({"drafter": "ngram", "draft_model": "some/model"}, "not both"),
-        ({"temperature": -1}, "temperature must be at least 0"),
-    ],
-)
-def test_a_bad_request_is_refused_in_words(
-    body: dict[str, Any], words: str, server: Server
-) -> None:
-    """HTTP 400, and the next one is served."""
-    request = urllib.request.Request(
-        f"{server.url}/v1/completions",
-        json.dumps({"prompt": PROMPT, "max_tokens": 2, **body}).encode(),
-        {"Content-Type": "application/json"},
-    )
-    with pytest.raises(urllib.error.HTTPError) as caught:
-        urllib.request.urlopen(request, timeout=60)
-    assert caught.value.code == 400
-    assert words in json.loads(caught.value.read())["error"]
 
 
 def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:

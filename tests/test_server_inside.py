@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import socket
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import ThreadingHTTPServer
 from pathlib import Path
-from queue import Queue
 from typing import Any
 
 import mlx.core as mx
@@ -22,40 +16,12 @@ from mlx_lm.models import llama
 import specdec_mlx as sd
 import tiny
 from selection import FULL
+from serving import serving
 from specdec_mlx.mlx_lm_plugin.conversation import Kept, keeping_caches
-from specdec_mlx.mlx_lm_plugin.server import ConversationCache, run_server
+from specdec_mlx.mlx_lm_plugin.server import ConversationCache
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
-
-
-@contextmanager
-def serving(*flags: str) -> Iterator[openai.OpenAI]:
-    """`specdec-mlx server` with these flags, in a thread; a client of it."""
-    module: Any = importlib.import_module("mlx_lm.server")
-    ready: Queue[ThreadingHTTPServer] = Queue()
-
-    def serve(host: str, port: int, generator: Any, handler_class: Any) -> None:
-        def handler(*args: Any, **kwargs: Any) -> Any:
-            return handler_class(generator, *args, system_fingerprint="here", **kwargs)
-
-        httpd = ThreadingHTTPServer((host, 0), handler)
-        ready.put(httpd)
-        httpd.serve_forever()
-        generator.stop_and_join()
-        httpd.server_close()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_run_http_server", serve)
-        thread = threading.Thread(target=run_server, args=(flags,), daemon=True)
-        thread.start()
-        httpd = ready.get(timeout=120)
-        url = f"http://127.0.0.1:{httpd.server_port}/v1"
-        try:
-            yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
-        finally:
-            httpd.shutdown()
-            thread.join(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -140,12 +106,12 @@ def test_a_draft_model_without_a_way_back_is_not_stored_wrongly() -> None:
     drafter = Kept(sd.ModelDrafter(small), store)
     prompt = [5, 17, 99, 3]
     list(sd.speculate(model, prompt, drafter, max_tokens=11, draft_length=3))
-    caches, rest = store.fetch_nearest_cache(drafter.key, [*prompt, 1])
+    caches, rest = store.fetch_nearest_cache(drafter.place, [*prompt, 1])
     assert caches is None or len(rest) >= 1
     for _, held in [store._lru._lrus["assistant"][0]]:
         fresh = small.make_cache()
         small(mx.array([held]), cache=fresh)
-        stored = store._trie.get(drafter.key, held).prompt_cache
+        stored = store._trie.get(drafter.place, held).prompt_cache
         for one, other in zip(fresh, stored, strict=True):
             for ours, theirs in zip(one.cache, other.cache, strict=True):
                 assert mx.allclose(ours, theirs, atol=1e-5).item()

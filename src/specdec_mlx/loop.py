@@ -93,7 +93,7 @@ def speculate(
     drafter: Drafter | None = None,
     *,
     max_tokens: int = 256,
-    sampling: Sampling | Sampler | None = None,
+    sampler: Sampler | Sampling | None = None,
     seed: int | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
@@ -123,7 +123,7 @@ def speculate(
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
         max_tokens: tokens to emit, -1 for no limit.
-        sampling: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
+        sampler: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
             sampler.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
         rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
@@ -169,7 +169,7 @@ def speculate(
     verifier = Verifier(
         ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None),
         NextToken(
-            Sampling() if sampling is None else sampling,
+            Sampling() if sampler is None else sampler,
             logits_processors or (),
             Noise.from_global_state() if seed is None else Noise(seed),
         ),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
 
@@ -21,24 +24,41 @@ def load_model(name: Path | str) -> tuple[nn.Module, Any]:
     cannot be fetched.
     """
     folder = Path(name).expanduser()
+    with explained(name):
+        loaded = load(str(folder if folder.exists() else name))
+    return loaded[0], loaded[1]
+
+
+@contextmanager
+def explained(name: Path | str) -> Iterator[None]:
+    """Raise ModelFolderError, with the next step, where the block cannot load the model `name`."""
+    folder = Path(name).expanduser()
     if folder.exists():
         check_folder(folder)
-        loaded = load(str(folder))
-        return loaded[0], loaded[1]
+        yield
+        return
     if _is_path(str(name)):
         raise ModelFolderError(
             f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
             "name such as mlx-community/SmolLM2-135M-Instruct."
         )
     try:
-        loaded = load(str(name))
+        yield
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise ModelFolderError(
             f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
             "Look at the name and at the network, or give a folder."
         ) from error
-    return loaded[0], loaded[1]
+
+
+def four_bit_copy(model_path: Path | str) -> nn.Module:
+    """The same model with 4-bit weights: a draft model that is at hand for any target."""
+    model = load_model(model_path)[0]
+    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
+        nn.quantize(model, group_size=32, bits=4)
+        mx.eval(model.parameters())
+    return model
 
 
 def check_folder(folder: Path) -> None:

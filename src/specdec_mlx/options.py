@@ -1,9 +1,19 @@
-"""Options in a name: NAME:key=value,key=value, as on the command line."""
+"""What is typed as text: NAME:key=value,key=value, and the numbers of flags."""
 
 from __future__ import annotations
 
-import ast
-from typing import Any
+import argparse
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+WORDS = {"true": True, "false": False, "none": None}
+_INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+_FLOAT = re.compile(r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I)
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
@@ -13,18 +23,57 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Options out of `key=value,key=value`; values are Python literals, anything else is text."""
+    """Options out of `key=value,key=value`; raises ValueError.
+
+    Values are numbers, true, false or none; anything else is text, with or without quotes. Nothing
+    is evaluated, so that it may come from anybody.
+    """
     options: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
         key, separator, value = part.partition("=")
         if not separator:
             raise ValueError(f"Option {part!r}: expected key=value.")
-        options[key.strip().replace("-", "_")] = _literal(value.strip())
+        options[key.strip().replace("-", "_")] = _value(value.strip())
     return options
 
 
-def _literal(text: str) -> Any:
-    try:
-        return ast.literal_eval(text.capitalize() if text in ("true", "false", "none") else text)
-    except (ValueError, SyntaxError):
+def _value(text: str) -> int | float | bool | str | None:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text[1:-1] if _QUOTED.fullmatch(text) else text
+
+
+def positive_int(text: str) -> int:
+    """An int of at least 1; raises ValueError."""
+    number = int(text) if _INT.fullmatch(text) else 0
+    if number < 1:
+        raise ValueError(f"{text!r}: expected an int >= 1.")
+    return number
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as the `type` of a flag: what it says in its ValueError reaches the user."""
+
+    @functools.wraps(parse)
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Like `argument`, but the flag keeps the text as it was typed."""
+
+    @functools.wraps(parse)
+    def kept(text: str) -> str:
+        argument(parse)(text)
         return text
+
+    return kept

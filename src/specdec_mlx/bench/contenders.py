@@ -13,9 +13,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter, parse_options
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
@@ -23,15 +23,16 @@ from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"
 MLX_LM_SPECULATION = "mlx-lm-speculation"
-NO_DRAFTER = "none"
 MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
 class Passes(NamedTuple):
     """What somebody else's loop says of itself so far.
 
-    target_passes: the one that gave the first token included. drafted: tokens proposed.
-    drafting: passes that had a draft.
+    Attributes:
+        target_passes: the one that gave the first token included.
+        drafted: tokens proposed.
+        drafting: passes that had a draft.
     """
 
     target_passes: int
@@ -43,9 +44,13 @@ class Passes(NamedTuple):
 class Emitted:
     """One token of a generation.
 
-    stats: the running account, of our loop only. passes: the same of another package's loop; None
-    for mlx-lm's. at: when the token was known, by `time.perf_counter`; None is now, as it is handed
-    out, which a loop without streaming cannot do.
+    Attributes:
+        token: its id.
+        from_draft: whether it was proposed.
+        stats: the running account, of our loop only.
+        passes: the same of another package's loop; None for mlx-lm's.
+        at: when the token was known, by `time.perf_counter`; None is now, as it is handed out,
+            which a loop without streaming cannot do.
     """
 
     token: int
@@ -60,10 +65,13 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to generate. start: prompt [n], max_tokens and seed to a stream of tokens.
+    """A way to generate.
 
-    drafter: as given on the command line. draft_length, rule: the same; "" where they mean
-    nothing.
+    Attributes:
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        start: prompt [n], max_tokens and seed to a stream of tokens.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str
@@ -95,7 +103,14 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding."""
+    """mlx-lm's own speculative decoding.
+
+    Args:
+        model: the target.
+        draft_model: with the target's tokenizer.
+        draft_length: tokens a round.
+        temp: temperature; 0 is greedy.
+    """
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
@@ -122,13 +137,24 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
+    tuning: Tuning | None = None,
 ) -> Contender:
-    """Our loop with a drafter, or with none; `rule` as in `speculate`.
+    """Our loop with a drafter, or with none.
 
-    What an automatic draft length learns it keeps from text to text, for each seed, and so for
-    each repeat, anew: a text that it has seen before would be no fair test.
+    What an automatic draft length learns it keeps from text to text: in `tuning`, else for each
+    seed, and so for each repeat, anew, since a text that it has seen before would be no fair test.
+
+    Args:
+        model: the target.
+        drafter: None for plain decoding by our loop.
+        name: what tables call the drafter.
+        draft_length: a number or a policy, as on the command line.
+        temp: temperature; 0 is greedy.
+        tokenizer: the target's, for drafters that compare it.
+        rule: as in `speculate`.
+        tuning: where to keep what is learned; None for a new one for each seed.
     """
-    length = parse_draft_length(draft_length)
+    length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
@@ -137,11 +163,11 @@ def ours(
             prompt,
             drafter,
             max_tokens=max_tokens,
-            sampling=Sampling(temp),
+            sampler=Sampling(temp),
             seed=seed,
             rule=rule,
             draft_length=length,
-            tuning=tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )
         with closing(tokens):
@@ -167,7 +193,19 @@ def make_contenders(
 
     Ours is each drafter with each length and rule; without a drafter these mean nothing.
 
-    Raises UnknownNameError and ValueError for drafters that cannot be made.
+    Args:
+        model: the target.
+        drafters: names with options; "none" is our loop without a drafter.
+        draft_lengths: K or the name of a policy, each as it is typed.
+        temp: temperature, 0 for greedy.
+        tokenizer: the target's, for drafters that compare it with their own.
+        draft_model: what "model" drafts with, and mlx-lm's own speculation.
+        draft_tokenizer: the draft model's.
+        rules: acceptance rules, names with options.
+
+    Raises:
+        UnknownNameError: no drafter or length has this name.
+        ValueError: options that a drafter does not take, or "model" without one.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
@@ -175,29 +213,7 @@ def make_contenders(
         for number in numbers or [MLX_LM_DRAFT_LENGTH]:
             contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
     for spec in drafters:
-        drafter = drafter_from_spec(spec, draft_model, draft_tokenizer)
+        drafter = make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders
-
-
-def drafter_from_spec(
-    spec: str, draft_model: nn.Module | None = None, draft_tokenizer: Any = None
-) -> Drafter | None:
-    """The drafter that `NAME:key=value,...` names; None for "none"; "model" takes draft_model."""
-    name, _, options = spec.partition(":")
-    if name == NO_DRAFTER:
-        return None
-    if name != "model":
-        return make_drafter(spec)
-    if draft_model is None:
-        raise ValueError("--drafter model needs --draft-model, a folder or a Hugging Face name.")
-    return ModelDrafter(draft_model, tokenizer=draft_tokenizer, **parse_options(options))
-
-
-def parse_draft_length(text: str) -> int | str:
-    """An int where it is one, else the policy's name; 0 for an empty text."""
-    try:
-        return int(text or 0)
-    except ValueError:
-        return text

@@ -11,7 +11,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm import load
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
@@ -27,25 +26,29 @@ from specdec_mlx.bench.prompts import (
     encode_chat,
     read_prompts,
 )
-from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models import load_model
+from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)
 DEFAULT_RULES = ("auto",)
+NO_MODEL = (None, None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
-    add = parser.add_argument
+    add, count = parser.add_argument, argument(positive_int)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
     add("--categories", nargs="+", metavar="NAME", help="only these")
-    add("--per-category", type=int, metavar="N", help="prompts of each, evenly spread (all)")
+    add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     add(
         "--drafter",
         action="append",
@@ -56,13 +59,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-length",
         action="append",
+        type=checked(parse_draft_length),
         metavar="N|POLICY",
         help="repeatable: every drafter with every length (auto)",
     )
     add(
         "--rule",
         action="append",
-        type=checked_rule,
+        type=checked(make_rule),
         metavar="NAME",
         help="acceptance rule, repeatable: every drafter and length with every rule (auto)",
     )
@@ -73,8 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="also run this package's own prompt lookup, if it is installed; repeatable",
     )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
-    add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")
-    add("--repeats", type=int, default=1, help="timed runs of each (%(default)s)")
+    add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
+    add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
     add("--seed", type=int, default=0, help="of draws at a temperature above 0 (%(default)s)")
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
@@ -84,8 +88,8 @@ def main(args: argparse.Namespace) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
-    model, tokenizer = load(str(args.model or demo_model_path()))
-    draft_model, draft_tokenizer = _load_draft_model(args.draft_model)
+    model, tokenizer = load_model(args.model or demo_model_path())
+    draft_model, draft_tokenizer = load_model(args.draft_model) if args.draft_model else NO_MODEL
     contenders = make_contenders(
         model,
         _drafters(args),
@@ -130,10 +134,21 @@ def run_bench(
     about: dict[str, Any] | None = None,
     command: str = "",
 ) -> Record:
-    """Run all contenders on all tasks, and compare; the first contender is plain decoding.
+    """Run all contenders on all tasks, and compare.
 
-    measure_cost: measure c(m) too, one sweep before each task. make_bar: total -> a progress bar
-    with `update()` and `close()`. about: further settings for the record.
+    Args:
+        model: the target.
+        tasks: prompts as token ids, at least one.
+        contenders: ways to generate, as `make_contenders` returns them.
+        settings: tokens a prompt, repeats, seed and end tokens.
+        temp: temperature that the contenders were made with; at 0 their texts are compared.
+        measure_cost: measure c(m) too, one sweep before each task.
+        make_bar: total -> a progress bar with `update()` and `close()`.
+        about: further settings for the record.
+        command: what was typed, for the record.
+
+    Returns:
+        All samples, differences and costs, with what is needed to run it again.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
@@ -174,11 +189,24 @@ def bench_texts(
     settings: Settings | None = None,
     progress: bool = True,
 ) -> Record:
-    """A benchmark of your own texts from Python: kind of text -> user messages.
+    """A benchmark of your own texts from Python.
 
-    drafters, draft_lengths: as on the command line. draft_model: what the drafter "model" means;
-    it has the target's tokenizer. settings: 128 tokens and one repeat if None. progress: show a
-    bar.
+    Args:
+        model: the target.
+        tokenizer: its tokenizer, with a chat template.
+        texts: user messages by kind of text.
+        drafters: names with options, as on the command line.
+        draft_lengths: K or the name of a policy, as on the command line.
+        draft_model: what the drafter "model" means; it has the target's tokenizer.
+        settings: 128 tokens and one repeat if None.
+        progress: show a bar.
+
+    Returns:
+        What `specdec-mlx bench` prints and writes.
+
+    Raises:
+        UnknownNameError: no drafter, length or rule has this name.
+        ValueError: options that a drafter does not take, or no texts.
     """
     prompts = [
         Prompt(f"{kind}/{i}", kind, text)
@@ -209,7 +237,18 @@ def make_record(
     settings: dict[str, Any],
     command: str,
 ) -> Record:
-    """Put together what was measured."""
+    """Put together what was measured.
+
+    Args:
+        model: the target.
+        tasks: the prompts.
+        samples: every generation.
+        differences: where texts part from plain decoding's.
+        cost: measured c(m); None where it was not.
+        machine: what `describe_machine` says.
+        settings: for the record; `temp` says whether texts were compared.
+        command: for the record, as typed.
+    """
     references = reference_texts(samples)
     return Record(
         command=command,
@@ -219,7 +258,7 @@ def make_record(
             "dtype": describe_dtype(model),
             "vocab_size": model(mx.array([[0]])).shape[-1],
         },
-        texts=[Text(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=cost,
         results=summarise(samples, differences, greedy=settings["temp"] == 0),
         differences=list(differences),
@@ -253,22 +292,6 @@ def _drafters(args: argparse.Namespace) -> list[str]:
 def _prompts(args: argparse.Namespace) -> list[Prompt]:
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
     return choose(prompts, args.categories, args.per_category)
-
-
-def _load_draft_model(name: str | None) -> tuple[nn.Module | None, Any]:
-    if name is None:
-        return None, None
-    loaded = load(name)
-    return loaded[0], loaded[1]
-
-
-def checked_rule(text: str) -> str:
-    """A rule's name with its options, which `make_rule` takes."""
-    try:
-        make_rule(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
 
 
 def _progress_bar(total: int) -> Any:

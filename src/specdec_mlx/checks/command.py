@@ -7,9 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx.bench.contenders import drafter_from_spec
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.sampling.distribution import Sampling
@@ -54,8 +54,8 @@ def main(args: argparse.Namespace) -> int:
     report = check(
         model,
         tokenizer,
-        drafter=drafter_from_spec(name, draft_model, draft_tokenizer),
-        sampling=sampling,
+        drafter=make_drafter(name, draft_model=draft_model, draft_tokenizer=draft_tokenizer),
+        sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
         prompts=prompts,

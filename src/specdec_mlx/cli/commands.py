@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import specdec_mlx
-from specdec_mlx.bench.contenders import parse_draft_length
+from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import LogitsError
+from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
+from specdec_mlx.options import argument, positive_int
 
 MLX_LM_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
@@ -22,18 +24,25 @@ MLX_LM_COMMANDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments and arguments[0] in MLX_LM_COMMANDS:
-        from specdec_mlx.mlx_lm_plugin import run_command
-
-        return run_command(arguments[0], arguments[1:])
-    args = make_parser().parse_args(arguments)
+    """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
     try:
-        return int(args.run(args))
+        return _run(list(sys.argv[1:] if arguments is None else arguments))
     except (ValueError, RuntimeError, OSError, LogitsError) as error:
         print(f"specdec-mlx: {error}", file=sys.stderr)
         return 2
+
+
+def _run(arguments: Sequence[str]) -> int:
+    if arguments and arguments[0] in MLX_LM_COMMANDS:
+        from specdec_mlx.mlx_lm_plugin import run_command
+
+        run_command(arguments[0], arguments[1:])
+        return 0
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(refusal(unknown))
+    return int(args.run(args))
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -51,22 +60,33 @@ def make_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_check(commands)
     _add_drafters(commands)
+    _add_doctor(commands)
     return parser
 
 
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    count = argument(positive_int)
     demo = commands.add_parser("demo", help="plain against speculative, on real text")
     demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
     demo.add_argument(
-        "--max-tokens", type=_positive, default=96, help="tokens a prompt (%(default)s)"
+        "--seconds",
+        type=count,
+        default=45,
+        help="most that the generation may take; texts are cut to fit (%(default)s)",
     )
     demo.add_argument(
-        "--repeats", type=_positive, default=1, help="timed runs of each (%(default)s)"
+        "--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)"
+    )
+    demo.add_argument(
+        "--repeats",
+        type=count,
+        default=3,
+        help="timed runs of each text, as many as fit (%(default)s at most)",
     )
     demo.add_argument(
         "--draft-length",
-        type=parse_draft_length,
-        default=4,
+        type=argument(parse_draft_length),
+        default="auto",
         metavar="K",
         help="tokens a round, or auto (%(default)s)",
     )
@@ -79,21 +99,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from specdec_mlx.cli.blas import start_again_with_openblas
     from specdec_mlx.cli.demo import run_demo
     from specdec_mlx.lab.demo_model import demo_model_path
 
+    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
     path = args.model or demo_model_path()
     if args.print_model_path:
         print(path)
         return 0
-    return 0 if run_demo(path, args.max_tokens, args.repeats, args.draft_length) else 1
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number}: expected an int >= 1")
-    return number
+    identical = run_demo(
+        path,
+        max_tokens=args.max_tokens,
+        seconds=args.seconds,
+        repeats=args.repeats,
+        draft_length=str(args.draft_length),
+        is_default=args.model is None,
+        preloaded=preloaded,
+    )
+    return 0 if identical else 1
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -159,3 +183,10 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.cli import doctor
+
+    command = commands.add_parser("doctor", help="what is installed here, and is it right?")
+    command.set_defaults(run=doctor.main)

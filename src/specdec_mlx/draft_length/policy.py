@@ -284,3 +284,20 @@ def make_draft_length(
     if isinstance(choice, bool | float):
         raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")
     return Fixed(choice) if isinstance(choice, int) else choice
+
+
+def parse_draft_length(text: str) -> int | str:
+    """What `make_draft_length` takes, from what somebody typed.
+
+    Raises:
+        ValueError: for anything but an int >= 0 or a name.
+    """
+    if text in NAMES:
+        return text
+    try:
+        length = int(text)
+    except ValueError:
+        length = -1
+    if length < 0:
+        raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
+    return length

@@ -5,28 +5,41 @@ The built-in drafters come in by the same door as anybody's: a package that decl
     [project.entry-points."specdec_mlx.drafters"]
     my-drafter = "my_package:MyDrafter"
 
-gives its drafter a name in `make_drafter` and on the command line. A name that is taken stays with
-who had it: a built-in drafter, or else the package whose name comes first.
+gives its drafter a name in `make_drafter`, on the command line and in requests to the server. A
+name that is taken stays with who had it: a built-in drafter, or else the package whose name comes
+first.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import warnings
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, get_args
 
-from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import parse_options as parse_options
+import mlx.nn as nn
+
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.errors import MissingPackageError, UnknownNameError
+from specdec_mlx.options import split_spec
 from specdec_mlx.types import Drafter
 
 GROUP = "specdec_mlx.drafters"
 OWN_PACKAGE = "specdec-mlx"
+DEFAULT_DRAFTER = "prompt-lookup"
+"""What commands draft with if they are told nothing."""
 MODEL_DRAFTER = "model"
+"""The name of a draft model, wherever it comes from."""
+NO_DRAFTER = "none"
+"""The name of plain decoding."""
 
 
 def drafter_names() -> list[str]:
-    """Names that `make_drafter` knows, those of installed packages included."""
-    return sorted(_entries())
+    """Names that `make_drafter` knows, "none" and those of installed packages included."""
+    return sorted({*_entries(), NO_DRAFTER})
 
 
 def describe_drafters() -> dict[str, str]:
@@ -42,27 +55,100 @@ def describe_drafters() -> dict[str, str]:
     return texts
 
 
-def make_drafter(spec: str, **options: Any) -> Drafter:
+def make_drafter(
+    spec: str, *, draft_model: nn.Module | None = None, draft_tokenizer: Any = None, **options: Any
+) -> Drafter | None:
     """Drafter of a name, with options: `make_drafter("ngram:max_order=3,window=256")`.
 
-    spec: NAME or NAME:key=value,...; values are Python literals, anything else is text. Options
-    may also be given as keywords. Raises UnknownNameError, and ValueError for options that the
-    drafter does not take.
+    Args:
+        spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text.
+        draft_model: what the name "model" drafts with; other names need none.
+        draft_tokenizer: the draft model's, to be compared with the target's.
+        options: more options, as keywords.
+
+    Returns:
+        The drafter; None for the name "none", which is plain decoding.
+
+    Raises:
+        UnknownNameError: no drafter has this name.
+        ValueError: an option that the drafter does not take, or "model" without a model.
+        MissingPackageError: the package that brings the drafter cannot be imported.
     """
-    name, _, rest = spec.partition(":")
-    known = _entries()
-    if name not in known:
-        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(sorted(known))}.")
-    kind = known[name].load()
+    name, given = split_spec(spec)
+    if name not in drafter_names():
+        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
+    options = given | options
+    if name == NO_DRAFTER:
+        if options:
+            raise ValueError(f"Drafter {spec!r}: {NO_DRAFTER} takes no options.")
+        return None
+    if name == MODEL_DRAFTER and draft_model is not None:
+        options = {"model": draft_model, "tokenizer": draft_tokenizer} | options
+    return _make(name, _load(name), options)
+
+
+def first_of(drafters: Sequence[Drafter | None]) -> Drafter | None:
+    """One drafter that asks several in order; None if there is none among them."""
+    some = [drafter for drafter in drafters if drafter is not None]
+    if len(some) > 1:
+        return FirstOf(*some)
+    return some[0] if some else None
+
+
+def _load(name: str) -> Callable[..., Drafter]:
+    """The class that a name stands for."""
+    entry = _entries()[name]
     try:
-        drafter: Drafter = kind(**parse_options(rest), **options)
+        kind: Callable[..., Drafter] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingPackageError(
+            f"Drafter {name!r} of {_package(entry)} cannot be loaded: {error}"
+        ) from error
+    return kind
+
+
+def _make(name: str, kind: Callable[..., Drafter], options: dict[str, Any]) -> Drafter:
+    """The drafter, or an error that names the option."""
+    where = f"See help({getattr(kind, '__name__', kind)})."
+    if name == MODEL_DRAFTER and "model" not in options:
+        raise ValueError(
+            f"Drafter {name!r}: it needs a model. Name it with --draft-model on the command line, "
+            f"or give it as draft_model= in Python. {where}"
+        )
+    hints = _annotations(kind)
+    try:
+        return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
     except TypeError as error:
-        raise ValueError(f"Drafter {name!r}: {error}. See help({kind.__name__}).") from error
-    return drafter
+        raise ValueError(f"Drafter {name!r}: {error}. {where}") from error
 
 
+def _annotations(kind: Callable[..., Drafter]) -> dict[str, Any]:
+    """What a drafter's options are annotated with, as far as that can be read."""
+    try:
+        parameters = inspect.signature(kind, eval_str=True).parameters.values()
+    except Exception:  # names that are there for type checkers only
+        return {}
+    return {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _fitted(option: str, value: Any, hint: Any) -> Any:
+    """A value of the annotated type, an int for a float too; else a TypeError that names both.
+
+    Only numbers and text are looked at; what else there is the drafter knows best.
+    """
+    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
+        return value
+    if type(value) is int and float in kinds:
+        return float(value)
+    raise TypeError(f"{option} is {value!r}, expected {inspect.formatannotation(hint)}")
+
+
+@functools.cache
 def _entries() -> dict[str, EntryPoint]:
-    """Entry points by name; a UserWarning names the packages that want the same one."""
+    """Entry points by name, looked up once in a process, since that reads the metadata of every
+    installed package; a UserWarning names the packages that want the same one.
+    """
     known: dict[str, EntryPoint] = {}
     for entry in sorted(entry_points(group=GROUP), key=_precedence):
         first = known.setdefault(entry.name, entry)

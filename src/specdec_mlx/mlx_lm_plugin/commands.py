@@ -10,14 +10,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.errors import (
-    GrammarError,
-    MissingPackageError,
-    PromptError,
-    TokenizerMismatchError,
-    UnknownNameError,
-)
-from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
+from specdec_mlx.mlx_lm_plugin.compatible import check_version
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     argparse_with_flags,
@@ -25,25 +18,17 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
-
-OUR_ERRORS = (
-    GrammarError,
-    MissingPackageError,
-    PromptError,
-    TokenizerMismatchError,
-    UnknownNameError,
-)
+from specdec_mlx.models import explained
 
 
-def run_command(name: str, arguments: Sequence[str]) -> int:
-    """Run mlx-lm's command of that name, one of `COMMANDS`; returns the exit status."""
-    try:
-        check_version()
-        COMMANDS[name](arguments)
-    except (MlxLmVersionError, *OUR_ERRORS) as error:
-        print(f"specdec-mlx: {error}", file=sys.stderr)
-        return 2
-    return 0
+def run_command(name: str, arguments: Sequence[str]) -> None:
+    """Run mlx-lm's command of that name, one of `COMMANDS`.
+
+    Raises MlxLmVersionError for a mlx-lm that cannot be extended, SystemExit for wrong arguments,
+    and ValueError, OSError and RuntimeError for what they name.
+    """
+    check_version()
+    COMMANDS[name](arguments)
 
 
 class Command:
@@ -100,13 +85,18 @@ class Command:
         """`load`, which also notes the tokenizer, and takes up what was learned about the model."""
 
         def loading(name: str, *args: Any, **kwargs: Any) -> Any:
-            loaded = load(name, *args, **kwargs)
+            with explained(name):
+                loaded = load(name, *args, **kwargs)
             self.speculation.tokenizer = loaded[1]
             if self.flags.keeps_tuning:
                 self.stack.enter_context(kept_tuning(loaded[0], str(name)))
             return loaded
 
         return loading
+
+
+QUIT = "q"
+"""What a user of `chat` types to leave."""
 
 
 class Generate(Command):
@@ -129,11 +119,17 @@ class Chat(Command):
     takes_grammar = True
 
     def names(self) -> dict[str, Any]:
-        """Also the user interface, which knows when a turn ends."""
+        """Also the user interface, which knows when a turn ends, and the input."""
         command = self
         interface: Any = self.module.ChatUI
 
         class ChatUI(interface):  # type: ignore[misc]
+            def prompt(self) -> str:
+                try:
+                    return str(super().prompt())
+                except EOFError:
+                    return QUIT
+
             def end_turn(self, response: Any) -> None:
                 super().end_turn(response)
                 if command.flags.stats:
@@ -146,11 +142,11 @@ class Benchmark(Command):
     """`benchmark`: mlx-lm's speeds, with speculation."""
 
     def check(self) -> None:
-        """Refuse a batch: mlx-lm's batched loop has no place for a drafter."""
+        """Refuse a batch: mlx-lm's batched loop has no place for a drafter or a rule."""
         if self.arguments.batch_size != 1 and self.flags.asked:
             raise ValueError(
-                "--batch-size: mlx-lm does not speculate in batches. Leave the drafter flags out, "
-                "or use --batch-size 1."
+                "argument --batch-size: mlx-lm does not speculate in batches. Leave the flags for "
+                "speculative decoding out, or use --batch-size 1."
             )
 
     def close(self) -> None:
@@ -161,7 +157,10 @@ class Benchmark(Command):
 
 
 def closing_line(speculation: Speculation) -> str:
-    """Tokens per pass, accepted of drafted, and the time against the plain pace where known."""
+    """Tokens per pass, accepted of drafted, and the speed against plain rounds where it is known.
+
+    Where nothing was accepted there is no gain to speak of, and the counts say it.
+    """
     stats = speculation.stats
     if speculation.drafter is None or stats is None:
         return "Speculation: none"
@@ -169,11 +168,8 @@ def closing_line(speculation: Speculation) -> str:
         f"Speculation: {stats.tokens_per_pass:.2f} tokens per pass, "
         f"accepted {stats.accepted} of {stats.drafted} drafted"
     )
-    seconds = stats.draft_seconds + stats.verify_seconds + stats.other_seconds
-    if speculation.plain_seconds is None or seconds <= 0:
-        return line
-    pace = speculation.plain_seconds * stats.emitted / seconds
-    return f"{line}, {pace:.2f} times the plain pace"
+    speedup = stats.observed_speedup if stats.accepted else None
+    return line if speedup is None else f"{line}, {speedup:.2f} times the plain pace"
 
 
 def print_account(speculation: Speculation, file: Any) -> None:

@@ -10,16 +10,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import (
+    Checks,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    is_cheap,
+    key_of,
+    session_parts,
+)
+
+if TYPE_CHECKING:  # the server's; `import specdec_mlx` does not hang on it
+    from mlx_lm.models.cache import LRUPromptCache
 
 _texts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
@@ -45,8 +59,29 @@ def remember(caches: Sequence[Any] | None, text: Sequence[int]) -> None:
             _texts[cache] = list(text)
 
 
+class Wrapper:
+    """A drafter around another one: what is known of that one holds for it too."""
+
+    drafter: Drafter
+
+    @property
+    def key(self) -> str:
+        """The other's: it is the same drafter, with more to draw on."""
+        return key_of(self.drafter)
+
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        """What it is made of."""
+        return (self.drafter,)
+
+    def check(self, context: DraftContext) -> None:
+        """Let the other refuse the target."""
+        if isinstance(self.drafter, Checks):
+            self.drafter.check(context)
+
+
 @dataclass(frozen=True)
-class Continued:
+class Continued(Wrapper):
     """A drafter that is shown the turns before the prompt as well.
 
     earlier: [n] tokens on the target's caches. A draft model whose own caches the caller keeps has
@@ -55,11 +90,6 @@ class Continued:
 
     drafter: Drafter
     earlier: Sequence[int]
-
-    def check(self, context: DraftContext) -> None:
-        """Let the drafter refuse the target."""
-        if hasattr(self.drafter, "check"):
-            self.drafter.check(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the earlier turns and the prompt."""
@@ -76,12 +106,12 @@ class ContinuedSession:
         """Pass everything on to `session`."""
         self.session = session
         self.num_earlier = num_earlier
-        self.cheap = getattr(session, "cheap", False)
+        self.cheap = is_cheap(session)
 
     @property
-    def parts(self) -> list[DraftSession]:
+    def parts(self) -> Sequence[DraftSession]:
         """The session's own parts, or itself."""
-        return list(getattr(self.session, "parts", [self.session]))
+        return session_parts(self.session)
 
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""
@@ -93,8 +123,40 @@ class ContinuedSession:
 
     def close(self, length: int) -> None:
         """Tell the session, counted from the beginning of the conversation."""
-        if hasattr(self.session, "close"):
+        if isinstance(self.session, Closes):
             self.session.close(self.num_earlier + length)
+
+
+@dataclass(frozen=True)
+class Predicted(Wrapper):
+    """A look-up that may also copy from a text that the answer is expected to resemble.
+
+    prediction: [n] tokens. They stand before the prompt, behind a copy of the prompt's last tokens,
+    so that the beginning of an answer finds theirs. The target never sees them.
+    """
+
+    drafter: PromptLookupDrafter
+    prediction: Sequence[int]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Begin after the prediction and the prompt."""
+        end = prompt[-self.drafter.max_ngram :]
+        return self.drafter.begin([*end, *self.prediction, *prompt], context)
+
+
+def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
+    """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
+    if isinstance(drafter, PromptLookupDrafter):
+        return Predicted(drafter, prediction)
+    parts = drafter.drafters if isinstance(drafter, FirstOf) else (drafter,)
+    if any(isinstance(part, PromptLookupDrafter) for part in parts):
+        return FirstOf(
+            *(
+                Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
+                for part in parts
+            )
+        )
+    return FirstOf(Predicted(PromptLookupDrafter(), prediction), *parts)
 
 
 def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
@@ -107,7 +169,7 @@ def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
 
 
 @dataclass(frozen=True)
-class Kept:
+class Kept(Wrapper):
     """A draft model whose caches are kept from turn to turn, as mlx-lm keeps the target's.
 
     store: mlx-lm's, for caches by what they hold.
@@ -117,19 +179,15 @@ class Kept:
     store: LRUPromptCache
 
     @property
-    def key(self) -> tuple[str, int]:
+    def place(self) -> tuple[str, int]:
         """What the model's caches are stored under."""
         return "draft model", id(self.drafter.model)
-
-    def check(self, context: DraftContext) -> None:
-        """Let the drafter refuse the target."""
-        self.drafter.check(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the prompt, of which the caches that are found hold a part."""
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
-        caches, rest = self.store.fetch_nearest_cache(self.key, list(prompt))
+        caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
@@ -157,4 +215,4 @@ class KeptSession:
             tape.rewind_to(min(tape.position, length - len(self.held)))
             if tape.position > 0:
                 text = [*self.held, *self.session.text[: tape.position]]
-                self.kept.store.insert_cache(self.kept.key, text, self.caches)
+                self.kept.store.insert_cache(self.kept.place, text, self.caches)

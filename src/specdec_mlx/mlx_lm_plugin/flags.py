@@ -12,23 +12,28 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from mlx_lm import load
+import mlx.nn as nn
 
-from specdec_mlx.draft_length.policy import NAMES
-from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
-from specdec_mlx.drafters.registry import drafter_names, make_drafter
-from specdec_mlx.mlx_lm_plugin.installation import DEFAULT_DRAFTER
-from specdec_mlx.options import split_spec
+from specdec_mlx.drafters.registry import (
+    DEFAULT_DRAFTER,
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+    drafter_names,
+    first_of,
+    make_drafter,
+)
+from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
+from specdec_mlx.models import load_model
+from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
-
-NO_DRAFTER = "none"
-MODEL_DRAFTER = "model"
 
 
 @dataclass(frozen=True)
@@ -36,9 +41,9 @@ class Flags:
     """What our flags said.
 
     drafters: as given, in order; empty for the default. draft_model: path or name. draft_length:
-    K, "auto" or "heuristic". stats: whether the whole account is wanted. asked: whether any flag
-    was given that asks for speculation. grammar: what the text may be. keeps_tuning: whether what
-    "auto" learns is kept for the next command.
+    K, "auto" or "heuristic". stats: whether the whole account is wanted. asked: whether any of our
+    flags was given. grammar: what the text may be. keeps_tuning: whether what "auto" learns is kept
+    for the next command.
     """
 
     drafters: Sequence[str] = ()
@@ -59,7 +64,7 @@ class Flags:
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
             return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
-        if self.draft_model is not None and MODEL_DRAFTER not in map(_name, given):
+        if self.draft_model is not None and MODEL_DRAFTER not in map(name_in, given):
             given.append(MODEL_DRAFTER)
         return given
 
@@ -68,31 +73,25 @@ class Flags:
 
         What a grammar forces is drafted before anything else is tried.
         """
-        drafters = [self.make(name) for name in self.names]
+        drafters = [self.make(spec) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
         return first_of(drafters)
 
-    def make(self, spec: str) -> Drafter:
-        """The drafter of a name; raises UnknownNameError and ValueError."""
-        name, options = split_spec(spec)
-        if name != MODEL_DRAFTER:
-            return make_drafter(spec)
-        if self.draft_model is None:
-            raise ValueError("--drafter model needs a model. Name it with --draft-model.")
-        model, tokenizer = load(self.draft_model)[:2]
-        return make_drafter(MODEL_DRAFTER, model=model, tokenizer=tokenizer, **options)
+    def make(self, spec: str) -> Drafter | None:
+        """The drafter of a name; raises what `make_drafter` and `load_model` raise."""
+        model, tokenizer = self._draft_pair
+        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
+
+    @cached_property
+    def _draft_pair(self) -> tuple[nn.Module | None, Any]:
+        """The draft model and its tokenizer, loaded once."""
+        return (None, None) if self.draft_model is None else load_model(self.draft_model)
 
 
-def _name(spec: str) -> str:
+def name_in(spec: str) -> str:
+    """The name in NAME:key=value,..."""
     return spec.partition(":")[0]
-
-
-def first_of(drafters: Sequence[Drafter]) -> Drafter | None:
-    """One drafter out of several, None out of none."""
-    if len(drafters) > 1:
-        return FirstOf(*drafters)
-    return drafters[0] if drafters else None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,26 +103,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(drafter_names())}, or {NO_DRAFTER}; given several times, the "
-        f"first that has a draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if "
-        "--draft-model is given)",
+        help=f"Drafter: {', '.join(drafter_names())}; given several times, the first that has a "
+        f"draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
+        "given)",
     )
     if "--draft-model" not in taken:
         group.add_argument("--draft-model", default=None, help="A model to draft with.")
     group.add_argument(
         "--draft-length",
-        type=draft_length,
+        type=argument(parse_draft_length),
         default=None,
         metavar="K",
         help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
     )
     group.add_argument(
         "--rule",
-        type=rule,
-        default="auto",
+        type=checked(make_rule),
+        default=None,
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
-        "law (default: %(default)s)",
+        "distribution (default: auto)",
     )
     group.add_argument(
         "--no-tuning",
@@ -154,49 +153,73 @@ def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
     return None
 
 
-def draft_length(text: str) -> int | str:
-    """K, or the name of a policy."""
-    if text in NAMES:
-        return text
-    try:
-        length = int(text)
-    except ValueError:
-        length = -1
-    if length < 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return length
-
-
-def rule(text: str) -> str:
-    """A rule's name with its options, checked."""
-    try:
-        make_rule(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    return text
-
-
 def take_flags(namespace: argparse.Namespace) -> Flags:
     """Our flags out of what was parsed; mlx-lm's `main` sees no draft model then.
 
     mlx-lm would compare the tokenizers by size alone. `--num-draft-tokens` is its name for the
     draft length.
+
+    Raises:
+        ValueError: a number that mlx-lm would take and not get along with, or no grammar.
+        OSError: a file that a flag names is not there.
     """
+    check_numbers(namespace)
+    check_files(namespace)
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
+    ours = (namespace.drafter, namespace.draft_model, namespace.rule, namespace.stats)
     flags = Flags(
         drafters=namespace.drafter,
         draft_model=namespace.draft_model,
         draft_length="auto" if length is None else length,
-        rule=namespace.rule,
+        rule=namespace.rule or "auto",
         stats=namespace.stats,
-        asked=bool(namespace.drafter or namespace.draft_model or length is not None),
+        asked=any(ours) or namespace.no_tuning or length is not None,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
     )
     namespace.draft_model = None
     return flags
+
+
+LEAST = {
+    "max_tokens": 1,
+    "num_draft_tokens": 0,
+    "max_kv_size": 1,
+    "prefill_step_size": 1,
+    "prompt_tokens": 1,
+    "generation_tokens": 1,
+    "num_trials": 1,
+    "batch_size": 1,
+}
+"""Least value of flags of mlx-lm's that it does not check itself."""
+
+
+def check_numbers(namespace: argparse.Namespace) -> None:
+    """Raise ValueError for a number that a generation cannot have; max_tokens -1 is no limit."""
+    for name, least in LEAST.items():
+        value = getattr(namespace, name, None)
+        if value is not None and value < least and (name, value) != ("max_tokens", -1):
+            unlimited = ", or -1 for no limit" if name == "max_tokens" else ""
+            flag = f"--{name.replace('_', '-')}"
+            raise ValueError(f"argument {flag}: {value}: expected an int >= {least}{unlimited}.")
+
+
+def check_files(namespace: argparse.Namespace) -> None:
+    """Raise FileNotFoundError for a prompt cache or an adapter that is not there."""
+    cache = getattr(namespace, "prompt_cache_file", None)
+    if cache is not None and not Path(cache).is_file():
+        raise FileNotFoundError(
+            f"argument --prompt-cache-file: there is no file {cache}. mlx_lm.cache_prompt makes "
+            "one."
+        )
+    adapter = getattr(namespace, "adapter_path", None)
+    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+        raise FileNotFoundError(
+            f"argument --adapter-path: {adapter} is no folder with an adapter_config.json. "
+            "mlx_lm.lora makes one."
+        )
 
 
 OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
@@ -205,9 +228,10 @@ OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
 def argparse_with_flags(on_flags: OnFlags, *, grammar: bool = False) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
-    on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
-    it raises as ValueError or OSError ends the command like any wrong argument. grammar: whether
-    the flags for structured output are among them.
+    Args:
+        on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
+            it raises as ValueError or OSError ends the command like any wrong argument.
+        grammar: whether the flags for structured output are among them.
     """
 
     class Parser(argparse.ArgumentParser):
@@ -217,7 +241,9 @@ def argparse_with_flags(on_flags: OnFlags, *, grammar: bool = False) -> Any:
                 add_grammar_arguments(self)
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)  # to see whether it was given
-            namespace = super().parse_args(*args, **kwargs)
+            namespace, unknown = self.parse_known_args(*args, **kwargs)
+            if unknown:
+                self.error(refusal(unknown))
             try:
                 on_flags(self, namespace, take_flags(namespace))
             except (ValueError, OSError) as error:

@@ -17,23 +17,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import does_model_support_input_embeddings
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
 from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
-DEFAULT_DRAFTER = "prompt-lookup"
 DEFAULT_MAX_TOKENS = 256
 """What mlx-lm's steps emit if they are not told."""
 
@@ -45,8 +42,7 @@ class Speculation:
     drafter: None for plain decoding. draft_length, rule: as in `speculate`. tokenizer: the
     target's, for drafters that compare it with their own. grammar: what each text may be, for
     which the tokenizer must be known. stats: of the generation that emitted a token last, None
-    before the first. plain_seconds: what a token took there without a draft, in seconds, None if
-    no draft length that learns has seen it.
+    before the first.
     """
 
     drafter: Drafter | None
@@ -55,7 +51,6 @@ class Speculation:
     tokenizer: Any = None
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
-    plain_seconds: float | None = None
 
     def tokens(
         self,
@@ -70,25 +65,18 @@ class Speculation:
     ) -> Generator[Token, None, None]:
         """Tokens of one generation; options as in `speculate`.
 
-        A sampler of mlx-lm's own is recognised, so that its law is known to the rule. Drafters
-        see the earlier turns on the prompt cache as well.
+        Drafters see the earlier turns on the prompt cache as well.
         """
         if self.grammar is not None:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
-        kind = type(drafter).__name__
-        learned = tuning_for(model)
-        length = make_draft_length(
-            self.draft_length if draft_length is None else draft_length, kind, learned
-        )
-        law = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,
             Continued(drafter, earlier) if earlier and drafter is not None else drafter,
-            sampling=sampler if law is None else law,
-            draft_length=length,
+            sampler=sampler,
+            draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
@@ -98,14 +86,13 @@ class Speculation:
         if not all(is_pure(f) for f in processors):
             max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
             tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
-        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(kind))
+        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache)
 
     def _accounted(
         self,
         tokens: Generator[Token, None, None],
         text: list[int],
         prompt_cache: list[Any] | None,
-        learned: Any,
     ) -> Generator[Token, None, None]:
         """Pass the tokens on; keep the account, and what is on the caches in the end."""
         try:
@@ -116,8 +103,6 @@ class Speculation:
                     yield token
         finally:
             remember(prompt_cache, text)
-            plain = learned.costs.plain
-            self.plain_seconds = sorted(plain)[len(plain) // 2] if plain else None
 
 
 class _InForce:
@@ -220,6 +205,8 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
     """Whether there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
     if options.get("input_embeddings") is None:
         return True
+    from mlx_lm.utils import does_model_support_input_embeddings
+
     return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
 
 

@@ -6,32 +6,43 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specdec_mlx.draft_length.policy import NAMES
-from specdec_mlx.drafters.registry import drafter_names
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.drafters.grammar import Grammar
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, NO_DRAFTER, drafter_names, first_of
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.mlx_lm_plugin.flags import MODEL_DRAFTER, NO_DRAFTER, Flags, first_of
+from specdec_mlx.mlx_lm_plugin.flags import Flags, name_in
+from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
+from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
 LONGEST_DRAFT = 64
-"""Longest draft that a request may ask for: each token of it is a position in a pass."""
+"""Longest draft that a request gets: each token of it is a position in a pass."""
+
+MOST_DRAFTERS = 8
+"""Most drafters that a request may have tried in order: all of them read the prompt."""
 
 
 @dataclass(eq=False)
 class Requested:
     """How one request is to be served, and how it was.
 
-    drafter: None for plain decoding. name: what the reply calls it. stats: the account of the
-    speculative part, None before. batched: whether mlx-lm's batch served it, or its end.
+    drafter: None for plain decoding. name: what the reply calls it. grammar: what the text may be.
+    prediction: a text that the answer is expected to resemble, "" for none. stats: the account of
+    the speculative part, None before. batched: whether mlx-lm's batch served it, or its end.
+    error: why it turned out to be one that cannot be served.
     """
 
     drafter: Drafter | None
     name: str
     draft_length: int | str = "auto"
     rule: str = "auto"
+    grammar: Grammar | None = None
+    prediction: str = ""
     stats: SpeculationStats | None = None
     batched: bool = False
+    error: Exception | None = None
 
     def usage(self) -> dict[str, Any]:
         """The `speculation` object of a reply."""
@@ -40,7 +51,7 @@ class Requested:
 
 
 class Menu:
-    """The drafters that requests may name: those that need no argument, and those of the flags.
+    """The drafters that requests may name, each made once, with the options of the server's flags.
 
     A request names drafters without options; the options are the server's, from its own flags.
     """
@@ -48,16 +59,10 @@ class Menu:
     def __init__(self, flags: Flags) -> None:
         """Make the default drafter; raises what `Flags.make` raises."""
         self.flags = flags
-        self._made: dict[str, Drafter] = {}
-        self._specs = {spec.partition(":")[0]: spec for spec in flags.names}
+        self._made: dict[str, Drafter | None] = {}
+        self._specs = {name_in(spec): spec for spec in flags.names}
         for name in self._specs:
             self._make(name)
-
-    @property
-    def names(self) -> list[str]:
-        """Names that a request may give."""
-        known = {name for name in drafter_names() if name != MODEL_DRAFTER}
-        return sorted(known | self._specs.keys() | {NO_DRAFTER})
 
     @property
     def tokenizer(self) -> Any:
@@ -65,24 +70,32 @@ class Menu:
         return getattr(self._made.get(MODEL_DRAFTER), "tokenizer", None)
 
     def requested(self, body: dict[str, Any]) -> Requested:
-        """What the body of a request says; raises ValueError in words for the client."""
+        """What the body of a request says.
+
+        Raises:
+            ValueError: what it says cannot be done, in words for the client.
+            MissingPackageError: the package that does it is not installed.
+        """
         names = _names(body.get("drafter"))
         own_model = body.get("draft_model", "default_model") not in (None, "default_model")
         if names is not None and own_model:
-            raise ValueError("Give drafter or draft_model, not both.")
-        rule = body.get("rule", self.flags.rule)
-        make_rule(rule)
-        given = body.get("draft_length", body.get("num_draft_tokens"))
-        length = self.flags.draft_length if given is None else _length(given)
-        if own_model:
-            return Requested(None, MODEL_DRAFTER, length, rule)
+            raise RequestError("Give drafter or draft_model, not both.")
         chosen = list(self._specs) if names is None else [n for n in names if n != NO_DRAFTER]
-        drafter = first_of([self._make(name) for name in chosen])
-        return Requested(drafter, "+".join(chosen) or NO_DRAFTER, length, rule)
+        drafter = None if own_model else first_of([self._make(name) for name in chosen])
+        length = body.get("draft_length", body.get("num_draft_tokens"))
+        return Requested(
+            drafter,
+            MODEL_DRAFTER if own_model else "+".join(chosen) or NO_DRAFTER,
+            self.flags.draft_length if length is None else _length(length),
+            self.flags.rule if body.get("rule") is None else _rule(body["rule"]),
+            grammar_in(body.get("response_format")),
+            prediction_in(body.get("prediction")),
+        )
 
-    def _make(self, name: str) -> Drafter:
-        if name not in self._specs and name not in self.names:
-            raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(self.names)}.")
+    def _make(self, name: str) -> Drafter | None:
+        if name not in self._specs and name not in drafter_names():
+            known = ", ".join(drafter_names())
+            raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if name not in self._made:
             self._made[name] = self.flags.make(self._specs.get(name, name))
         return self._made[name]
@@ -91,17 +104,32 @@ class Menu:
 def _names(given: Any) -> Sequence[str] | None:
     """One name or several, as a list; None for the default."""
     names = [given] if isinstance(given, str) else given
-    if names is None or (isinstance(names, list) and all(isinstance(n, str) for n in names)):
-        return names
-    raise ValueError(f"drafter must be a name or a list of names, not {given!r}")
+    if names is None:
+        return None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise RequestError(f"drafter must be a name or a list of names, not {given!r}")
+    if len(names) > MOST_DRAFTERS:
+        raise RequestError(f"drafter lists {len(names)} names; at most {MOST_DRAFTERS} are tried.")
+    return names
 
 
 def _length(given: Any) -> int | str:
-    if given in NAMES:
-        return str(given)
-    if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= LONGEST_DRAFT:
-        return given
-    raise ValueError(
-        f"draft_length must be an int from 0 to {LONGEST_DRAFT}, {' or '.join(NAMES)}, "
-        f"not {given!r}"
-    )
+    """K, as long as a request may have it."""
+    try:
+        length = parse_draft_length("" if isinstance(given, bool) else str(given))
+    except ValueError:
+        raise RequestError(
+            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count), auto or heuristic, "
+            f"not {given!r}"
+        ) from None
+    return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
+
+
+def _rule(given: Any) -> str:
+    """A rule's name, with numbers, true or false as its options."""
+    if isinstance(given, str):
+        for option, value in split_spec(given)[1].items():
+            if not isinstance(value, int | float):
+                raise RequestError(f"rule: {option} must be a number, true or false.")
+    make_rule(given)
+    return str(given)

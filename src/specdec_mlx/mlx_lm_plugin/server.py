@@ -2,7 +2,8 @@
 
 A request that is alone is served with speculation. When others arrive it goes on, with them, in
 mlx-lm's batch: there the weights are read once for all of them, which drafts cannot better. What
-mlx-lm never batches (a seed, quantized caches, images) is speculated for throughout.
+mlx-lm never batches (a seed, quantized caches, images) is speculated for throughout, and so is a
+text that is kept to a grammar.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import APIHandler, ModelProvider, ResponseGenerator, _image_parts
+from mlx_lm.server import ModelProvider, ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.generation import SpeculativeResponse, stream_generate
+from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
 from specdec_mlx.mlx_lm_plugin.conversation import (
     Continued,
     keeping_caches,
+    predicting,
     remember,
     text_on,
 )
@@ -41,11 +43,19 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_argv,
     replaced_names,
 )
+from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
+from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+from specdec_mlx.models import explained
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import LogitsProcessor
+from specdec_mlx.types import Drafter, LogitsProcessor
+
+vocab_size_of: PerModel[int] = PerModel(lambda model: int(model(mx.array([[0]])).shape[-1]))
+"""How many logits a model has; found from the shape, without computing them."""
 
 
 def run_server(arguments: Sequence[str]) -> None:
@@ -57,14 +67,24 @@ def run_server(arguments: Sequence[str]) -> None:
             parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
         ) -> None:
             menu = Menu(flags)
-            if menu.tokenizer is not None and namespace.model is not None:
-                check_same_tokenizer(load_tokenizer(namespace.model), menu.tokenizer)
+            if namespace.model is not None:
+                _check_model(namespace, menu.tokenizer)
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
             stack.enter_context(replaced_names(module, _names(module, menu, kept)))
 
         stack.enter_context(replaced_names(module, {"argparse": argparse_with_flags(on_flags)}))
         stack.enter_context(replaced_argv(["specdec-mlx server", *arguments]))
         module.main()
+
+
+def _check_model(namespace: argparse.Namespace, draft_tokenizer: Any) -> None:
+    """Raise ModelFolderError or TokenizerMismatchError now, not in the thread that generates."""
+    with explained(namespace.model):
+        tokenizer = load_tokenizer(
+            namespace.model, {"trust_remote_code": namespace.trust_remote_code}
+        )
+    if draft_tokenizer is not None:
+        check_same_tokenizer(tokenizer, draft_tokenizer)
 
 
 def _names(module: Any, menu: Menu, kept: ExitStack | None) -> dict[str, Any]:
@@ -89,12 +109,27 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         self._kept = kept
         super().__init__(*args)
 
+    def reset(self) -> None:
+        """Keep what was learned about the models, and free their weights.
+
+        mlx-lm lets go of them here, but a local variable of its own loop still holds the target
+        while the next one loads; so they are emptied.
+        """
+        if self._kept is not None:
+            self._kept.close()
+        for model in (self.model, self.draft_model):
+            if model is not None:
+                model.clear()
+        super().reset()
+
     def _load(
         self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None
     ) -> None:
-        super()._load(model_path, adapter_path, draft_model_path)
+        if model_path is None:
+            raise RequestError("This server was started without --model. Name a model.")
+        with explained(model_path):
+            super()._load(model_path, adapter_path, draft_model_path)
         if self._kept is not None:
-            self._kept.close()
             self._kept.enter_context(kept_tuning(self.model, str(model_path)))
         if draft_model_path is not None:
             try:
@@ -139,9 +174,14 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         Not where they are sent to other machines, on which nothing is drafted.
         """
         requested = vars(request).pop("speculation", None)
-        if not self._is_distributed:
-            generation_args.speculation = requested or self.menu.requested({})
-        return super().generate(request, generation_args, *args, **kwargs)
+        if self._is_distributed:
+            return super().generate(request, generation_args, *args, **kwargs)
+        generation_args.speculation = requested or self.menu.requested({})
+        try:
+            return super().generate(request, generation_args, *args, **kwargs)
+        except Exception as error:
+            generation_args.speculation.error = error
+            raise
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request, with its queue in a channel, so that we know when it is finished."""
@@ -156,19 +196,43 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _is_batchable(self, args: Any) -> bool:
         """Whether to serve in a batch: what mlx-lm would, unless it is alone and can be drafted."""
-        if not super()._is_batchable(args):
+        if self._is_distributed:
+            return bool(super()._is_batchable(args))
+        if not self._may_be_batched(args):
             return False
-        if self._is_distributed or args.speculation.drafter is None:
+        if args.speculation.drafter is None:
             return True
         return sum(channel.alive for channel in self.channels) > 1 or not self.requests.empty()
 
+    def _may_be_batched(self, args: Any) -> bool:
+        """Whether it could be served in a batch, if there were others.
+
+        Not where a grammar is followed: an error there would end the whole batch, and the server.
+        """
+        return bool(super()._is_batchable(args)) and args.speculation.grammar is None
+
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """As in mlx-lm; a continuation has its tokens already."""
+        """As in mlx-lm, checked; a continuation has its tokens already."""
         if isinstance(request, Continuation):
             return request.prompt, [request.prompt], ["assistant"], "normal", None
-        if not self._is_distributed:
-            args.speculation.batched = True  # until it is seen to be served alone
-        return super()._tokenize(tokenizer, request, args)
+        if self._is_distributed:
+            return super()._tokenize(tokenizer, request, args)
+        args.speculation.batched = True  # until it is seen to be served alone
+        if args.speculation.grammar is not None:
+            args.chat_template_kwargs = {
+                "enable_thinking": False,
+                **(args.chat_template_kwargs or {}),
+            }
+        try:
+            prompt, segments, kinds, state, vision = super()._tokenize(tokenizer, request, args)
+        except Exception as error:
+            raise RequestError(f"The prompt cannot be read: {error}") from error
+        if not prompt:
+            raise RequestError("The prompt is empty. Give at least one token.")
+        check_bias(args.logits.logit_bias, vocab_size_of(self.model_provider.model))
+        if args.speculation.grammar is not None:
+            state = "normal"  # the grammar is that of the answer, so there are no thoughts before
+        return prompt, segments, kinds, state, vision
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
         """Serve with speculation; go on in a batch when others come."""
@@ -213,19 +277,19 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
         drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
-        kind = type(drafter).__name__
-        if drafter is not None:
-            drafter = keeping_caches(drafter, self.prompt_cache)
+        drafter = self._drafter(drafter, requested, options["tokenizer"])
         earlier = text_on(prompt_cache)
-        length = make_draft_length(requested.draft_length, kind, tuning_for(model))
+        processors = [with_history(f, earlier) for f in logits_processors]
+        if requested.grammar is not None:
+            processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
         responses = stream_generate(
             model,
             drafter=Continued(drafter, earlier) if earlier and drafter is not None else drafter,
-            draft_length=length,
+            draft_length=requested.draft_length,
             rule=requested.rule,
             prompt_cache=prompt_cache,
             sampler=read_sampler(sampler) or sampler,
-            logits_processors=[with_history(f, earlier) for f in logits_processors],
+            logits_processors=processors,
             **options,
         )
         with closing(responses):
@@ -236,9 +300,21 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                     channel.pausing = True
                     return
 
+    def _drafter(
+        self, drafter: Drafter | None, requested: Requested, tokenizer: Any
+    ) -> Drafter | None:
+        """The drafter with what else the request brings to draft from, and caches that are kept."""
+        if drafter is None:
+            return None
+        if requested.prediction:
+            tokens = tokenizer.encode(requested.prediction, add_special_tokens=False)
+            drafter = predicting(drafter, tokens)
+        drafter = keeping_caches(drafter, self.prompt_cache)
+        return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
+
     def _others_wait(self, request: Any, args: Any) -> bool:
         """Whether this request should go on in a batch with others."""
-        may_batch = super()._is_batchable(args) and not any(_image_parts(request.messages))
+        may_batch = self._may_be_batched(args) and not any(_image_parts(request.messages))
         return may_batch and not self.requests.empty()
 
     def _hand_over(self, channel: Channel, args: Any) -> None:
@@ -270,43 +346,3 @@ def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsPr
 
     seeing_all.pure = is_pure(processor)  # type: ignore[attr-defined]
     return seeing_all
-
-
-class SpeculatingHandler(APIHandler):  # type: ignore[misc]
-    """Reads what a request says about speculation, and adds the account to its reply."""
-
-    def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
-        """Handle one connection; the base class does it all in its constructor."""
-        self.menu = menu
-        super().__init__(*args, **kwargs)
-
-    def validate_model_parameters(self) -> None:
-        """Raise ValueError, which becomes an HTTP 400, for what is wrong in the request."""
-        super().validate_model_parameters()
-        self.speculation = self.menu.requested(self.body)
-
-    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        """Answer; a client that hangs up is no error of ours."""
-        request.speculation = self.speculation
-        try:
-            super().handle_completion(request, stop_words)
-        except ConnectionError as error:
-            logging.info(f"Client hung up: {error}")
-            self.close_connection = True
-
-    def generate_response(
-        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
-    ) -> dict[str, Any]:
-        """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
-        reply: dict[str, Any] = super().generate_response(text, finish_reason, *args, **kwargs)
-        if "usage" in reply:
-            reply["usage"]["speculation"] = self.speculation.usage()
-        elif finish_reason is not None:
-            reply["speculation"] = self.speculation.usage()
-        return reply
-
-    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The last chunk of a stream whose client asked for the usage."""
-        reply: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
-        reply["usage"]["speculation"] = self.speculation.usage()
-        return reply

@@ -16,6 +16,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
 from typing import NamedTuple, TextIO
 
 import pytest
@@ -36,19 +37,17 @@ class Done(NamedTuple):
     stderr: str
 
 
-def run(*arguments: object, stdin: str = "", **env: str) -> Done:
-    """`specdec-mlx` with these arguments, input and changes of the environment."""
-    return _run("specdec_mlx", [str(argument) for argument in arguments], stdin, env)
+def run(*arguments: str | Path, stdin: str = "", program: str = "specdec_mlx", **env: str) -> Done:
+    """What `python -m PROGRAM ARGUMENTS...` does.
 
-
-def run_stock(name: str, *arguments: object, stdin: str = "") -> Done:
-    """mlx-lm's own command of that name."""
-    return _run("mlx_lm", [name, *map(str, arguments)], stdin, {})
-
-
-def _run(program: str, arguments: list[str], stdin: str, env: dict[str, str]) -> Done:
-    """What `python -m PROGRAM ARGUMENTS...` does, here or in a process."""
-    return (_here if _way == "here" else _as_a_process)(program, arguments, stdin, env)
+    Args:
+        arguments: of the command.
+        stdin: all of its input.
+        program: a module to run.
+        env: variables of its environment, beside those of the tests.
+    """
+    command = [str(argument) for argument in arguments]
+    return (_here if _way == "here" else _as_a_process)(program, command, stdin, env)
 
 
 @contextmanager

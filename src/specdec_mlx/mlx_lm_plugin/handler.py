@@ -1,0 +1,127 @@
+"""One connection to the server: reads what a request says, and answers, errors included."""
+
+from __future__ import annotations
+
+import json
+import logging
+from http import HTTPStatus
+from typing import Any
+
+from mlx_lm.server import APIHandler
+
+from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.mlx_lm_plugin.openai_fields import check_body, check_messages, check_prompt
+from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+
+
+class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
+    """A request is not served, for a reason."""
+
+    def __init__(self, reason: Exception) -> None:
+        """Keep the reason, which the client is told."""
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class SpeculatingHandler(APIHandler):  # type: ignore[misc]
+    """Reads what a request says about speculation, and adds the account to its reply.
+
+    Whatever goes wrong with a request is said to its client in OpenAI's form, as HTTP 400, or where
+    a stream has begun, as its last event before [DONE].
+    """
+
+    speculation: Requested | None = None
+    replying = False
+    """Whether the client has the head of a reply."""
+
+    def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
+        """Handle one connection; the base class does it all in its constructor."""
+        self.menu = menu
+        super().__init__(*args, **kwargs)
+
+    def do_POST(self) -> None:  # noqa: N802 - http.server's name
+        """Answer a request; a client that hangs up is no error of ours."""
+        self.speculation, self.replying = None, False
+        try:
+            self._answer()
+        except ConnectionError as error:
+            logging.info(f"Client hung up: {error}")
+            self.close_connection = True
+
+    def _answer(self) -> None:
+        try:
+            super().do_POST()
+        except ConnectionError:
+            raise
+        except Refused as error:
+            self._refuse(error.reason)
+        except Exception as error:
+            logging.exception("A request failed.")
+            self._refuse(error)
+
+    def end_headers(self) -> None:
+        """Send the head of a reply."""
+        super().end_headers()
+        self.replying = True
+
+    def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
+        """Begin a reply, unless the request turned out to be one that cannot be served."""
+        if self.speculation is not None and self.speculation.error is not None:
+            raise Refused(self.speculation.error)
+        super()._set_completion_headers(status_code)
+
+    def _refuse(self, error: Exception) -> None:
+        """Say what went wrong, in the place of a reply or at the end of one."""
+        plain = isinstance(error, ValueError | OSError | MissingPackageError)
+        words = str(error) if plain else f"{type(error).__name__}: {error}"
+        missing = isinstance(error, ModelFolderError)
+        status = HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
+        said = {"error": {"message": words, "type": "invalid_request_error", "code": status}}
+        self.speculation = None
+        if not self.replying:
+            self._headers_buffer: list[bytes] = []  # of the reply that there will not be
+            self._set_completion_headers(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(said).encode())
+        elif self.stream:
+            self.wfile.write(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
+        self.close_connection = True
+
+    def validate_model_parameters(self) -> None:
+        """Raise Refused for what is wrong in the request."""
+        try:
+            check_body(self.body)
+            super().validate_model_parameters()
+            if self.path.endswith("/chat/completions"):
+                check_messages(self.body.get("messages"))
+            else:
+                check_prompt(self.body.get("prompt"))
+            self.speculation = self.menu.requested(self.body)
+        except (ValueError, MissingPackageError) as error:
+            raise Refused(error) from error
+        if not (self.body.get("stream_options") or {}).get("include_usage"):
+            self.stream_options = None  # mlx-lm looks for the word without asking
+
+    def handle_completion(self, request: Any, stop_words: list[str]) -> None:
+        """Answer."""
+        request.speculation = self.speculation
+        super().handle_completion(request, stop_words)
+
+    def generate_response(
+        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
+    ) -> dict[str, Any]:
+        """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
+        assert self.speculation is not None
+        reply: dict[str, Any] = super().generate_response(text, finish_reason, *args, **kwargs)
+        if "usage" in reply:
+            reply["usage"]["speculation"] = self.speculation.usage()
+        elif finish_reason is not None:
+            reply["speculation"] = self.speculation.usage()
+        return reply
+
+    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The last chunk of a stream whose client asked for the usage."""
+        assert self.speculation is not None
+        reply: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
+        reply["usage"]["speculation"] = self.speculation.usage()
+        return reply

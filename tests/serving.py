@@ -1,0 +1,62 @@
+"""`specdec-mlx server` in this process: no start of an interpreter, and its inside can be seen."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import ThreadingHTTPServer
+from queue import Queue
+from typing import Any
+
+import openai
+import pytest
+
+from specdec_mlx.mlx_lm_plugin.server import run_server
+
+
+@contextmanager
+def serving(*flags: str) -> Iterator[openai.OpenAI]:
+    """`specdec-mlx server` with these flags, in a thread; a client of it."""
+    module: Any = importlib.import_module("mlx_lm.server")
+    ready: Queue[ThreadingHTTPServer] = Queue()
+
+    def serve(host: str, port: int, generator: Any, handler_class: Any) -> None:
+        def handler(*args: Any, **kwargs: Any) -> Any:
+            return handler_class(generator, *args, system_fingerprint="here", **kwargs)
+
+        httpd = ThreadingHTTPServer((host, 0), handler)
+        ready.put(httpd)
+        httpd.serve_forever()
+        generator.stop_and_join()
+        httpd.server_close()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_run_http_server", serve)
+        thread = threading.Thread(target=run_server, args=(flags,), daemon=True)
+        thread.start()
+        httpd = ready.get(timeout=120)
+        url = f"http://127.0.0.1:{httpd.server_port}/v1"
+        try:
+            yield openai.OpenAI(base_url=url, api_key="none", max_retries=0)
+        finally:
+            httpd.shutdown()
+            thread.join(timeout=60)
+
+
+def post(client: openai.OpenAI, path: str, body: str | dict[str, Any]) -> tuple[int, str]:
+    """Status and text of the answer to a request as it stands, which the client would not send."""
+    request = urllib.request.Request(
+        f"{client.base_url}{path}",
+        (body if isinstance(body, str) else json.dumps(body)).encode(),
+        {"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as reply:
+            return reply.status, reply.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
