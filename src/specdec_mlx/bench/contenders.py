@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.draft_length.tuning import Tuning
@@ -96,6 +96,7 @@ def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
     """mlx-lm's own speculative decoding."""
+    from mlx_lm.generate import speculative_generate_step  # may go; nothing else hangs on it
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
