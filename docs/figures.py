@@ -13,22 +13,32 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.record import read_result
 from specdec_mlx.bench.summary import ALL, Result
 from specdec_mlx.notebook import plots
+from specdec_mlx.notebook.canvas import Plot
+from specdec_mlx.notebook.palette import GREY
 
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}
 FIGURES = DOCS / "figures"
 KEPT = ("machine", "settings", "cost", "results")
 TITLES = (
-    "SmolLM2-135M, no second model, greedy",
-    "3.5 million parameters, with a draft model of 0.37 million",
+    "SmolLM2-135M-Instruct, no second model, greedy",
+    "The trained pair that ships, 3.5 million parameters and a draft model of 0.37 million",
 )
 PAIR = {"greedy": "greedy", "sampled": "temperature 1"}
+CAPTION = (
+    "Measured on a CPU ({processor}, {cores} cores, {blas}), {dtype}, with mlx {mlx} and mlx-lm "
+    "{mlx-lm}"
+)
 
 
 def take_over(name: str, record: Path) -> None:
@@ -51,21 +61,35 @@ def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     return {"speed_by_text": speed_by_text(data), "cost": plots.cost_curve(curve)}
 
 
-def speed_by_text(data: dict[str, dict[str, Any]]) -> Any:
+def speed_by_text(data: dict[str, dict[str, Any]]) -> Plot:
     """By kind of text without a second model; below, the pair, over all of its texts."""
-    by_text = [Result(**r) for r in data["benchmark"]["results"]]
+    by_text = results(data, "benchmark")
     pair = [
-        Result(**{**r, "category": label})
+        replace(result, category=label)
         for name, label in PAIR.items()
-        for r in data[name]["results"]
-        if r["category"] == ALL
+        for result in results(data, name)
+        if result.category == ALL
     ]
-    figure = plots.Plot(figsize=(8.4, 5.2), layout="constrained")
-    panels = figure.subplots(2, 1, height_ratios=[len({r.category for r in by_text}), 4])
-    for results, title, ax in zip((by_text, pair), TITLES, panels, strict=True):
-        plots.speed_by_text(results, ax)
-        ax.set_title(title, fontsize=10)
+    figure = Plot(figsize=(7.6, 6))
+    heights = [len({result.category for result in by_text}), 3.5]
+    above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
+    bench_plots.speed_by_text(by_text, above, TITLES[0])
+    bench_plots.speed_by_text(pair, below, TITLES[1])
+    above.set_xlabel("")
+    figure.supxlabel(caption(data.values()), fontsize=7.5, color=GREY)
     return figure
+
+
+def caption(records: Iterable[dict[str, Any]]) -> str:
+    """Machine and dtype, which all records must share; models stand in the titles."""
+    said = {CAPTION.format(**r["machine"], dtype=r["settings"]["dtype"]) for r in records}
+    (only,) = said
+    return only
+
+
+def results(data: dict[str, dict[str, Any]], name: str) -> list[Result]:
+    """Results of a committed benchmark."""
+    return [read_result(result) for result in data[name]["results"]]
 
 
 def digest() -> str:
@@ -80,7 +104,7 @@ def main() -> None:
     FIGURES.mkdir(exist_ok=True)
     for name, plot in figures(read()).items():
         metadata = {"Source": digest()}
-        plot.savefig(FIGURES / f"{name}.png", dpi=160, facecolor="white", metadata=metadata)
+        plot.savefig(FIGURES / f"{name}.png", dpi=160, metadata=metadata)
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def measured() -> str:
     for topic in split_topics()[1]:
         prompt = list(topic.encode()[:100])
         items = sd.speculate(
-            pair.target, prompt, max_tokens=NUM_TOKENS, sampling=sd.Sampling(temp=1.0), seed=0
+            pair.target, prompt, max_tokens=NUM_TOKENS, sampler=sd.Sampling(temp=1.0), seed=0
         )
         text = mx.array([[*prompt, *[item.token for item in items]]])
         p, q = (law(model, text, 1.0) for model in (pair.target, pair.draft))

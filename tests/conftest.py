@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 
+import pytest
 from hypothesis import HealthCheck, settings
 from jaxtyping import install_import_hook
 
 # The others annotate with protocols that cannot be checked at run time, or take NumPy arrays too.
 SHAPES_CHECKED = ["noise", "sampling", "drafters"]
 install_import_hook([f"specdec_mlx.{name}" for name in SHAPES_CHECKED], "beartype.beartype")
+
+# No test needs the network; this is read when the library is imported.
+os.environ["HF_HUB_OFFLINE"] = "1"
 
 # What commands learn and keep is not to reach the user's own cache, nor to come from there.
 os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-tests-"))
@@ -29,3 +34,13 @@ common = settings(
 settings.register_profile("default", common, max_examples=50)
 settings.register_profile("thorough", common, max_examples=500, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+from command_line import WAYS, in_this_way  # noqa: E402  after the hook and the environment
+
+
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    """How the commands of a test are run; for `command_line.both_ways`."""
+    with in_this_way(request.param):
+        yield

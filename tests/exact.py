@@ -1,10 +1,7 @@
-"""Exact laws of speculative rounds, by going through every outcome in float64.
+"""Exact distributions of rounds: what the tests add to `specdec_mlx.testing.enumeration`.
 
-No sampling: every draft path, every outcome of the coins and every next token, weighted by its
-probability. What decides are the functions of `specdec_mlx.rules` that the loop runs.
-
-A source gives the law of the next token by the state of the text, one of a few, which every token
-moves on. So laws depend on the whole past, yet a round has to be enumerated once a state only.
+Match and its coupled form, drafts made in several ways, lengths that a policy chooses; and named
+wrong rules, each of which the same tests have to reject.
 """
 
 from __future__ import annotations
@@ -13,125 +10,44 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
 from itertools import pairwise, product
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.rules.arithmetic import acceptance_probability, residual
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule, decide_by_coins
 from specdec_mlx.rules.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
+from specdec_mlx.testing.enumeration import ByRule as ByRule
+from specdec_mlx.testing.enumeration import Copied as Copied
+from specdec_mlx.testing.enumeration import Deciding as Deciding
+from specdec_mlx.testing.enumeration import Drafting as Drafting
+from specdec_mlx.testing.enumeration import Drawn as Drawn
+from specdec_mlx.testing.enumeration import Outcomes, Tokens
+from specdec_mlx.testing.enumeration import Rounds as Rounds
+from specdec_mlx.testing.enumeration import Source as Source
+from specdec_mlx.testing.enumeration import continued as continued
+from specdec_mlx.testing.enumeration import sharpened as sharpened
+from specdec_mlx.testing.enumeration import state_after as state_after
+from specdec_mlx.testing.enumeration import up_to as up_to
 from specdec_mlx.types import Agreement, RoundRecord, Verdict
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
 
-NUM_STATES = 7
-Tokens = tuple[int, ...]
-Outcomes = dict[tuple[Tokens, int], float]
-"""Chance of each (tokens emitted [n + 1], n) of a round."""
 
-
-def state_after(state: int, tokens: Tokens) -> int:
-    """Where the tokens [n] lead; 0 is where a text begins."""
-    return reduce(moved_on, tokens, state)
-
-
-def moved_on(state: Any, token: Any) -> Any:
-    """State after one more token; different tokens lead to different states."""
-    return (3 * state + 2 * token + 1) % NUM_STATES
-
-
-@dataclass(frozen=True, eq=False)
-class Source:
-    """A language model: the law of the next token by the state of the text, [NUM_STATES, V]."""
-
-    laws: np.ndarray
-
-    @property
-    def vocab_size(self) -> int:
-        return self.laws.shape[-1]
-
-    def after(self, state: int, tokens: Tokens) -> np.ndarray:
-        """Law [V] of the token after `tokens`."""
-        return self.laws[state_after(state, tokens)]
-
-    def at_temperature(self, temp: float) -> Source:
-        """The same source, sharper (temp < 1) or flatter."""
-        return Source(sharpened(self.laws, temp))
-
-
-def rolled(law: list[float]) -> Source:
-    """A source whose laws are one law, turned by the state."""
-    return Source(np.stack([np.roll(law, state) for state in range(NUM_STATES)]))
+def rolled(probs: list[float]) -> Source:
+    """A source with one distribution, turned by the state."""
+    return Source(np.stack([np.roll(probs, state) for state in range(NUM_STATES)]))
 
 
 TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])
 """The stated example: V = 3."""
-
-
-def sharpened(probs: Any, temp: float) -> Any:
-    """Law [..., V] at another temperature; no mass where there was none."""
-    powers = probs ** (1 / temp)
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
-class Drafting(Protocol):
-    """All drafts that may be made in a state: chance, tokens [k], declared laws [k, V]."""
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]: ...
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """Tokens drawn from a source.
-
-    go_on: whether to draft one more, by the state that the draft has led to and its length so
-        far; known before that token is drawn. declared: the source that the draft says it was
-        drawn from, where it lies. dropped_below: leave out a drawn token, and all after it, if
-        its own chance is less; nobody may do that.
-    """
-
-    source: Source
-    go_on: Callable[[int, int], bool]
-    declared: Source | None = None
-    dropped_below: float = 0.0
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        yield from self.continuations(state, (), 1.0, [])
-
-    def continuations(
-        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
-    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        at = state_after(state, tokens)
-        if not self.go_on(at, len(tokens)):
-            yield weight, tokens, _rows(rows, self.source)
-            return
-        law = self.source.laws[at]
-        row = law if self.declared is None else self.declared.laws[at]
-        for token in np.flatnonzero(law):
-            if law[token] < self.dropped_below:
-                yield weight * law[token], tokens, _rows(rows, self.source)
-            else:
-                longer = (*tokens, int(token))
-                yield from self.continuations(state, longer, weight * law[token], [*rows, row])
-
-
-@dataclass(frozen=True, eq=False)
-class Copied:
-    """A point mass: in each state the draft is a given one, [<= K] tokens."""
-
-    copies: list[Tokens]
-    vocab_size: int
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        tokens = self.copies[state]
-        yield 1.0, tokens, point_mass(np.array(tokens, int), np.zeros((1, self.vocab_size)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,46 +60,9 @@ class TakingTurns:
         return self.ways[state % len(self.ways)].drafts(state)
 
 
-def up_to(length: int) -> Callable[[int, int], bool]:
-    """Always `length` tokens."""
-    return lambda state, drafted: drafted < length
-
-
 def by_state(lengths: list[int]) -> Callable[[int, int], bool]:
     """Stop where the state that the draft has led to allows no more: 0, 1, ... tokens."""
     return lambda state, drafted: drafted < lengths[state]
-
-
-class Deciding(Protocol):
-    """What one draft comes to."""
-
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes: ...
-
-
-@dataclass(frozen=True)
-class ByRule:
-    """Coins, as many heads and tails as there can be, and then a token."""
-
-    rule: CoinRule
-
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, laws: np.ndarray) -> Outcomes:
-        drafted = np.array(tokens, int)
-        heads = self.rule.accept_probs(target_probs, drafted, laws)
-        kept: dict[int, float] = defaultdict(float)
-        for coins in product([False, True], repeat=len(tokens)):
-            weight = np.prod(np.where(coins, heads, 1 - heads))
-            kept[num_accepted(self.rule, coins)] += weight
-        result: Outcomes = {}
-        for n, weight in kept.items():
-            law = self.rule.next_probs(target_probs, drafted, laws, n)
-            result |= {((*tokens[:n], t), n): weight * law[t] for t in range(len(law))}
-        return result
-
-
-@cache
-def num_accepted(rule: CoinRule, coins: tuple[bool, ...]) -> int:
-    """What the rule makes of the coins, as an int."""
-    return int(rule.num_accepted(np.array(coins, bool)))
 
 
 @dataclass(frozen=True)
@@ -250,55 +129,6 @@ def _first_of_both(a: np.ndarray, b: np.ndarray, start: float, end: float) -> fl
 
 
 @dataclass(frozen=True, eq=False)
-class Rounds:
-    """Rounds of drafting and deciding, one after the other."""
-
-    target: Source
-    drafting: Drafting
-    deciding: Deciding
-
-    @cached_property
-    def outcomes(self) -> list[Outcomes]:
-        """Outcomes of one round, for each state that it may begin in."""
-        return [self.one_round(state) for state in range(NUM_STATES)]
-
-    def one_round(self, state: int) -> Outcomes:
-        total: Outcomes = defaultdict(float)
-        for weight, tokens, laws in self.drafting.drafts(state):
-            rows = [self.target.after(state, tokens[:i]) for i in range(len(tokens) + 1)]
-            outcomes = self.deciding.outcomes(np.stack(rows), tokens, laws)
-            for outcome, chance in outcomes.items():
-                total[outcome] += weight * chance
-        return {outcome: chance for outcome, chance in total.items() if chance != 0}
-
-    def expected_accepted(self, state: int = 0) -> float:
-        """Draft tokens kept in a round, on average."""
-        return sum(n * chance for (_, n), chance in self.outcomes[state].items())
-
-    def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        """Law [V, ..., V] of the first `length` tokens of a text begun by so many rounds.
-
-        Shorter texts are continued by the target itself.
-        """
-        texts: dict[Tokens, float] = {(): 1.0}
-        for _ in range(num_rounds):
-            longer: dict[Tokens, float] = defaultdict(float)
-            for text, weight in texts.items():
-                if len(text) >= length:
-                    longer[text] += weight
-                    continue
-                for (tokens, _), chance in self.outcomes[state_after(0, text)].items():
-                    longer[(text + tokens)[:length]] += weight * chance
-            texts = longer
-        return continued(self.target, texts, length)
-
-    def total_variation(self, num_rounds: int, length: int) -> float:
-        """Distance of `joint` from the target's own law."""
-        own = continued(self.target, {(): 1.0}, length)
-        return float(np.abs(self.joint(num_rounds, length) - own).sum() / 2)
-
-
-@dataclass(frozen=True, eq=False)
 class RoundsOfLength(Rounds):
     """Rounds whose draft lengths a policy chooses from the verdicts so far.
 
@@ -343,32 +173,10 @@ class RoundsOfLength(Rounds):
         )
 
 
-def continued(source: Source, texts: dict[Tokens, float], length: int) -> np.ndarray:
-    """Law [V, ..., V] of texts, of different lengths, that the source brings to one length."""
-    vocab = np.arange(source.vocab_size)
-    joint, states = np.zeros(()), np.zeros((), int)
-    for size in range(length):
-        _add(joint, texts, size)
-        joint = joint[..., None] * source.laws[states]
-        states = moved_on(states[..., None], vocab)
-    _add(joint, texts, length)
-    return joint
-
-
-def _add(joint: np.ndarray, texts: dict[Tokens, float], size: int) -> None:
-    for text, weight in texts.items():
-        if len(text) == size:
-            joint[text] += weight
-
-
 def longest_joint(vocab_size: int, num_rounds: int, num_draft: int) -> int:
     """How many tokens of a text to look at: all that the rounds may emit, or the first few."""
     most = {2: 12, 3: 7, 4: 6, 5: 5}[vocab_size]
     return min(most, num_rounds * (num_draft + 1))
-
-
-def _rows(rows: list[np.ndarray], like: Source) -> np.ndarray:
-    return np.stack(rows) if rows else np.zeros((0, like.vocab_size))
 
 
 @dataclass(frozen=True)

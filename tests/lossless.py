@@ -112,11 +112,17 @@ class Row:
 
 
 class Case:
-    """One architecture's tiny model, and what was run with it."""
+    """One architecture's tiny model, and what was run with it.
 
-    def __init__(self, name: str, dtype: mx.Dtype = mx.float32) -> None:
+    num_tokens: how many are written after the prompt.
+    """
+
+    def __init__(
+        self, name: str, dtype: mx.Dtype = mx.float32, num_tokens: int = NUM_TOKENS
+    ) -> None:
         self.name = name
         self.dtype = dtype
+        self.num_tokens = num_tokens
         self.tolerance = ROUGH[name][0] if name in ROUGH else TOLERANCE
 
     @cached_property
@@ -125,7 +131,7 @@ class Case:
 
     @cached_property
     def plain(self) -> Text:
-        return plain_text(self.model, PROMPT, NUM_TOKENS)
+        return plain_text(self.model, PROMPT, self.num_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -144,7 +150,7 @@ class Case:
         }
 
     def speculate(self, drafter: Drafter, length: int, **options: Any) -> Iterator[Token]:
-        options = {"prompt_tokens": PROMPT, "max_tokens": NUM_TOKENS} | options
+        options = {"prompt_tokens": PROMPT, "max_tokens": self.num_tokens} | options
         return speculate(self.model, drafter=drafter, draft_length=length, **options)
 
     @cached_property
@@ -185,7 +191,7 @@ class Case:
         origins = [item.origin for item in self.runs["oracle", 7]]
         return next(
             n
-            for n in range(40, NUM_TOKENS - 1)
+            for n in range(40, self.num_tokens - 1)
             if origins[n - 1] == origins[n] == "draft" != origins[n - 2]
         )
 
@@ -210,7 +216,7 @@ class Case:
                 self.model,
                 draft_model,
                 num_draft_tokens=4,
-                max_tokens=NUM_TOKENS,
+                max_tokens=self.num_tokens,
             )
             text = text_of((token, logprobs) for token, logprobs, _ in pairs)
         except ValueError as error:

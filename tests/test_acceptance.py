@@ -494,12 +494,12 @@ def test_one_token_is_accepted_as_the_formulas_say(shape, data):
     """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match; coupled."""
     target, draft = data.draw(strategies.source_pairs(shape[0]))
     drafting = Drawn(draft, up_to(1))
-    common = np.minimum(target.laws, draft.laws).sum(axis=1)
+    common = np.minimum(target.probs, draft.probs).sum(axis=1)
     for rule in COIN_RULES.values():
         np.testing.assert_allclose(accepted(target, drafting, ByRule(rule)), common, atol=EXACT)
-    product = (target.laws * draft.laws).sum(axis=1)
+    product = (target.probs * draft.probs).sum(axis=1)
     np.testing.assert_allclose(accepted(target, drafting, ByMatch()), product, atol=EXACT)
-    coupled = [coupled_formula(p, q) for p, q in zip(target.laws, draft.laws, strict=True)]
+    coupled = [coupled_formula(p, q) for p, q in zip(target.probs, draft.probs, strict=True)]
     np.testing.assert_allclose(accepted(target, drafting, ByCoupling()), coupled, atol=EXACT)
     assert np.all(product <= np.array(coupled) + EXACT)
     assert np.all(coupled <= common + EXACT)

@@ -2,6 +2,8 @@
 
 One case per file that defines a model, found by listing the folder; see `lossless.Case` for what
 is run. Tests are grouped by architecture, so that each model is built once and run once.
+
+`make test` runs all of it on `REPRESENTATIVE`, and one telling case on each of the others.
 """
 
 from __future__ import annotations
@@ -35,22 +37,40 @@ from lossless import (
     spoken,
 )
 from scripted import Recorder
+from selection import FULL, cases
 from specdec_mlx import ModelDrafter, Token
 from specdec_mlx.target.rollback import Rollback
 
+REPRESENTATIVE = (
+    "llama",  # KVCache and RotatingKVCache
+    "gemma3_text",  # the same, by turns
+    "gpt_oss",  # windows, attention sinks and experts
+    "llama4",  # ChunkedKVCache
+    "deepseek_v3",  # latent attention
+    "mamba2",  # ArraysCache
+    "rwkv7",
+    "lfm2",  # short convolutions and KVCache
+    "qwen3_next",  # gated delta and KVCache
+    "qwen3_5",
+    "jamba",  # mamba, KVCache and experts
+    "falcon_h1",  # CacheList of both
+)
+"""At least one for each kind of cache and of layer."""
+
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]
+ACROSS_THE_WINDOW = 32
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
 
 
-@pytest.fixture(scope="module", params=EXACT)
+@pytest.fixture(scope="module", params=cases(EXACT, *REPRESENTATIVE))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
-@pytest.fixture(scope="module", params=sorted(INEXACT))
+@pytest.fixture(scope="module", params=cases(sorted(INEXACT), "plamo3"))
 def inexact(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
@@ -60,6 +80,20 @@ def test_every_architecture_file_has_a_configuration() -> None:
     assert set(tiny.architecture_files()) == set(tiny.CONFIGS) | set(tiny.CANNOT_RUN)
     assert set(INEXACT) | set(ROUGH) <= set(RUNS)
     assert len(EXACT) >= 115
+
+
+OTHERS = [name for name in EXACT if name not in REPRESENTATIVE]
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_half_right_drafts_across_the_window_leave_no_trace(name: str) -> None:
+    """The one case that every architecture runs always: drafts of 4 that are right now and then,
+    before, across and after the end of the window, and the text and log-probabilities are equal."""
+    case = Case(name, num_tokens=ACROSS_THE_WINDOW)
+    assert case.plain.smallest_gap > NEAR_TIE
+    items = list(case.speculate(case.oracle(), 4))
+    assert not case.has_failed(spoken(items).deviation(case.plain))
+    assert 0.2 < items[-1].stats.acceptance_rate < 1
 
 
 def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
@@ -73,7 +107,7 @@ def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
 def test_the_drafters_did_what_they_are_for(case: Case) -> None:
     """The oracle has between half and all of its drafts accepted, the wrong one none."""
     stats = {run: items[-1].stats for run, items in case.runs.items()}
-    assert 0.3 < stats["oracle", 4].acceptance_rate < 1
+    assert 0.3 < stats["oracle", 4].accepted_share < 1
     for length in (1, 4, 7):
         assert stats["always wrong", length].drafted > 50
         assert stats["always wrong", length].accepted == 0
@@ -164,6 +198,7 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
     assert inexact.row in rows_of(PAGE.read_text())
 
 
+@FULL
 @pytest.mark.parametrize("name", sorted(ROUGH))
 def test_what_is_rough_is_so_for_the_reason_in_the_table(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -182,7 +217,7 @@ def oracle_deviation(name: str) -> float:
 
 
 @on_cpu
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", cases(EXACT, *REPRESENTATIVE))
 def test_bfloat16_text_is_plain_decodings_up_to_a_tie(name: str) -> None:
     """Bit for bit with plain key-value caches. With others, which round otherwise in a wide pass,
     up to the first position whose two best tokens are as close as that rounding. Mixtures of
@@ -218,19 +253,11 @@ def gap(logprobs: mx.array) -> float:
     return best - second
 
 
-DRAFT_MODELS = [
-    "llama",  # KVCache and RotatingKVCache
-    "gemma3_text",
-    "llama4",  # ChunkedKVCache
-    "mamba",  # ArraysCache
-    "rwkv7",
-    "qwen3_next",  # ArraysCache and KVCache
-    "falcon_h1",  # CacheList of both
-    "deepseek_v41",  # its own
-]
+DRAFT_MODELS = ("llama", "gemma3_text", "llama4", "mamba", "rwkv7", "qwen3_next", "falcon_h1")
+DRAFT_MODELS += ("deepseek_v41",)  # its own class of cache
 
 
-@pytest.mark.parametrize("name", DRAFT_MODELS)
+@pytest.mark.parametrize("name", cases(DRAFT_MODELS, "llama", "llama4", "qwen3_next"))
 def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     """Its own drafts are accepted, all of them, long past the window."""
     case = Case(name)
@@ -239,7 +266,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(name: str) -> None:
     assert items[-1].stats.acceptance_rate == 1
 
 
-@pytest.mark.parametrize("name", DRAFT_MODELS)
+@pytest.mark.parametrize("name", cases(DRAFT_MODELS, "llama", "llama4", "qwen3_next"))
 def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     """What a draft model proposes is what it would write after reading the text afresh, however
     often it was rejected before; and a second turn finds its caches in step."""
@@ -248,7 +275,7 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     caches = make_prompt_cache(case.model) + make_prompt_cache(draft_model)
     recorder = Recorder(ModelDrafter(draft_model))
     items = take(case.speculate(recorder, 4, prompt_cache=caches), 50)
-    assert 0 < items[-1].stats.acceptance_rate < 0.9
+    assert 0 < items[-1].stats.accepted_share < 0.9
     for text, proposed in recorder.proposals[3::3]:
         assert proposed == plain_text(draft_model, text, len(proposed)).tokens
     again = Recorder(ModelDrafter(draft_model))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from selection import FULL
 from specdec_mlx.bench import server as bench
 from specdec_mlx.bench.server import OURS, STOCK, Answer, Phase
 from specdec_mlx.errors import MissingPackageError
@@ -67,6 +68,7 @@ def test_a_missing_client_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> N
         bench.asking("http://127.0.0.1:1", 3)
 
 
+@FULL
 def test_both_servers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As processes, with a tiny model: the same texts, no errors, and our account."""
     folder = write_model_folder(tmp_path / "model")
@@ -89,6 +91,7 @@ def test_both_servers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "2 at once" in out
 
 
+@FULL
 def test_a_server_that_does_not_start_is_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import subprocess
 import sys
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
 from html.parser import HTMLParser
@@ -22,7 +22,9 @@ from scipy import stats
 
 import specdec_mlx as sd
 import tiny
-from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, up_to
+from command_line import both_ways, run
+from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, continued, state_after, up_to
+from selection import FULL, cases
 from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import Tree, check_joint
@@ -43,7 +45,13 @@ from tiny_model_folder import write_model_folder
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something
-ALL_PARTS = ["widths", "one-step law", "joint law", "declared law", "drafter's state"]
+ALL_PARTS = [
+    "widths",
+    "one-step distribution",
+    "joint distribution",
+    "declared distribution",
+    "drafter's state",
+]
 ALL_PARTS.append("greedy text")
 
 
@@ -112,11 +120,11 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("case", RIGHT)
+@pytest.mark.parametrize("case", cases(RIGHT, "model", "n-gram", "prompt lookup"))
 def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part, for every kind of drafter and rule."""
     make, rule = RIGHT[case]
-    if case == "n-gram, drawn":  # its laws are nearly one-hot, so that faults show late
+    if case == "n-gram, drawn":  # its drafts are nearly certain, so that faults show late
         monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 500)
     parts = run_parts(subject(make(), rule), work(), progress=False)
     assert [part.name for part in parts] == ALL_PARTS
@@ -153,7 +161,7 @@ class Altered:
 
 
 def misdeclared(draft: sd.Draft) -> sd.Draft:
-    """Wrong: the law handed over is one at temperature 0.7, and was not drawn from."""
+    """Wrong: the distribution handed over is that of temperature 0.7, and was not drawn from."""
     if draft.logprobs is None:  # greedy
         return draft
     logprobs = draft.logprobs / 0.7
@@ -201,7 +209,7 @@ RULES_AT_FAULT: dict[str, tuple[Any, str]] = {
     ),
     "bonus at temperature 0.5": (
         WRONG_RULES["bonus at temperature 0.5"],
-        "the bonus token, after a draft accepted whole, is not drawn from the target's law",
+        "the bonus token, after a draft accepted whole, is not drawn from the target's own",
     ),
     "p and q swapped": (WRONG_RULES["p and q swapped"], "p and q have changed places"),
     "lenient": (sd.Lenient(1 / 1.2), "more draft tokens are kept than min(1, p/q) allows"),
@@ -210,9 +218,9 @@ RULES_AT_FAULT: dict[str, tuple[Any, str]] = {
 DRAFTERS_AT_FAULT = {
     "declared q other than the drawn": (
         misdeclared,
-        "from another law, a flatter one. Hand over, as Draft.logprobs",
+        "from another one, which is flatter. Hand over, as Draft.logprobs",
     ),
-    "the same, sharper": (flattened, "from another law, a sharper one"),
+    "the same, sharper": (flattened, "from another one, which is sharper"),
     "a drawn token dropped": (
         dropped,
         "dropped after they were drawn. Decide whether to draft a token before drawing it",
@@ -220,8 +228,8 @@ DRAFTERS_AT_FAULT = {
 }
 
 
-def laws(given: Subject) -> dict[str, Part]:
-    """The three parts that are about laws."""
+def drawn_parts(given: Subject) -> dict[str, Part]:
+    """The three parts that are about what is drawn."""
     steps: list[Any] = []
     draws = Draws()
     parts = [check_one_step(given, work(), steps), check_joint(given, work(), steps, draws)]
@@ -244,7 +252,7 @@ def test_a_wrong_rule_is_named(case: str) -> None:
 
 @pytest.mark.parametrize("rule", [Rejection(), sd.Block()])
 @pytest.mark.parametrize("most_tokens", [1000, 2])
-def test_the_emitted_law_is_exact(
+def test_the_emitted_distribution_is_exact(
     rule: CoinRule, most_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To float64's rounding, and as far as was looked; what is kept is the sum of min(p, q)."""
@@ -260,24 +268,26 @@ def test_the_emitted_law_is_exact(
         assert result.kept <= np.minimum(p, q).sum() + 1e-12
 
 
-@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
+@pytest.mark.parametrize("case", cases(DRAFTERS_AT_FAULT, "a drawn token dropped"))
 def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is wrong about its laws, and what to do; the rule is not blamed."""
+    """With what is wrong about its distributions, and what to do; the rule is not blamed."""
     monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 400)
     alter, words = DRAFTERS_AT_FAULT[case]
-    parts = laws(subject(Altered(sd.ModelDrafter(draft_model()), alter)))
-    assert parts["declared law"].status == "failed"
-    assert words in parts["declared law"].verdict
-    assert parts["one-step law"].passed
+    parts = drawn_parts(subject(Altered(sd.ModelDrafter(draft_model()), alter)))
+    assert parts["declared distribution"].status == "failed"
+    assert words in parts["declared distribution"].verdict
+    assert parts["one-step distribution"].passed
 
 
-@pytest.mark.parametrize("name", ["residual replaced by p", "p and q swapped"])
+@pytest.mark.parametrize(
+    "name", cases(["residual replaced by p", "p and q swapped"], "p and q swapped")
+)
 def test_texts_of_a_wrong_rule_are_likened_to_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The joint law fails too, and tells which of the named faults it looks like."""
+    """The joint distribution fails too, and tells which of the named faults it looks like."""
     monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 600)
-    part = laws(subject(None, WRONG_RULES[name]))["joint law"]
+    part = drawn_parts(subject(None, WRONG_RULES[name]))["joint distribution"]
     assert part.status == "failed"
     assert f"they look like: {name}" in part.verdict
 
@@ -340,21 +350,21 @@ def test_a_drafter_that_breaks_its_contract_fails_and_the_rest_goes_on() -> None
 
 
 def source(seed: int) -> Source:
-    """Laws of four tokens, none of them rare."""
+    """Distributions over four tokens, none of them rare."""
     return Source(np.random.default_rng(seed).dirichlet(np.full(4, 2.0), size=7))
 
 
 class TextsOfSource:
-    """Stands for `joint.Texts`, with laws of sources instead of models."""
+    """Stands for `joint.Texts`, with probabilities of sources instead of models."""
 
     def __init__(self, target: Source, draft: Source) -> None:
         self.sources = target, draft
         self.tokens: list[tuple[int, ...]] = [(0, 0, 0)] * 1_000_000  # every cell is a branch
 
-    def target_law(self, continuation: tuple[int, ...]) -> np.ndarray:
+    def target_probs(self, continuation: tuple[int, ...]) -> np.ndarray:
         return self.sources[0].after(0, tuple(continuation))
 
-    def draft_law(self, continuation: tuple[int, ...]) -> np.ndarray:
+    def draft_probs(self, continuation: tuple[int, ...]) -> np.ndarray:
         return self.sources[1].after(0, tuple(continuation))
 
 
@@ -370,16 +380,31 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name in {"lossless", *VARIANTS}])
-def test_laws_of_the_faults_are_those_of_enumeration(name: str) -> None:
-    """Each cell's chance, to 1e-12, for drafts of two tokens and texts of three."""
+def joint_of_texts(name: str) -> np.ndarray:
+    """Chances [V, V, V] of texts of three tokens: the loop drafts two, and never the last one."""
     drafting, rule = EXACT[name]
+    two, one = (
+        Rounds(TARGET, replace(drafting, go_on=up_to(length)), ByRule(rule)) for length in (2, 1)
+    )
+    texts: dict[tuple[int, ...], float] = defaultdict(float)
+    for (tokens, _), chance in two.outcomes[0].items():
+        if len(tokens) > 1:
+            texts[tokens] += chance
+            continue
+        for (more, _), chance_of_more in one.outcomes[state_after(0, tokens)].items():
+            texts[tokens + more] += chance * chance_of_more
+    return continued(TARGET, texts, 3)
+
+
+@pytest.mark.parametrize("name", [name for name in EXACT if name in {"lossless", *VARIANTS}])
+def test_cells_of_the_faults_have_the_chances_of_enumeration(name: str) -> None:
+    """Each cell's chance, to 1e-12, for drafts of up to two tokens and texts of three."""
     tree = Tree(TextsOfSource(TARGET, DRAFT))
     chances = tree.chances(VARIANTS.get(name, lossless))
-    law = Rounds(TARGET, drafting, ByRule(rule)).joint(num_rounds=3, length=3)
+    joint_probs = joint_of_texts(name)
     expected = np.zeros(tree.num_cells)
-    for text in np.ndindex(law.shape):
-        expected[tree._cell_of(text)] += law[text]
+    for tokens in np.ndindex(joint_probs.shape):
+        expected[tree._cell_of(tokens)] += joint_probs[tokens]
     np.testing.assert_allclose(chances, expected, atol=1e-12)
     assert tree.num_cells > 4**3
 
@@ -388,7 +413,7 @@ def test_every_named_fault_is_enumerated() -> None:
     assert set(VARIANTS) == set(EXACT) - {"lossless"}
 
 
-def test_a_small_tree_has_the_same_law() -> None:
+def test_a_tree_of_shared_cells_has_the_same_chances() -> None:
     """Tokens that are expected too seldom share a cell."""
     texts = TextsOfSource(TARGET, DRAFT)
     texts.tokens = [(0, 1, 2), (3, 3, 3)] * 60
@@ -396,26 +421,26 @@ def test_a_small_tree_has_the_same_law() -> None:
     assert tree.num_cells < 4**3
     assert tree.chances().sum() == pytest.approx(1)
     assert tree.seen().sum() == 120
-    law = Rounds(TARGET, EXACT["lossless"][0], ByRule(Rejection())).joint(3, 3)
+    joint_probs = joint_of_texts("lossless")
     expected = np.zeros(tree.num_cells)
-    for text in np.ndindex(law.shape):
-        expected[tree._cell_of(text)] += law[text]
+    for tokens in np.ndindex(joint_probs.shape):
+        expected[tree._cell_of(tokens)] += joint_probs[tokens]
     np.testing.assert_allclose(tree.chances(), expected, atol=1e-12)
 
 
 def test_false_alarms_are_as_rare_as_stated() -> None:
     """Right texts of two contexts, 300 times: one in ten has a p-value below 0.1."""
     random = np.random.default_rng(0)
-    laws = [
+    joints = [
         Rounds(t, EXACT["lossless"][0], ByRule(Rejection())).joint(3, 3) for t in (TARGET, DRAFT)
     ]
     low = 0
     for _ in range(300):
         trees = []
-        for target, law in zip((TARGET, DRAFT), laws, strict=True):
+        for target, probs in zip((TARGET, DRAFT), joints, strict=True):
             texts = TextsOfSource(target, DRAFT)
-            drawn = random.choice(law.size, p=law.ravel(), size=250)
-            texts.tokens = list(zip(*np.unravel_index(drawn, law.shape), strict=True))
+            drawn = random.choice(probs.size, p=probs.ravel(), size=250)
+            texts.tokens = list(zip(*np.unravel_index(drawn, probs.shape), strict=True))
             trees.append(Tree(texts))
         expected = [250 * tree.chances() for tree in trees]
         test = together([ChiSquare.of(t.seen(), e) for t, e in zip(trees, expected, strict=True)])
@@ -433,9 +458,9 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
     monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 99)
-    parts = laws(subject())
-    assert parts["joint law"].status == "not run"
-    assert "Only 99 texts" in parts["joint law"].verdict
+    parts = drawn_parts(subject())
+    assert parts["joint distribution"].status == "not run"
+    assert "Only 99 texts" in parts["joint distribution"].verdict
 
 
 def test_chi_square_is_scipys() -> None:
@@ -462,7 +487,7 @@ def test_what_is_impossible_must_not_be_seen() -> None:
 
 
 def test_the_stated_power_is_the_share_of_faults_found() -> None:
-    """By simulation: 2,000 times 300 draws of a wrong law."""
+    """By simulation: 2,000 times 300 draws of a wrong distribution."""
     random = np.random.default_rng(0)
     right, wrong = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.32, 0.28, 0.24, 0.16])
     found = [
@@ -472,38 +497,39 @@ def test_the_stated_power_is_the_share_of_faults_found() -> None:
     assert np.mean(found) == pytest.approx(power([300 * wrong], [300 * right], 0.001), abs=0.04)
 
 
-def draft_of(law: np.ndarray, token: int) -> sd.Draft:
-    return sd.Draft([token], mx.array(np.log(law)[None], dtype=mx.float32))
+def draft_of(probs: np.ndarray, token: int) -> sd.Draft:
+    return sd.Draft([token], mx.array(np.log(probs)[None], dtype=mx.float32))
 
 
-def test_draws_from_the_declared_law_are_evenly_spread() -> None:
-    """Whatever the law; draws from another one are not."""
+def test_draws_from_the_declared_distribution_are_evenly_spread() -> None:
+    """Whatever the distribution; draws from another one are not."""
     random = np.random.default_rng(0)
     even, skewed = Draws(), Draws()
     flat_ones = np.full((200, 30), 1 / 30)  # all tied
-    for law in np.concatenate([random.dirichlet(np.ones(30), size=1000), flat_ones]):
-        even.add(draft_of(law, random.choice(30, p=law)), 1)
-        flat = law**0.5 / (law**0.5).sum()
-        skewed.add(draft_of(law, random.choice(30, p=flat)), 1)
+    for probs in np.concatenate([random.dirichlet(np.ones(30), size=1000), flat_ones]):
+        even.add(draft_of(probs, random.choice(30, p=probs)), 1)
+        flat = probs**0.5 / (probs**0.5).sum()
+        skewed.add(draft_of(probs, random.choice(30, p=flat)), 1)
     assert check_declared(even).passed
     assert check_declared(skewed).status == "failed"
     shares = even.seen() / 1200
     assert abs(shares - 0.1).max() < 0.05
 
 
-def test_a_declared_laws_power_is_that_of_simulation() -> None:
+@FULL
+def test_the_stated_power_is_that_of_simulation() -> None:
     """Chance to find draws at temperature 1/0.7 of what is declared, from 600 draws."""
     random = np.random.default_rng(1)
-    law = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
-    flat = law**0.7 / (law**0.7).sum()
+    probs = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
+    flat = probs**0.7 / (probs**0.7).sum()
     found = []
     for _ in range(150):
         draws = Draws(random=random)
         for token in random.choice(6, p=flat, size=600):
-            draws.add(draft_of(law, token), 1)
+            draws.add(draft_of(probs, token), 1)
         part = check_declared(draws)
         found.append(part.status == "failed")
-    stated = part.numbers["power"]["declared law at temperature 0.7"]
+    stated = part.numbers["power"]["declared at temperature 0.7"]
     assert 0.02 < stated < 0.98
     assert np.mean(found) == pytest.approx(stated, abs=0.13)
 
@@ -598,7 +624,13 @@ PARTS = [
     Part(
         "widths", "passed", "All well.", {"caches": ["KVCache (trim)"], "passes": [{"x": 1}]}, 1.0
     ),
-    Part("joint law", "failed", "<b>Wrong</b> & to be mended.", {"power": {"a < b": 0.5}}, 2.0),
+    Part(
+        "joint distribution",
+        "failed",
+        "<b>Wrong</b> & to be mended.",
+        {"power": {"a < b": 0.5}},
+        2.0,
+    ),
     Part("greedy text", "not run", "No time.", {"differences": []}),
 ]
 
@@ -610,8 +642,8 @@ def test_a_report_passes_only_if_every_part_ran_and_passed() -> None:
     assert not CheckReport(PARTS[:2]).passed
     assert not CheckReport([PARTS[0], PARTS[2]]).passed
     assert CheckReport([PARTS[0], PARTS[2]]).verdict.startswith("NOT PASSED: greedy text")
-    assert CheckReport(PARTS).verdict == "FAILED: joint law."
-    with pytest.raises(KeyError, match="the parts are widths, joint law, greedy text"):
+    assert CheckReport(PARTS).verdict == "FAILED: joint distribution."
+    with pytest.raises(KeyError, match="the parts are widths, joint distribution, greedy text"):
         CheckReport(PARTS)["joint"]
 
 
@@ -623,7 +655,7 @@ def test_a_report_as_text_and_as_json_says_everything() -> None:
         assert part.status in text
         assert part.verdict in text
     assert "caches: KVCache (trim)" in text
-    assert text.endswith("FAILED: joint law.  (3 s)")
+    assert text.endswith("FAILED: joint distribution.  (3 s)")
     data = json.loads(report.to_json())
     assert data["passed"] is False
     assert data["settings"] == {"temp": 0.8}
@@ -660,20 +692,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", "check", *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
+@both_ways
 def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> None:
     """Exit status 0, the report on stdout, progress on stderr, and the same as JSON."""
-    done = run("--model", folder, "--draft-model", folder, "--json", tmp_path / "report.json")
+    done = run(
+        "check", "--model", folder, "--draft-model", folder, "--json", tmp_path / "report.json"
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("PASSED")
     assert "greedy text" in done.stderr
@@ -754,5 +778,5 @@ def test_scipy_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_sampler_without_a_law_is_refused() -> None:
-    with pytest.raises(ValueError, match="The law of this sampler is not known"):
-        sd.check(model(), None, drafter="ngram", sampling=lambda x: x, prompts=PROMPTS)
+    with pytest.raises(ValueError, match="The distribution of this sampler is not known"):
+        sd.check(model(), None, drafter="ngram", sampler=lambda x: x, prompts=PROMPTS)

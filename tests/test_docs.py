@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 import os
 import re
@@ -19,14 +20,16 @@ import pytest
 from PIL import Image
 
 import specdec_mlx
+from selection import FULL, cases
 from specdec_mlx import lab
-from specdec_mlx.bench.summary import ALL, Result
+from specdec_mlx.bench.summary import ALL
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
 FENCE = re.compile(r"^(?P<mark>```|~~~)(?P<language>\w*)\n(?P<code>.*?)^(?P=mark)$", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
+FORMULA = re.compile(r"(?<![\\$`{(])\$(?![\s({$A-Z_])([^$`\n]+?)\$")
 OUTPUT = re.compile(r"\n*<!-- output -->\n+```\n(?P<text>.*?)^```$", re.M | re.S)
 
 sys.path.insert(0, str(DOCS))
@@ -68,6 +71,9 @@ AS_A_READER_HAS_THEM = {
 }
 """Names that pages use without saying what they are."""
 
+SHORT_PAGES = ("lossless.md", "mlx-lm.md", "tuning.md", "write-a-drafter.md")
+"""Their code, and the README's, runs always; that of the others in the full run."""
+
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
@@ -90,7 +96,11 @@ def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 
 
 @pytest.mark.usefixtures("lab_pair_for_every_name")
-@pytest.mark.parametrize("page", PAGES_WITH_CODE, ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), ROOT / "README.md"),
+    ids=lambda page: page.name,
+)
 def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
     module = ModuleType("page")
@@ -124,6 +134,7 @@ def test_pages_with_code_are_found() -> None:
     assert len(skipped) <= 0.2 * len(everything)
 
 
+@FULL
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""
     built = subprocess.run(
@@ -137,16 +148,40 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert "Stream the same text as" in api
+    assert "<math" in api
+    assert "arithmatex" not in api
     assert (tmp_path / "write-a-drafter" / "index.html").exists()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [*PAGES, *(ROOT / "src").rglob("*.py")],
+    ids=lambda path: path.name,
+)
+def test_formulas_are_drawn_without_a_script(text: Path) -> None:
+    """Each formula of a page or docstring becomes MathML, in which no command of LaTeX is left."""
+    import hooks
+
+    for formula in FORMULA.findall(FENCE.sub("", text.read_text(encoding="utf-8"))):
+        content = rf'<p><span class="arithmatex">\({html.escape(formula)}\)</span></p>'
+        drawn = hooks.on_page_content(content, None, None, None)
+        assert drawn.startswith("<p><math"), formula
+        assert "\\" not in drawn, formula
+
+
+def test_formulas_are_found() -> None:
+    """The pattern finds those of the page that has most of them."""
+    assert len(FORMULA.findall((DOCS / "lossless.md").read_text(encoding="utf-8"))) > 20
+
+
 def test_the_api_page_has_every_public_name() -> None:
-    """All that `specdec_mlx` exports; errors stand there by their module."""
+    """All of `__all__`, each where it is defined; errors stand there by their module."""
     page = (DOCS / "api.md").read_text(encoding="utf-8")
-    for name, value in vars(specdec_mlx).items():
-        is_ours = getattr(value, "__module__", "").startswith("specdec_mlx")
-        if is_ours and value.__module__ != "specdec_mlx.errors":
-            assert f".{name}\n" in page, name
+    assert "::: specdec_mlx.errors\n" in page
+    for name in specdec_mlx.__all__:
+        module = getattr(specdec_mlx, name).__module__
+        if module != "specdec_mlx.errors":
+            assert f"::: {module}.{name}\n" in page, name
 
 
 def test_every_page_is_in_the_navigation() -> None:
@@ -184,7 +219,7 @@ def test_figures_are_those_of_the_committed_benchmark() -> None:
         with Image.open(path) as image:
             assert image.info["Source"] == figures.digest(), f"make figures: {path.name} is old"
     by_text, pair = drawn["speed_by_text"].axes
-    everything = {name: [Result(**r) for r in record["results"]] for name, record in data.items()}
+    everything = {name: figures.results(data, name) for name in data}
     totals = [r for name in ("greedy", "sampled") for r in everything[name] if r.category == ALL]
     for ax, results in ((by_text, everything["benchmark"]), (pair, totals)):
         shown = [x for container in ax.containers for x in container[0].get_xdata()]

@@ -14,9 +14,8 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from specdec_mlx.generation import models_of
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
-from specdec_mlx.types import RoundRecord
+from specdec_mlx.types import RoundRecord, models_of
 
 PROMPT = [5, 17, 99, 3]
 NUM_TOKENS = 30
@@ -154,7 +153,7 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     """What stream_generate holds in memory, by the arrays that it tells mlx-lm of."""
     from contextlib import nullcontext
 
-    module = importlib.import_module("specdec_mlx.generation")
+    module = importlib.import_module("specdec_mlx.responses")
     wired: list[Any] = []
     monkeypatch.setattr(
         module, "wired_limit", lambda models, streams: wired.append(models) or nullcontext()

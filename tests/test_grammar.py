@@ -14,6 +14,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 import specdec_mlx as sd
+from command_line import both_ways, run
 from specdec_mlx.drafters.grammar import Place, compiled_tokenizer
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder
@@ -59,7 +60,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return mlx_lm.load(str(write_model_folder(tmp_path_factory.mktemp("model"))))[:2]  # type: ignore[return-value]
 
 
-def run(
+def told(
     pair: tuple[Any, Any],
     kind: str,
     drafter: Any,
@@ -103,10 +104,10 @@ def test_text_keeps_to_the_grammar_and_is_that_of_plain_decoding(
         if token in tokenizer.eos_token_ids:
             break
         expected.append(token)
-    text, stats = run(pair, kind, DRAFTERS[name](model))
+    text, stats = told(pair, kind, DRAFTERS[name](model))
     assert text == tokenizer.decode(expected)
     assert fits(kind, text)
-    assert run(pair, kind, None)[0] == text
+    assert told(pair, kind, None)[0] == text
     if name != "look-up":
         assert stats.accepted > 0
 
@@ -122,7 +123,7 @@ def test_without_a_processor_the_text_does_not_fit(kind: str, pair: tuple[Any, A
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_forced_tokens_are_free(kind: str, pair: tuple[Any, Any]) -> None:
     """All are accepted, the end token among them, and there are far fewer passes than tokens."""
-    text, stats = run(pair, kind, sd.GrammarDrafter(), draft_length=20)
+    text, stats = told(pair, kind, sd.GrammarDrafter(), draft_length=20)
     assert stats.accepted == stats.drafted
     assert stats.target_passes < 0.5 * stats.emitted
     assert stats.emitted > 25
@@ -138,8 +139,8 @@ def test_a_seed_draws_the_same_text_with_and_without_the_drafter(
     warm = sd.Sampling(temp=1.0)
     texts = set()
     for seed in range(8):
-        plain, _ = run(pair, "json", None, sampler=warm, seed=seed, rule=rule)
-        ours, stats = run(pair, "json", sd.GrammarDrafter(), sampler=warm, seed=seed, rule=rule)
+        plain, _ = told(pair, "json", None, sampler=warm, seed=seed, rule=rule)
+        ours, stats = told(pair, "json", sd.GrammarDrafter(), sampler=warm, seed=seed, rule=rule)
         assert ours == plain
         assert fits("json", ours)
         assert stats.accepted == stats.drafted > 0
@@ -171,9 +172,9 @@ class NeverRewound(sd.GrammarProcessor):
 @pytest.mark.parametrize("broken", [StaleMask, NeverRewound])
 def test_a_broken_mask_is_caught(broken: type[sd.GrammarProcessor], pair: tuple[Any, Any]) -> None:
     """The comparison above rejects processors that are wrong in ways that speculation invites."""
-    expected, _ = run(pair, "json", None)
+    expected, _ = told(pair, "json", None)
     try:
-        text, _ = run(pair, "json", sd.PromptLookupDrafter(min_ngram=1), broken)
+        text, _ = told(pair, "json", sd.PromptLookupDrafter(min_ngram=1), broken)
     except (AssertionError, sd.GrammarError, sd.LogitsError):
         return
     assert text != expected
@@ -187,14 +188,14 @@ def test_a_mask_that_leaves_nothing_is_told(pair: tuple[Any, Any]) -> None:
             return super().__call__(tokens, logits) - mx.inf
 
     with pytest.raises(sd.LogitsError):
-        run(pair, "regex", sd.GrammarDrafter(), Nothing)
+        told(pair, "regex", sd.GrammarDrafter(), Nothing)
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
 def test_the_mask_is_that_of_a_fresh_matcher(kind: str, pair: tuple[Any, Any]) -> None:
     """At every position, in any order, whatever was shown in between."""
     tokenizer = pair[1]
-    text, _ = run(pair, kind, None)
+    text, _ = told(pair, kind, None)
     prompt = [3, 1, 4]
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     zeros = mx.zeros((1, pair[0].args.vocab_size))
@@ -218,7 +219,7 @@ def test_the_mask_is_that_of_a_fresh_matcher(kind: str, pair: tuple[Any, Any]) -
 def test_what_is_drafted_is_what_the_mask_leaves(kind: str, pair: tuple[Any, Any]) -> None:
     """A forced token is the only one allowed where it stands."""
     tokenizer = pair[1]
-    text, _ = run(pair, kind, None)
+    text, _ = told(pair, kind, None)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     place = sd.GrammarProcessor(GRAMMARS[kind], tokenizer).beginning()
     num_forced = 0
@@ -285,9 +286,10 @@ def test_a_grammar_that_cannot_be_followed_is_told(pair: tuple[Any, Any]) -> Non
         place.go_to([1])
 
 
+@both_ways
 def test_the_commands_take_a_grammar(tmp_path: Path, pair: tuple[Any, Any]) -> None:
     """See test_commands.py for the others; here each flag by its effect."""
-    from test_commands import account, run, text_in
+    from test_commands import account, text_in
 
     folder = write_model_folder(tmp_path / "model")
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
@@ -312,10 +314,9 @@ def test_the_commands_take_a_grammar(tmp_path: Path, pair: tuple[Any, Any]) -> N
     assert "Traceback" not in wrong.stderr
 
 
+@both_ways
 def test_each_answer_of_a_chat_keeps_to_its_grammar(tmp_path: Path) -> None:
     """Also in later turns, which stand on the caches of earlier ones."""
-    from test_commands import run
-
     folder = write_model_folder(tmp_path / "model")
     arguments = ("chat", "--model", str(folder), "--max-tokens", "120", "--regex", PATTERN)
     done = run(*arguments, stdin="the cat\nand the hat\nq\n")

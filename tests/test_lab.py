@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
+from selection import FULL, cases
 from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
@@ -95,7 +96,7 @@ def test_end_of_text_is_one_token(pair: lab.Pair) -> None:
     assert pair.tokenizer.encode(f"a{corpus.END_OF_TEXT}b") == [97, corpus.END_OF_TEXT_ID, 98]
 
 
-@pytest.mark.parametrize("draft_length", [4, "auto"])
+@pytest.mark.parametrize("draft_length", cases([4, "auto"], "auto"))
 def test_greedy_text_is_the_targets_own(
     pair: lab.Pair, prompt: list[int], draft_length: int | str
 ) -> None:
@@ -104,7 +105,7 @@ def test_greedy_text_is_the_targets_own(
     assert [token.token for token in tokens] == plain_greedy(pair, prompt, 160)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", cases([0.0, 1.0], 1.0))
 def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: float) -> None:
     tokens = list(
         speculate(
@@ -112,7 +113,7 @@ def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: flo
             prompt,
             ModelDrafter(pair.draft),
             max_tokens=256,
-            sampling=Sampling(temperature),
+            sampler=Sampling(temperature),
             seed=1,
             draft_length=4,
         )
@@ -121,6 +122,7 @@ def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: flo
     assert tokens[-1].stats.tokens_per_pass > 2
 
 
+@FULL
 def test_knows_its_language(pair: lab.Pair, prompt: list[int]) -> None:
     """The continuation is words, and much likelier than bytes at random (8 bits)."""
     text = pair.tokenizer.decode(plain_greedy(pair, prompt, 160))

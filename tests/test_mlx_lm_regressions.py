@@ -31,6 +31,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import FULL, cases
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 
 SEEN_ON = "0.32.2"
@@ -107,7 +108,7 @@ def stock_oracle(drafter: scripted.OracleDrafter) -> Any:
     return scripted.scripted_model(PROMPT, drafter)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "gpt_oss", "olmo3"])
+@pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "gpt_oss", "olmo3"], "llama"))
 def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
     """Rejected tokens leave a window that has wrapped."""
     target = model(name)
@@ -116,7 +117,7 @@ def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
     stock_fails(1, stock(target, stock_oracle(oracle(target))) != expected)
 
 
-@pytest.mark.parametrize("name", ["mamba", "qwen3_next", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", cases(["mamba", "qwen3_next", "lfm2", "falcon_h1"], "lfm2"))
 def test_row_2_recurrent_state_is_drafted_for(name: str) -> None:
     """Not refused, and right."""
     target = model(name)
@@ -282,6 +283,7 @@ class Interrupted(nn.Module):
         return self.inner(ids, cache=cache)
 
 
+@FULL
 def test_row_11_an_interrupt_while_drafting_leaves_the_cache_in_order() -> None:
     """The target's cache holds prompt + emitted, and can be continued from."""
 
@@ -333,6 +335,7 @@ class Unmoved(nn.Module):
         return mx.broadcast_to(self.logits, (1, ids.shape[1], 4))
 
 
+@FULL
 def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
     """XTC at probability 1/2 removes token 1: each token is a fair coin, whatever was drafted.
 
@@ -347,7 +350,7 @@ def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
 
     target, draft = Unmoved([1e-9, 0.6, 0.4, 1e-9]), Unmoved([1e-9, 1.0, 1e-9, 1e-9])
     always_1 = scripted.ScriptedDrafter(lambda start, limit: [1] * limit)
-    text = ours(target, always_1, [1], sampling=law, seed=1, max_tokens=400, probe=False)
+    text = ours(target, always_1, [1], sampler=law, seed=1, max_tokens=400, probe=False)
     assert set(text) == {1, 2}
     assert abs(text.count(1) - 200) < 60  # six standard deviations
     assert any(run % 5 for run in runs_of_1(text))

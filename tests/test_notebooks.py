@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from selection import FULL
 from specdec_mlx import lab
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
@@ -60,6 +61,7 @@ def test_there_is_one_for_each_question() -> None:
     assert NOTEBOOKS == QUESTIONS
 
 
+@FULL
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the lab pair; cells tagged raises-exception raise, no other does, and texts are equal."""

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import builtins
-import importlib
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from io import BytesIO
 from typing import Any
 
 import pytest
 from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from PIL import Image
 
 import specdec_mlx as sd
+from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.replay import Score
+from specdec_mlx.bench.scores import Score
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.notebook import plots
 from specdec_mlx.stats import theory
+from specdec_mlx.stats.estimates import wilson
 from specdec_mlx.types import RoundRecord
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
@@ -35,7 +41,7 @@ def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     return Result(
         *(drafter, length, category, 3, 30, 10.0, 10.0),
         *(ratio, ratio - 0.1, ratio + 0.2, ratio, ratio),
-        *(1.5, 20, 20, 10, 0.5, 0.5, 0.1, 1.0, 0.1, 3, 0),
+        *(1.5, 20, 20, 10, 0.5, 0.1, 1.0, 0.1, 3, 0),
     )
 
 
@@ -57,8 +63,8 @@ def every_plot() -> dict[str, plots.Plot]:
         "cost": plots.cost_curve(linear_cost(0.24), 0.8),
         "lengths": plots.draft_lengths({2: stats}),
         "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
-        "expected": plots.expected_and_observed([score]),
-        "by text": plots.speed_by_text(
+        "expected": bench_plots.expected_and_observed([score]),
+        "by text": bench_plots.speed_by_text(
             [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
         ),
         "figure 2": plots.paper_figure_2(),
@@ -76,6 +82,50 @@ def test_every_plot_is_named_and_shows_itself() -> None:
         png, size = plot._repr_png_()
         assert png.startswith(b"\x89PNG")
         assert size["width"] > 300
+
+
+@pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
+def test_plots_read_on_light_and_on_dark_pages(page: str) -> None:
+    """No background of their own, and all lettering and axes stand out from the page's.
+
+    A contrast of 3 is what WCAG asks of graphics and of large letters.
+    """
+    for name, plot in every_plot().items():
+        with Image.open(BytesIO(plot._repr_png_()[0])) as image:
+            assert image.getpixel((0, 0))[3] == 0, name
+        shown = [text for text in plot.findobj(Text) if text.get_text()]
+        assert len(shown) > 5, name
+        for text in shown:
+            assert contrast(to_hex(text.get_color()), page) > 3, (name, text.get_text())
+        for ax in plot.axes:
+            assert ax.get_facecolor()[3] == 0, name
+            for spine in ax.spines.values():
+                assert contrast(to_hex(spine.get_edgecolor()), page) > 3, name
+
+
+def test_the_callers_axes_keep_their_style() -> None:
+    """Drawn into a figure of the caller's, nothing of its colours changes."""
+    figure = Figure(facecolor="pink")
+    ax = figure.add_subplot()
+    ax.tick_params(labelcolor="red")
+    assert plots.acceptance_by_position(stats_of(ROUNDS), ax) is figure
+    assert to_hex(figure.get_facecolor()) == to_hex("pink")
+    assert to_hex(ax.get_facecolor()) == "#ffffff"
+    assert {to_hex(tick.get_color()) for tick in ax.get_xticklabels()} == {"#ff0000"}
+    assert to_hex(ax.title.get_color()) == "#000000"
+
+
+def contrast(a: str, b: str) -> float:
+    """Ratio of the luminances of two colours, as WCAG defines it, from 1 to 21."""
+    dark, light = sorted(luminance(colour) for colour in (a, b))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: str) -> float:
+    """Relative luminance of a colour such as #0072B2, from 0 to 1."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in parts]
+    return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
 def test_lines_differ_in_more_than_a_few_colours() -> None:
@@ -105,18 +155,17 @@ def test_acceptance_by_position_has_shares_and_intervals() -> None:
     for segment, (accepted, drafted) in zip(
         segments, [(3, 4), (3, 4), (2, 3), (2, 3)], strict=True
     ):
-        low, high = plots.wilson_interval(accepted, drafted)
-        assert segment[:, 1].tolist() == pytest.approx([low, high])
+        assert segment[:, 1].tolist() == pytest.approx(wilson(accepted, drafted)[1:])
 
 
-def test_tokens_over_time_and_the_gear() -> None:
+def test_tokens_over_time_stand_above_the_share_of_rounds_that_drafted() -> None:
     plot = plots.tokens_over_time(stats_of(ROUNDS))
     x, y = line(axes(plot), "tokens per pass")
     assert x == [i + 0.5 for i in range(7)]
     assert y == [1, 1, 1, 3, 5, 5, 1]
-    gear = plot.axes[1]
-    assert [tick.get_text() for tick in gear.get_yticklabels()] == ["plain", "drafting"]
-    outline = gear.collections[0].get_paths()[0].vertices
+    mode = plot.axes[1]
+    assert [tick.get_text() for tick in mode.get_yticklabels()] == ["plain", "drafting"]
+    outline = mode.collections[0].get_paths()[0].vertices
     assert outline[outline[:, 0] < 2.9, 1].max() == 0  # the three plain rounds
     assert outline[outline[:, 0] > 6.1, 1].max() == 1  # drafted, and nothing accepted
 
@@ -149,7 +198,7 @@ def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
 
 def test_expected_and_observed_are_the_scores() -> None:
     score = Score("measured", "ngram", "4", "all", 1, 9, 5, 8, 4, 1.8, 1.4, live_ratio=1.3)
-    ax = axes(plots.expected_and_observed([score, replace(score, live_ratio=None)]))
+    ax = axes(bench_plots.expected_and_observed([score, replace(score, live_ratio=None)]))
     assert line(ax, "ngram, K = 4") == ([1.4], [1.3])
 
 
@@ -159,7 +208,7 @@ def test_speed_by_text_has_ratios_and_intervals() -> None:
         for category, offset in (("code", 0.0), ("all", 0.5))
         for key, ratio in ((("mlx-lm", ""), 1.0), (("ngram", "auto"), 1.5 + offset))
     ]
-    ax = axes(plots.speed_by_text(results))
+    ax = axes(bench_plots.speed_by_text(results))
     (container,) = ax.containers
     assert container.get_label() == "ngram, K = auto"
     assert list(container[0].get_xdata()) == [1.5, 2.0]
@@ -170,7 +219,7 @@ def test_speed_by_text_has_ratios_and_intervals() -> None:
 def test_speed_by_text_tells_rules_apart_where_there_are_several() -> None:
     def drawn(rules: Sequence[str]) -> list[str]:
         ours = [replace(result("model", "4", "all", 1.5), rule=rule) for rule in rules]
-        ax = axes(plots.speed_by_text([result("mlx-lm", "", "all", 1.0), *ours]))
+        ax = axes(bench_plots.speed_by_text([result("mlx-lm", "", "all", 1.0), *ours]))
         return [container.get_label() for container in ax.containers]
 
     assert drawn(["auto"]) == ["model, K = 4"]
@@ -189,18 +238,6 @@ def test_figures_of_the_paper() -> None:
         assert y[x.index(0.8)] == pytest.approx(number, abs=0.005)
 
 
-def test_wilson_interval() -> None:
-    """Against scipy's, and without any trial."""
-    from scipy.stats import binomtest
-
-    for successes, trials in ((0, 10), (3, 10), (10, 10), (400, 1000)):
-        interval = binomtest(successes, trials).proportion_ci(method="wilson")
-        assert plots.wilson_interval(successes, trials) == pytest.approx(
-            (interval.low, interval.high), abs=1e-6
-        )
-    assert plots.wilson_interval(0, 0) == (0, 1)
-
-
 def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -212,6 +249,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    monkeypatch.delitem(sys.modules, "specdec_mlx.notebook.plots")
+    for module in ("plots", "canvas"):
+        monkeypatch.delitem(sys.modules, f"specdec_mlx.notebook.{module}")
     with pytest.raises(sd.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
-        importlib.import_module("specdec_mlx.notebook.plots")
+        stats_of(ROUNDS).plot()

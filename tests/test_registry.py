@@ -15,6 +15,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny_text
+from selection import FULL
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.options import parse_options
@@ -272,6 +273,7 @@ def python(site: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@FULL
 def test_an_installed_third_party_drafter_has_its_name_everywhere(site: Path) -> None:
     """make_drafter with options, stream_generate, and the list of known names."""
     program = """
@@ -295,6 +297,7 @@ def test_an_installed_third_party_drafter_has_its_name_everywhere(site: Path) ->
     assert "constant" in done.stdout
 
 
+@FULL
 def test_an_installed_third_party_drafter_is_listed_on_the_command_line(site: Path) -> None:
     """Beside the built-in ones; and gone with its distribution."""
     listed = python(site, "-m", "specdec_mlx", "drafters").stdout.splitlines()
@@ -302,6 +305,7 @@ def test_an_installed_third_party_drafter_is_listed_on_the_command_line(site: Pa
     assert "constant" not in drafter_names()
 
 
+@FULL
 def test_a_third_party_drafter_that_cannot_be_imported_breaks_only_itself(site: Path) -> None:
     """The list and the other drafters work; its own name says what is wrong."""
     (site / "somebodys_drafter.py").write_text("import a_module_that_is_not_installed\n")
@@ -332,6 +336,7 @@ def install_another(site: Path, package: str, name: str) -> None:
     (info / "entry_points.txt").write_text(f"[{GROUP}]\n{name} = somebodys_drafter:Constant\n")
 
 
+@FULL
 @pytest.mark.parametrize("package", ["a-first-package", "zz-last-package"])
 def test_nobody_takes_a_built_in_name(package: str, site: Path) -> None:
     """Whatever the package's name: ours stays, and a warning names both packages."""
@@ -343,6 +348,7 @@ def test_nobody_takes_a_built_in_name(package: str, site: Path) -> None:
     assert f"'ngram' of {package} is left out, since specdec-mlx has one" in message
 
 
+@FULL
 def test_two_packages_that_want_one_name_are_both_named(site: Path) -> None:
     """The first by name has it."""
     install_another(site, "another-drafter", "constant")
@@ -352,6 +358,7 @@ def test_two_packages_that_want_one_name_are_both_named(site: Path) -> None:
     assert "of somebodys-drafter is left out, since another-drafter has one" in message
 
 
+@FULL
 def test_no_warning_without_a_clash(site: Path) -> None:
     """Built-in drafters and a third party's under its own name."""
     done = python(site, "-W", "error::UserWarning", "-m", "specdec_mlx", "drafters")

@@ -16,11 +16,12 @@ import pytest
 import narrow
 import scripted
 import specdec_mlx as sd
+from selection import cases
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.contenders import make_contenders, ours
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.oracles import length_oracle, text_oracle
-from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import ALL
@@ -69,7 +70,7 @@ def record(max_tokens: int = 32, ends: bool = False) -> Record:
 
 
 def replayed(
-    text: Text, drafter: Any, length: Any = 4, cost: CostCurve = FLAT, max_tokens: int = 32
+    text: RecordedText, drafter: Any, length: Any = 4, cost: CostCurve = FLAT, max_tokens: int = 32
 ) -> Modelled:
     return replay_text(
         text,
@@ -83,7 +84,7 @@ def replayed(
 
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("length", ["0", "1", "2", "4", "8", "heuristic"])
-@pytest.mark.parametrize("ends", [False, True])
+@pytest.mark.parametrize("ends", cases([False, True], True))
 def test_counts_are_those_of_a_live_run(name: str, length: str, ends: bool) -> None:
     """At temperature 0: target passes, drafted and accepted tokens, text by text."""
     drafter = DRAFTERS[name]
@@ -197,7 +198,7 @@ def test_length_oracle_wastes_nothing() -> None:
 @pytest.mark.parametrize("longest", [0, 2, 15])
 def test_text_oracle_is_the_cheapest_way(curve: CostCurve, longest: int) -> None:
     """No way to cut 9 tokens into passes is cheaper, by trying all 256."""
-    text = Text("t", "c", [0], [1] * 9)
+    text = RecordedText("t", "c", [0], [1] * 9)
     cuts = itertools.product([False, True], repeat=8)
     ways = [_widths(cut) for cut in cuts]
     allowed = [way for way in ways if max(way) <= longest + 1]

@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
 
 import scripted
 import specdec_mlx as sd
@@ -21,11 +22,13 @@ from specdec_mlx import generation as generation_module
 from specdec_mlx import loop
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
+from specdec_mlx.mlx_lm_plugin import installation
 from specdec_mlx.rounds import clock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target import next_token, verifier
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.types import (
     Agreement,
@@ -126,7 +129,7 @@ def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> 
             max_tokens=9,
             draft_length=2,
             rule=rule,
-            sampling=sd.Sampling(temp=temp),
+            sampler=sd.Sampling(temp=temp),
         )
     )
     assert [t.token for t in tokens if t.from_draft] == [7] * 6
@@ -148,7 +151,7 @@ def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
 
     sampler.pure = True  # type: ignore[attr-defined]
     drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
-    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampling": sampler}
+    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampler": sampler}
     tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
     assert [t.token for t in tokens] == plain(9)
     with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):
@@ -326,6 +329,66 @@ def test_a_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     responses = list(sd.stream_generate(model, tokenizer, "a b", max_tokens=2))
     assert calls == ["a b"]
     assert responses[0].prompt_tokens == len(encode(tokenizer, "a b"))
+
+
+def test_a_sampler_is_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `installed()` too, where it comes through mlx-lm's own call."""
+    import mlx_lm
+
+    calls: list[Any] = []
+    read = next_token.read_sampler
+
+    def counting(sampler: Any) -> Any:
+        calls.append(sampler)
+        return read(sampler)
+
+    for module in (next_token, installation):
+        if hasattr(module, "read_sampler"):
+            monkeypatch.setattr(module, "read_sampler", counting)
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    with sd.installed("prompt-lookup"):
+        mlx_lm.generate(model, tokenizer, "a b a b", max_tokens=3, sampler=make_sampler(0.7))
+    assert len(calls) == 1
+
+
+def test_a_draft_is_converted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From a list of ints to ids on the device; the pending token besides."""
+    calls: list[int] = []
+    to_ids = verifier.to_ids
+
+    def counting(tokens: Any) -> mx.array:
+        if not isinstance(tokens, mx.array):
+            calls.append(len(tokens))
+        return to_ids(tokens)
+
+    drafter = scripted.OracleDrafter(plain(20), VOCAB)
+    monkeypatch.setattr(verifier, "to_ids", counting)
+    list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=3))
+    assert calls == [1, 3, 1, 3, 1, 3]
+
+
+class FromThirdRound(Fixed):
+    """Nothing is drafted in the first three rounds, then up to two tokens."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.rounds = 0
+
+    def limit(self, *about: Any, **more: Any) -> int:
+        return 2 if self.rounds >= 3 else 0
+
+    def record(self, round_: RoundRecord) -> None:
+        self.rounds += 1
+
+
+def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
+    """It cannot be asked in vain, so the policy's word is enough to leave pipelined mode."""
+    drafter = scripted.OracleDrafter(plain(20), VOCAB)
+    policy = FromThirdRound()
+    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy))
+    stats = tokens[-1].stats
+    assert [drafted for drafted, _ in stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
+    assert stats.ahead == 3
 
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:

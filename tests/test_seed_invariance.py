@@ -18,6 +18,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import specdec_mlx as sd
 import tiny
 from scripted import OracleDrafter, always_wrong
+from selection import FULL
 
 NUM_TOKENS = 16
 LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
@@ -52,7 +53,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     return {
         "prompt_tokens": draw(st.lists(few_tokens, min_size=1, max_size=12)),
         "seed": draw(st.integers(-(2**70), 2**70)),
-        "sampling": {
+        "sampler": {
             "temp": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])),
             "top_p": draw(st.sampled_from([0.0, 0.9])),
             "min_p": draw(st.sampled_from([0.0, 0.05])),
@@ -76,7 +77,7 @@ def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple
             rule=rule,
             max_tokens=NUM_TOKENS,
             tuning=sd.Tuning(),
-            sampling=sampling,
+            sampler=sampling,
             logits_processors=penalty and make_logits_processors(None, penalty),
             **options,
         )
@@ -112,6 +113,7 @@ def test_a_seed_is_a_text(request, data):
             assert stats.drafted > 0
 
 
+@FULL
 @given(request=requests(), length=st.sampled_from(LENGTHS))
 @settings(max_examples=12)
 def test_point_masses_need_no_coupled_rule(request, length):
@@ -124,7 +126,7 @@ def test_point_masses_need_no_coupled_rule(request, length):
 
 def test_other_rules_have_other_texts():
     """A control: drawn drafts under rejection or block give another text for the seed."""
-    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampling": {"temp": 1.0}}
+    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampler": {"temp": 1.0}}
     expected, _ = text(request, None, 0, "coupled")
     model = drafters(expected)["model"]
     for rule in ("rejection", "block", "auto"):

@@ -25,6 +25,8 @@ from mlx_lm.generate import generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
+from command_line import both_ways, run
+from selection import FULL
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
@@ -273,6 +275,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:
     assert "Traceback" not in server.log.read_text()
 
 
+@FULL
 def test_memory_is_steady(server: Server) -> None:
     """Over requests that find and leave prompt caches."""
 
@@ -287,6 +290,7 @@ def test_memory_is_steady(server: Server) -> None:
     assert resident() - before < 20
 
 
+@FULL
 def test_a_draft_model_serves_requests_too(with_draft_model: Server, pair: tuple[Any, Any]) -> None:
     """Behind the drafters given, tried in order; named alone; and compared by content."""
     server = with_draft_model
@@ -300,6 +304,7 @@ def test_a_draft_model_serves_requests_too(with_draft_model: Server, pair: tuple
     assert speculation(server.complete(drafter="prompt-lookup"))["drafted"] < 45
 
 
+@FULL
 def test_the_rule_of_a_request_counts(with_draft_model: Server) -> None:
     """A perfect draft model is accepted whole by rejection, and not by match."""
     options: dict[str, Any] = {"drafter": "model", "temperature": 1.0, "seed": 5}
@@ -309,16 +314,11 @@ def test_the_rule_of_a_request_counts(with_draft_model: Server) -> None:
     assert part["accepted"] < part["drafted"]
 
 
+@both_ways
 def test_a_draft_model_with_another_tokenizer_is_refused_at_once(folder: Path) -> None:
     """Before the server starts."""
-    flags = ("--draft-model", str(folder.parent / "swapped"), "--port", "1")
-    done = subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder), *flags],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    flags = ("--draft-model", folder.parent / "swapped", "--port", "1")
+    done = run("server", "--model", folder, *flags)
     assert done.returncode == 2
     assert "token 'x' has id" in done.stderr
 

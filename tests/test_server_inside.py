@@ -15,6 +15,7 @@ from mlx_lm.models import llama
 
 import specdec_mlx as sd
 import tiny
+from selection import FULL
 from serving import serving
 from specdec_mlx.mlx_lm_plugin.conversation import Kept, keeping_caches
 from specdec_mlx.mlx_lm_plugin.server import ConversationCache
@@ -116,6 +117,7 @@ def test_a_draft_model_without_a_way_back_is_not_stored_wrongly() -> None:
                 assert mx.allclose(ours, theirs, atol=1e-5).item()
 
 
+@FULL
 def test_memory_is_steady_over_200_requests(folder: Path) -> None:
     """With a draft model, streams, turns and clients that come back: nothing is kept for ever."""
     process = psutil.Process()

@@ -176,7 +176,7 @@ def test_greedy_text_is_the_targets_own_at_any_width(target_width: int, processe
 def test_a_wider_draft_model_draws_from_the_targets_law(sampling: sd.Sampling) -> None:
     """Cut to the target's ids, its law is the target's own here: every draft is accepted."""
     target, draft = widths(NARROW, WIDE)
-    tokens = run(target, sd.ModelDrafter(draft), sampling=sampling, seed=3, max_tokens=50)
+    tokens = run(target, sd.ModelDrafter(draft), sampler=sampling, seed=3, max_tokens=50)
     stats = tokens[-1].stats
     assert stats.accepted == stats.drafted > 30
 
@@ -184,7 +184,7 @@ def test_a_wider_draft_model_draws_from_the_targets_law(sampling: sd.Sampling) -
 def test_a_narrower_draft_model_lives_with_tokens_that_it_does_not_have() -> None:
     """At temperature 1 the target emits some of its own, and drafting goes on behind them."""
     target, draft = widths(WIDE, NARROW)
-    options = {"sampling": sd.Sampling(temp=1.0), "max_tokens": 300, "seed": 2}
+    options = {"sampler": sd.Sampling(temp=1.0), "max_tokens": 300, "seed": 2}
     tokens = run(target, sd.ModelDrafter(draft), **options)
     foreign = [i for i, t in enumerate(tokens) if t.token >= NARROW]
     assert foreign

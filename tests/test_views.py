@@ -12,10 +12,10 @@ import specdec_mlx as sd
 import tiny_text
 from scripted import OracleDrafter
 from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.record import Text as RecordedText
-from specdec_mlx.bench.replay import Scores, score_record
+from specdec_mlx.bench.record import Record, RecordedText
+from specdec_mlx.bench.replay import score_record
 from specdec_mlx.bench.run import bench_texts
+from specdec_mlx.bench.scores import Scores
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.notebook.views import LOOKS, Piece, binned, blocks, text_html
 from specdec_mlx.types import RoundRecord
@@ -93,6 +93,35 @@ def test_every_token_is_shown_with_its_origin(text: sd.Text) -> None:
     assert "40 tokens in" in page.text
 
 
+def test_code_is_shown_as_it_is() -> None:
+    """Monospaced, every space and underscore kept, and nothing drawn beneath any of them.
+
+    An underlined space looks like an underscore, and an underscore on an underline is not seen.
+    """
+    code = "def _area(r):\n    return r_2\n\tpass  # __\n"
+    pieces = [Piece(code, 1, origin) for origin in LOOKS]
+    html = text_html(pieces, stats_of((2, 1)))
+    page = Checker(html)
+    assert page.text.startswith(code * len(LOOKS))
+    (pre,) = [attrs["style"] or "" for tag, attrs in page.tags if tag == "pre"]
+    assert "monospace" in pre
+    assert "white-space:pre-wrap" in pre
+    assert {"u", "ins", "a"}.isdisjoint(tag for tag, _ in page.tags)
+    assert not re.search(r"underline|text-decoration|border-bottom|box-shadow", html)
+
+
+def test_the_legend_says_in_words_what_each_look_means(text: sd.Text) -> None:
+    """Each origin that the text has, in its own look, with its count and its meaning."""
+    page = Checker(text._repr_html_())
+    for origin, look in LOOKS.items():
+        count = sum(piece.origin == origin for piece in text.pieces)
+        tokens = f"{count} token{'s' if count > 1 else ''}"
+        assert (f"{look.label}, {tokens}: {look.meaning}" in page.text) == (count > 0)
+    plain = text_html([Piece("a", 1, "plain")], stats_of((0, 0)))
+    assert "plain, 1 token: no draft was there" in Checker(plain).text
+    assert LOOKS["bonus"].label not in plain
+
+
 def test_text_is_escaped() -> None:
     """In the text and on hover."""
     html = text_html([Piece(EVIL, 1, "draft")], stats_of((1, 1)), drafter=EVIL)
@@ -111,7 +140,7 @@ def test_colours_leave_the_themes_text_alone(text: sd.Text) -> None:
 
 
 def test_stats_show_every_count() -> None:
-    """Totals, each position, the histogram without the plain rounds, and the gear."""
+    """Totals, each position, the histogram without the plain rounds, and which rounds drafted."""
     stats = stats_of(*[(0, 0)] * 3, (4, 2), (4, 4), (2, 0))
     page = Checker(stats._repr_html_())
     for shown in ("12 in 6 target passes", "2.00", "6 of 10 drafted (60%)"):

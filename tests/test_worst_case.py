@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.bench import worst_case
 from specdec_mlx.bench.timing import Settings
@@ -25,6 +26,7 @@ def test_the_wrong_drafter_is_wrong_at_every_token() -> None:
     assert len(drafter.begin([9], DraftContext()).propose(4)) == 0
 
 
+@FULL
 def test_every_case_is_measured_against_plain_decoding(pair: lab.Pair) -> None:
     """Without a drafter and with a wrong one nothing is accepted; the wrong one does draft."""
     settings = Settings(max_tokens=40, repeats=1)

@@ -38,3 +38,7 @@ class GrammarError(ValueError):
 
 class MissingPackageError(RuntimeError):
     """An optional package is not installed."""
+
+
+class MissingBackendError(ImportError):
+    """MLX has no backend here, or one that does not load."""

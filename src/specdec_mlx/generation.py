@@ -2,206 +2,292 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import GenerationResponse, generation_stream, wired_limit
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    generation_stream,
+)
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
+from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of, make_drafter
+from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
-from specdec_mlx.notebook.views import Piece, text_html
+from specdec_mlx.models import load_model
+from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Drafter, Origin, models_of
+from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, models_of
 
-
-@dataclass
-class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
-    """mlx-lm's response, and where its token came from.
-
-    stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
-    drafter: what the drafter is called.
-    """
-
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
-    origin: Origin = "plain"
-    drafter: str = ""
-
-    def _repr_html_(self) -> str:
-        return text_html([self.piece], self.stats, self.drafter)
-
-    @property
-    def piece(self) -> Piece:
-        """What this token is to the whole text."""
-        return Piece(self.text, self.token, self.origin)
-
-
-class Text(str):
-    """A generated text: a str that also knows how it came about, and shows it in a notebook.
-
-    pieces: one for each token, with its text, id and origin. stats: the account of the generation.
-    drafter: what the drafter is called. What is made of it (a slice, a sum) is a plain str.
-    """
-
-    pieces: tuple[Piece, ...]
-    stats: SpeculationStats
-    drafter: str
-
-    @classmethod
-    def of(cls, responses: Iterable[SpeculativeResponse]) -> Text:
-        """The text of a stream of responses, none of which is kept: each has a row of logits."""
-        pieces, stats, drafter = [], SpeculationStats(), ""
-        for response in responses:
-            pieces.append(response.piece)
-            stats, drafter = response.stats, response.drafter
-        text = cls("".join(piece.text for piece in pieces))
-        text.pieces, text.stats, text.drafter = tuple(pieces), stats, drafter
-        return text
-
-    @property
-    def tokens(self) -> list[int]:
-        """Ids of its tokens."""
-        return [piece.token for piece in self.pieces]
-
-    def _repr_html_(self) -> str:
-        return text_html(self.pieces, self.stats, self.drafter)
+Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
+"""Text, token ids, or chat messages."""
 
 
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | mx.array | Sequence[int],
+    prompt: Prompt,
     max_tokens: int = 256,
     drafter: Drafter | str | None = None,
-    draft_model: nn.Module | Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | Path | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
     seed: int | None = None,
+    temp: float | None = None,
     sampler: Sampler | Sampling | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    max_kv_size: int | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    input_embeddings: mx.array | None = None,
+    num_draft_tokens: int | None = None,
+    tuning: Tuning | None = None,
+    probe: bool = True,
+    counterfactual: bool = False,
     stream: Any = generation_stream,
-    **kwargs: Any,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
 
-    drafter: a drafter, or the name of one with options ("ngram:max_order=3"). draft_model: instead
-    of a drafter, a mlx-lm model with the same tokenizer. rule, draft_length, seed: see
-    `speculate`. kwargs: all that `mlx_lm.stream_generate` takes; `num_draft_tokens`, mlx-lm's name
-    for the draft length, overrides draft_length.
+    Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        prompt: text; token ids; or chat messages, which go through the chat template.
+        max_tokens: tokens to generate, -1 for no limit.
+        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
+            decoding.
+        draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
+            one. With a drafter as well, that one is asked first, and the model where it has
+            nothing.
+        rule: acceptance rule, by name or as an object; see `speculate`.
+        draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
+        seed: makes the draws reproducible; None takes one from MLX's global random state.
+        temp: temperature; short for `sampler=Sampling(temp=...)`.
+        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
+        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
+        prompt_cache: caches of earlier turns, which the prompt continues.
+        max_kv_size: positions after which new caches rotate; None for no limit.
+        prefill_step_size: most positions of the prompt in one pass.
+        kv_bits: bits of quantized caches; None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: position from which on caches are quantized.
+        prompt_progress_callback: called with (positions read, positions in all).
+        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
+        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
+        probe: measure once whether the model is exact for several positions at once.
+        counterfactual: work out in `stats.counterfactual` what every rule would have accepted.
+        stream: MLX's stream to run on.
 
-    Raises what `speculate` raises, UnknownNameError, and TokenizerMismatchError for a draft model
-    that was given with its tokenizer.
+    Yields:
+        mlx-lm's response for each token, with `stats`, `origin` and `drafter` besides.
+
+    Raises:
+        UnknownNameError: no drafter, rule or policy has this name.
+        TokenizerMismatchError: a draft model that was given with its tokenizer has another one.
+        ModelFolderError: there is no draft model of this name.
+        PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
+        ValueError: for other bad input.
     """
     if max_tokens == 0:
         raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
+    check_model(model, tokenizer)
     chosen = choose_drafter(drafter, draft_model)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    num_draft_tokens = kwargs.pop("num_draft_tokens", None)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,
         prompt_tokens,
         chosen,
         max_tokens=max_tokens,
-        sampling=sampler,
+        sampler=choose_sampler(sampler, temp),
         seed=seed,
         rule=rule,
         draft_length=draft_length if num_draft_tokens is None else num_draft_tokens,
+        tuning=tuning,
+        logits_processors=logits_processors,
+        prompt_cache=prompt_cache,
+        max_kv_size=max_kv_size,
+        prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        prompt_progress_callback=prompt_progress_callback,
+        input_embeddings=input_embeddings,
         tokenizer=tokenizer,
+        probe=probe,
+        counterfactual=counterfactual,
         stream=stream,
-        **kwargs,
     )
-    models = [model, *models_of(chosen)]
-    num_prompt = len(prompt_tokens) or len(kwargs.get("input_embeddings", ()))
-    return _respond(
+    return respond(
         tokens,
         tokenizer,
-        models,
-        num_prompt,
-        max_tokens,
-        stream,
-        drafter if isinstance(drafter, str) else _kind(chosen),
+        models=[model, *models_of(chosen)],
+        num_prompt=len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings),
+        max_tokens=max_tokens,
+        stream=stream,
+        drafter=drafter if isinstance(drafter, str) else _kind(chosen),
     )
 
 
 def generate(
     model: nn.Module,
     tokenizer: Any,
-    prompt: str | mx.array | Sequence[int],
+    prompt: Prompt,
     verbose: bool = False,
-    **kwargs: Any,
+    max_tokens: int = 256,
+    drafter: Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | Path | None = None,
+    rule: str | AcceptanceRule = "auto",
+    draft_length: int | str | DraftLength = "auto",
+    seed: int | None = None,
+    temp: float | None = None,
+    sampler: Sampler | Sampling | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_cache: list[Any] | None = None,
+    max_kv_size: int | None = None,
+    prefill_step_size: int = 2048,
+    kv_bits: int | None = None,
+    kv_group_size: int = 64,
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    input_embeddings: mx.array | None = None,
+    num_draft_tokens: int | None = None,
+    tuning: Tuning | None = None,
+    probe: bool = True,
+    counterfactual: bool = False,
+    stream: Any = generation_stream,
 ) -> Text:
-    """Generate the same text as `mlx_lm.generate`, sooner; takes what `stream_generate` takes.
+    """Generate the same text as `mlx_lm.generate`, sooner.
 
-    verbose: print the text as it comes, then speeds, peak memory and the speculation's stats.
-    The text is a str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
+    Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        prompt: text; token ids; or chat messages, which go through the chat template.
+        verbose: print the text as it comes, then speeds, peak memory and the account.
+        max_tokens: tokens to generate, -1 for no limit.
+        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
+            decoding.
+        draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
+            one. With a drafter as well, that one is asked first, and the model where it has
+            nothing.
+        rule: acceptance rule, by name or as an object; see `speculate`.
+        draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
+        seed: makes the draws reproducible; None takes one from MLX's global random state.
+        temp: temperature; short for `sampler=Sampling(temp=...)`.
+        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
+        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
+        prompt_cache: caches of earlier turns, which the prompt continues.
+        max_kv_size: positions after which new caches rotate; None for no limit.
+        prefill_step_size: most positions of the prompt in one pass.
+        kv_bits: bits of quantized caches; None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: position from which on caches are quantized.
+        prompt_progress_callback: called with (positions read, positions in all).
+        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
+        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
+        probe: measure once whether the model is exact for several positions at once.
+        counterfactual: work out in `stats.counterfactual` what every rule would have accepted.
+        stream: MLX's stream to run on.
+
+    Returns:
+        A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
+
+    Raises:
+        ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
-    if verbose:
-        kwargs.setdefault("prompt_progress_callback", _prefill_bar())
-    responses = stream_generate(model, tokenizer, prompt, **kwargs)
-    return Text.of(_printed(responses) if verbose else responses)
-
-
-def _prefill_bar() -> Callable[[int, int], None]:
-    """A progress bar for prompts that take longer than a second to read."""
-    from tqdm.auto import tqdm
-
-    bar = tqdm(desc="prefill", unit="token", delay=1, leave=False)
-
-    def show(done: int, total: int) -> None:
-        bar.total = total
-        bar.update(done - bar.n)
-        if done == total:
-            bar.close()
-
-    return show
-
-
-def _printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
-    """The same responses, printed as mlx-lm prints them."""
-    print("=" * 10)
-    response = None
-    for response in responses:
-        print(response.text, end="", flush=True)
-        yield response
-    if response is not None:
-        print("\n" + "=" * 10)
-        print(summary(response))
-
-
-def _kind(drafter: Drafter | None) -> str:
-    """What a drafter without a name is called."""
-    return "" if drafter is None else type(drafter).__name__
-
-
-def summary(response: SpeculativeResponse) -> str:
-    """Closing lines for a finished generation: mlx-lm's three, then ours."""
-    return (
-        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {response.generation_tokens} tokens, "
-        f"{response.generation_tps:.3f} tokens-per-sec\n"
-        f"Peak memory: {response.peak_memory:.3f} GB\n"
-        f"Speculation: {response.stats}"
+    if verbose and prompt_progress_callback is None:
+        prompt_progress_callback = prefill_bar()
+    responses = stream_generate(
+        model,
+        tokenizer,
+        prompt,
+        max_tokens=max_tokens,
+        drafter=drafter,
+        draft_model=draft_model,
+        rule=rule,
+        draft_length=draft_length,
+        seed=seed,
+        temp=temp,
+        sampler=sampler,
+        logits_processors=logits_processors,
+        prompt_cache=prompt_cache,
+        max_kv_size=max_kv_size,
+        prefill_step_size=prefill_step_size,
+        kv_bits=kv_bits,
+        kv_group_size=kv_group_size,
+        quantized_kv_start=quantized_kv_start,
+        prompt_progress_callback=prompt_progress_callback,
+        input_embeddings=input_embeddings,
+        num_draft_tokens=num_draft_tokens,
+        tuning=tuning,
+        probe=probe,
+        counterfactual=counterfactual,
+        stream=stream,
     )
+    return Text.of(printed(responses) if verbose else responses)
+
+
+def check_model(model: Any, tokenizer: Any) -> None:
+    """Say what to do about a model that is not loaded. Raises ValueError."""
+    if not isinstance(model, nn.Module):
+        name = repr(model) if isinstance(model, str | Path) else type(model).__name__
+        raise ValueError(
+            f"model={name}: expected a loaded model. Load it first: "
+            "model, tokenizer = mlx_lm.load(...)."
+        )
+    if isinstance(tokenizer, str | Path):
+        raise ValueError(
+            f"tokenizer={str(tokenizer)!r}: expected the tokenizer that mlx_lm.load(...) gave."
+        )
+
+
+def choose_sampler(
+    sampler: Sampler | Sampling | None, temp: float | None
+) -> Sampler | Sampling | None:
+    """The sampler that the two arguments name; None for greedy. Raises ValueError."""
+    if sampler is not None and not callable(sampler):
+        raise ValueError(
+            f"sampler={sampler!r}: expected a sampler. For a temperature give temp={sampler!r}, or "
+            "sampler=specdec_mlx.Sampling(temp=..., top_p=...)."
+        )
+    if temp is None:
+        return sampler
+    if sampler is not None:
+        raise ValueError("Give temp= or sampler=, not both: a sampler has its own temperature.")
+    return Sampling(temp=temp)
 
 
 def choose_drafter(
-    drafter: Drafter | str | None, draft_model: nn.Module | Drafter | str | None
+    drafter: Drafter | str | None, draft_model: nn.Module | Drafter | str | Path | None
 ) -> Drafter | None:
-    """The drafter that the two arguments name; None for plain decoding."""
-    if drafter is not None and draft_model is not None:
-        raise ValueError("Give drafter= or draft_model=, not both.")
-    choice = drafter if draft_model is None else draft_model
-    if isinstance(choice, nn.Module):
-        return make_drafter(MODEL_DRAFTER, draft_model=choice)
+    """The drafter that the two arguments name; None for plain decoding.
+
+    Args:
+        drafter: a drafter, or the name of one with options.
+        draft_model: a model, or the folder or Hugging Face name of one; code that can give nothing
+            else may give a drafter here. With `drafter` as well, that one is asked first.
+
+    Raises:
+        UnknownNameError: no drafter has this name.
+        ModelFolderError: there is no model of this name.
+        ValueError: for what is neither.
+    """
+    return first_of([_drafter(drafter), _model_drafter(draft_model)])
+
+
+def _drafter(choice: Drafter | str | None) -> Drafter | None:
     if isinstance(choice, str):
         return make_drafter(choice)
     if choice is None or isinstance(choice, Drafter):
@@ -212,52 +298,39 @@ def choose_drafter(
     )
 
 
-def encode(tokenizer: TokenizerWrapper, prompt: str | mx.array | Sequence[int]) -> list[int]:
-    """Token ids of a prompt; as in mlx-lm, special tokens are added unless it begins with one."""
-    if not isinstance(prompt, str):
-        return to_list(prompt)
-    special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
-    return list(tokenizer.encode(prompt, add_special_tokens=special))
+def _model_drafter(choice: nn.Module | Drafter | str | Path | None) -> Drafter | None:
+    if isinstance(choice, nn.Module):
+        return make_drafter(MODEL_DRAFTER, draft_model=choice)
+    if isinstance(choice, str | Path):
+        if str(choice).partition(":")[0] in drafter_names():
+            return make_drafter(str(choice))
+        model, tokenizer = load_model(choice)
+        return make_drafter(MODEL_DRAFTER, draft_model=model, draft_tokenizer=tokenizer)
+    return _drafter(choice)
 
 
-def _respond(
-    tokens: Generator[Any, None, None],
-    tokenizer: TokenizerWrapper,
-    models: list[nn.Module],
-    num_prompt: int,
-    max_tokens: int,
-    stream: Any,
-    drafter: str,
-) -> Generator[SpeculativeResponse, None, None]:
-    """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
-    detokenizer = tokenizer.detokenizer
-    started = time.perf_counter()
-    prompt_seconds = 0.0
-    with wired_limit(models, [stream]), closing(tokens):
-        for n, token in enumerate(tokens, start=1):
-            if n == 1:
-                prompt_seconds = time.perf_counter() - started
-                started = time.perf_counter()
-            is_end = token.token in tokenizer.eos_token_ids
-            finished = is_end or n == max_tokens
-            if not is_end:
-                detokenizer.add_token(token.token)
-            if finished:
-                detokenizer.finalize()
-            yield SpeculativeResponse(
-                text=detokenizer.last_segment,
-                token=token.token,
-                logprobs=token.logprobs,
-                from_draft=token.from_draft,
-                prompt_tokens=num_prompt,
-                prompt_tps=num_prompt / prompt_seconds,
-                generation_tokens=n,
-                generation_tps=n / (time.perf_counter() - started),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=("stop" if is_end else "length") if finished else None,
-                stats=token.stats,
-                origin=token.origin,
-                drafter=drafter,
+def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt.
+
+    As in mlx-lm, special tokens are added to a text unless it begins with one. Chat messages go
+    through the chat template, with the header of an answer behind them.
+
+    Raises:
+        PromptError: messages, and the tokenizer has no chat template.
+    """
+    if isinstance(prompt, str):
+        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        return list(tokenizer.encode(prompt, add_special_tokens=special))
+    if len(prompt) and isinstance(prompt[0], Mapping):
+        if not tokenizer.has_chat_template:
+            raise PromptError(
+                "The prompt is a list of chat messages, and the tokenizer has no chat template. "
+                "Give the text itself, or a tokenizer with a template."
             )
-            if finished:
-                return
+        return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
+    return to_list(prompt)  # type: ignore[arg-type]
+
+
+def _kind(drafter: Drafter | None) -> str:
+    """What a drafter without a name is called."""
+    return "" if drafter is None else type(drafter).__name__

@@ -13,7 +13,6 @@ even be launched before they are known.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -30,7 +29,6 @@ from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import bring_caches_to, close_all
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
@@ -58,21 +56,29 @@ CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Token:
     """One emitted token.
 
-    logprobs: [V] the target's log-probabilities at this position, after the logits processors and
-        before temperature and filters, as mlx-lm reports them.
-    origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
-        whole) or "plain" (no draft).
+    token: its id. origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a
+        draft accepted whole) or "plain" (no draft).
     stats: the generation's running account.
+    rows, row: the log-probabilities of its round, [K+1, V], and which of them is this token's.
     """
 
     token: int
-    logprobs: Float[mx.array, " vocab"]
     origin: Origin
     stats: SpeculationStats
+    rows: Float[mx.array, "rows vocab"] = field(repr=False)
+    row: int = field(repr=False)
+
+    @property
+    def logprobs(self) -> Float[mx.array, " vocab"]:
+        """The target's log-probabilities [V] at this position, as mlx-lm reports them.
+
+        After the logits processors and before temperature and filters.
+        """
+        return self.rows[self.row]
 
     @property
     def from_draft(self) -> bool:
@@ -86,7 +92,7 @@ def speculate(
     drafter: Drafter | None = None,
     *,
     max_tokens: int = 256,
-    sampling: Sampling | Sampler | None = None,
+    sampler: Sampler | Sampling | None = None,
     seed: int | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
@@ -116,7 +122,7 @@ def speculate(
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
         max_tokens: tokens to emit, -1 for no limit.
-        sampling: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
+        sampler: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
             sampler.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
         rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
@@ -162,11 +168,11 @@ def speculate(
     verifier = Verifier(
         ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None),
         NextToken(
-            Sampling() if sampling is None else sampling,
+            Sampling() if sampler is None else sampler,
             logits_processors or (),
             Noise.from_global_state() if seed is None else Noise(seed),
         ),
-        make_rule(rule),
+        rule,
         account,
     )
     check_ids(prompt, verifier.vocab_size())
@@ -231,9 +237,11 @@ class Generation:
                 following = ahead = self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
                 self.roll_back(current, outcome)
-                with self.failing_after_emit():
+                try:
                     self.observe(current, outcome)
                     following = self.stay_ahead(ahead) or self.verify(self.propose())
+                except Exception as error:  # of the drafter; what was accepted is emitted first
+                    self.failure = error
                 yield from self.emit(current, outcome, following)
                 current = following
         finally:
@@ -285,7 +293,7 @@ class Generation:
         if self.sequence.num_generated == 0:
             self.on_progress(self.sequence.prompt_length, self.sequence.prompt_length)
         context = len(self.sequence.tokens) - current.num_pending
-        outcome = Outcome(outcome.kept, self.sequence.append(outcome.tokens))
+        outcome.tokens = self.sequence.append(outcome.tokens)
         if ahead is None:
             self.target.extend_history(outcome.tokens)
         record = self.clock.record(current, outcome, ahead, context)
@@ -324,20 +332,12 @@ class Generation:
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(token, current.under_way.logprobs[row], origin, self.stats)
+            yield Token(token, origin, self.stats, current.under_way.logprobs, row)
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
         if following is not None and not len(following.draft):
             self.target.rollback.drop_checkpoints()
-
-    @contextmanager
-    def failing_after_emit(self) -> Iterator[None]:
-        """Keep an exception, of the drafter perhaps, until what was accepted is handed out."""
-        try:
-            yield
-        except Exception as error:
-            self.failure = error
 
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""

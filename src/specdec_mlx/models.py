@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
 
@@ -49,6 +50,15 @@ def explained(name: Path | str) -> Iterator[None]:
             f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
             "Look at the name and at the network, or give a folder."
         ) from error
+
+
+def four_bit_copy(model_path: Path | str) -> nn.Module:
+    """The same model with 4-bit weights: a draft model that is at hand for any target."""
+    model = load_model(model_path)[0]
+    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
+        nn.quantize(model, group_size=32, bits=4)
+        mx.eval(model.parameters())
+    return model
 
 
 def check_folder(folder: Path) -> None:

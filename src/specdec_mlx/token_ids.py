@@ -11,7 +11,7 @@ import mlx.core as mx
 def to_ids(tokens: Sequence[int] | mx.array) -> mx.array:
     """Token ids as a uint32 array [n]; one that is not computed yet stays lazy."""
     if isinstance(tokens, mx.array):
-        return tokens.astype(mx.uint32)
+        return tokens if tokens.dtype == mx.uint32 else tokens.astype(mx.uint32)
     return mx.array(list(tokens), dtype=mx.uint32)
 
 

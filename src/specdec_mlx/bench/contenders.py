@@ -29,8 +29,10 @@ MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 class Passes(NamedTuple):
     """What somebody else's loop says of itself so far.
 
-    target_passes: the one that gave the first token included. drafted: tokens proposed.
-    drafting: passes that had a draft.
+    Attributes:
+        target_passes: the one that gave the first token included.
+        drafted: tokens proposed.
+        drafting: passes that had a draft.
     """
 
     target_passes: int
@@ -42,9 +44,13 @@ class Passes(NamedTuple):
 class Emitted:
     """One token of a generation.
 
-    stats: the running account, of our loop only. passes: the same of another package's loop; None
-    for mlx-lm's. at: when the token was known, by `time.perf_counter`; None is now, as it is handed
-    out, which a loop without streaming cannot do.
+    Attributes:
+        token: its id.
+        from_draft: whether it was proposed.
+        stats: the running account, of our loop only.
+        passes: the same of another package's loop; None for mlx-lm's.
+        at: when the token was known, by `time.perf_counter`; None is now, as it is handed out,
+            which a loop without streaming cannot do.
     """
 
     token: int
@@ -59,10 +65,13 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to generate. start: prompt [n], max_tokens and seed to a stream of tokens.
+    """A way to generate.
 
-    drafter: as given on the command line. draft_length, rule: the same; "" where they mean
-    nothing.
+    Attributes:
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        start: prompt [n], max_tokens and seed to a stream of tokens.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str
@@ -94,7 +103,14 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding."""
+    """mlx-lm's own speculative decoding.
+
+    Args:
+        model: the target.
+        draft_model: with the target's tokenizer.
+        draft_length: tokens a round.
+        temp: temperature; 0 is greedy.
+    """
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
@@ -121,11 +137,22 @@ def ours(
     temp: float = 0.0,
     tokenizer: Any = None,
     rule: str = "auto",
+    tuning: Tuning | None = None,
 ) -> Contender:
-    """Our loop with a drafter, or with none; `rule` as in `speculate`.
+    """Our loop with a drafter, or with none.
 
-    What an automatic draft length learns it keeps from text to text, for each seed, and so for
-    each repeat, anew: a text that it has seen before would be no fair test.
+    What an automatic draft length learns it keeps from text to text: in `tuning`, else for each
+    seed, and so for each repeat, anew, since a text that it has seen before would be no fair test.
+
+    Args:
+        model: the target.
+        drafter: None for plain decoding by our loop.
+        name: what tables call the drafter.
+        draft_length: a number or a policy, as on the command line.
+        temp: temperature; 0 is greedy.
+        tokenizer: the target's, for drafters that compare it.
+        rule: as in `speculate`.
+        tuning: where to keep what is learned; None for a new one for each seed.
     """
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
@@ -136,11 +163,11 @@ def ours(
             prompt,
             drafter,
             max_tokens=max_tokens,
-            sampling=Sampling(temp),
+            sampler=Sampling(temp),
             seed=seed,
             rule=rule,
             draft_length=length,
-            tuning=tunings.setdefault(seed, Tuning.for_model(model)),
+            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )
         with closing(tokens):

@@ -32,8 +32,12 @@ RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small 
 class CostCurve:
     """Seconds of a pass over m positions, between measured points by straight lines.
 
-    name: how a table calls it. positions: [n] increasing, the first is 1. seconds: [n]. Beyond the
-    last point the last slope goes on. Raises ValueError for points that make no curve.
+    Beyond the last point the last slope goes on. Raises ValueError for points that make no curve.
+
+    Attributes:
+        name: how a table calls it.
+        positions: [n] increasing, the first is 1.
+        seconds: [n] of a pass over so many positions.
     """
 
     name: str
@@ -99,7 +103,7 @@ class CostMeter:
     """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
 
     Sweeps are meant to be spread over a benchmark, so that the curve and the rounds see the same
-    machine. A pass is measured as the loop runs it: feed, law, verdict, and the read that waits.
+    machine. A pass is measured as the loop runs it, from the feed to the read that waits.
     """
 
     def __init__(
@@ -136,8 +140,8 @@ class CostMeter:
 
     def _time(self, width: int) -> float:
         """Seconds of one pass; afterwards the cache is as before, or a single token longer."""
-        tape = self._verifier.rollback
-        start = tape.position
+        rollback = self._verifier.rollback
+        start = rollback.position
         mx.synchronize(generation_stream)
         began = time.perf_counter()
         with mx.stream(generation_stream):
@@ -145,6 +149,6 @@ class CostMeter:
             block.read()
         seconds = time.perf_counter() - began
         if width > 1:
-            tape.rewind_to(start)
-        tape.drop_checkpoints()
+            rollback.rewind_to(start)
+        rollback.drop_checkpoints()
         return seconds

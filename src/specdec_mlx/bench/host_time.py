@@ -61,7 +61,7 @@ class Kind:
 
 
 def kinds(draft_length: int) -> list[Kind]:
-    """Plain gear and speculative rounds, without and with a repetition penalty of mlx-lm's."""
+    """Plain and speculative rounds, without and with a repetition penalty of mlx-lm's."""
     penalty = make_logits_processors(repetition_penalty=PENALTY)
     lookup = PromptLookupDrafter(min_ngram=1, num_draft=draft_length)
     return [
@@ -82,7 +82,14 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def generate(
     kind: Kind, context: int, num_tokens: int, draft_length: int
 ) -> Iterator[tuple[int, Token]]:
-    """Tokens of a generation, each with the number of its round."""
+    """Tokens of a generation, each with the number of its round.
+
+    Args:
+        kind: the way of generating.
+        context: tokens of the prompt.
+        num_tokens: to generate.
+        draft_length: tokens a round.
+    """
     stream = speculate(
         Table(),
         prompt_of(context),
@@ -98,7 +105,14 @@ def generate(
 
 
 def round_seconds(kind: Kind, context: int, num_rounds: int, draft_length: int) -> list[float]:
-    """Seconds of each round from its first token to the next one's, warm-up left out."""
+    """Seconds of each round from its first token to the next one's, warm-up left out.
+
+    Args:
+        kind: the way of generating.
+        context: tokens of the prompt.
+        num_rounds: timed, after the warm-up.
+        draft_length: tokens a round.
+    """
     num_tokens = (num_rounds + WARM_UP_ROUNDS + 1) * (draft_length + 1 if kind.drafter else 1)
     times: list[float] = []
     for number, _ in generate(kind, context, num_tokens, draft_length):

@@ -21,8 +21,17 @@ EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row 
 class Difference:
     """First place where a text parts from that of plain decoding.
 
-    position: index among the generated tokens. top_two_gap: how far the target's two greatest
-    logits are apart there, in a single-token pass. excused: whether that is a tie but for rounding.
+    Attributes:
+        id: of the text.
+        category: of the text.
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        repeat: which of the runs.
+        position: index among the generated tokens.
+        top_two_gap: how far the target's two greatest logits are apart there, in a single-token
+            pass.
+        excused: whether that is a tie but for rounding.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -49,7 +58,13 @@ def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
 def find_differences(
     model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    """All samples whose text is not the reference, plain decoding's own repeats included.
+
+    Args:
+        model: the target, asked how near a tie each difference is.
+        tasks: the prompts.
+        samples: the generations, plain decoding's among them.
+    """
     prompts = {task.id: task.prompt for task in tasks}
     references = reference_texts(samples)
     gaps: dict[tuple[str, int], float] = {}
@@ -81,9 +96,14 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
-    """Distance of the two greatest logits at generated token `position`, by plain greedy decoding.
+    """Distance of the two greatest logits at a place in the text of plain greedy decoding.
 
     Plain decoding feeds one token at a time; its log-probabilities are logits but for a shift.
+
+    Args:
+        model: the target.
+        prompt: [n] token ids.
+        position: index of the generated token.
     """
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
     with closing(steps):

@@ -12,6 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+REFERENCE_BLAS = "reference BLAS"
+"""What `blas_name` calls the library that MLX's Linux wheel brings, and any that it cannot tell."""
+
 
 def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions, and how busy the machine is."""
@@ -32,9 +35,20 @@ def blas_name() -> str:
     if platform.system() == "Darwin":
         return "Accelerate"
     maps = Path("/proc/self/maps")
+    return blas_in(maps.read_text()) if maps.exists() else REFERENCE_BLAS
+
+
+def blas_in(maps: str) -> str:
+    """Matrix library among the files that a process has mapped, in the format of /proc/PID/maps.
+
+    What the wheels of NumPy and SciPy bring is theirs alone: MLX's calls do not go there.
+    """
     known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
-    loaded = maps.read_text() if maps.exists() else ""
-    return next((name for part, name in known.items() if part in loaded), "reference BLAS")
+    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
+    theirs = {"numpy.libs", "scipy.libs"}
+    loaded = [file.name for file in files if file.parent.name not in theirs]
+    names = (name for part, name in known.items() if any(f.startswith(part) for f in loaded))
+    return next(names, REFERENCE_BLAS)
 
 
 def describe_dtype(model: nn.Module) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import Text
+from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Drafter
@@ -12,7 +12,7 @@ LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is me
 
 
 def length_oracle(
-    text: Text,
+    text: RecordedText,
     drafter: Drafter,
     cost: CostCurve,
     *,
@@ -20,7 +20,16 @@ def length_oracle(
     draft_seconds: float = 0.0,
     longest: int = LONGEST_DRAFT,
 ) -> Modelled:
-    """Draft exactly as many of the drafter's tokens as will be accepted, at most `longest`."""
+    """Draft exactly as many of the drafter's tokens as will be accepted.
+
+    Args:
+        text: the recorded text.
+        drafter: whose proposals are cut.
+        cost: c(m), in seconds.
+        vocab_size: V.
+        draft_seconds: of one draft token.
+        longest: most tokens a draft.
+    """
     session = drafter.begin(text.prompt, greedy_context(vocab_size))
     done, seconds, accepted = 0, 0.0, []
     while done < len(text.generated):
@@ -42,8 +51,14 @@ def length_oracle(
     )
 
 
-def text_oracle(text: Text, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
-    """The cheapest way to cut the text into passes of at most `longest` drafts and one token."""
+def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:
+    """The cheapest way to cut the text into passes.
+
+    Args:
+        text: the recorded text.
+        cost: c(m), in seconds.
+        longest: most draft tokens in a pass; one more is the target's own.
+    """
     seconds, passes = [0.0], [0]
     for n in range(1, len(text.generated) + 1):
         widths = range(1, min(longest + 1, n) + 1)

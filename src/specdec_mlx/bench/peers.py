@@ -25,7 +25,17 @@ MLX_OPTIQ = "mlx-optiq"
 
 
 def make_peer(name: str, model: nn.Module, tokenizer: Any, temp: float = 0.0) -> Contender:
-    """The package's prompt lookup as a contender; raises MissingPackageError."""
+    """Another package's prompt lookup as a contender.
+
+    Args:
+        name: of the package, one of `PEERS`.
+        model: the target.
+        tokenizer: the target's.
+        temp: temperature; 0 is greedy.
+
+    Raises:
+        MissingPackageError: the package is not installed.
+    """
     return PEERS[name](model, tokenizer, temp)
 
 

@@ -52,9 +52,15 @@ def choose(
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
 ) -> list[Prompt]:
-    """At most `per_category` prompts of each category, evenly spread over it, in file order.
+    """Some of the prompts, evenly spread over each category, in file order.
 
-    Raises ValueError for a category that no prompt has.
+    Args:
+        prompts: to choose from.
+        categories: only these, in this order; all if None.
+        per_category: most prompts of each; all if None.
+
+    Raises:
+        ValueError: for a category that no prompt has.
     """
     by_category: dict[str, list[Prompt]] = {}
     for prompt in prompts:

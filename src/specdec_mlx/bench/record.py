@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,19 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.identity import Difference
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.bench.timing import Sample
+from specdec_mlx.notebook.views import table_html
+from specdec_mlx.stats.rows import Row, Rows
 
 
 @dataclass(frozen=True)
-class Text:
-    """A recorded text. prompt: [n] token ids. generated: [m] what plain decoding made of it.
+class RecordedText:
+    """What plain decoding made of a prompt; at temperature 0 any drafter can be scored on it.
 
-    draft-independent at temperature 0, so that any drafter can be scored on it afterwards.
+    Attributes:
+        id: unique name.
+        category: results are reported per category.
+        prompt: [n] token ids.
+        generated: [m] token ids.
     """
 
     id: str
@@ -28,17 +35,24 @@ class Text:
 
 
 @dataclass(frozen=True)
-class Record:
+class Record(Rows):
     """A whole benchmark: where and how it ran, and what came of it.
 
-    command: as typed. settings: model, temp, max_tokens, repeats, seed, vocab_size. cost: measured
-    c(m), None where it was not measured.
+    Attributes:
+        command: as typed.
+        machine: what `describe_machine` says.
+        settings: model, temp, max_tokens, repeats, seed, dtype, vocab_size.
+        texts: the prompts, and what plain decoding made of them.
+        cost: measured c(m); None where it was not measured.
+        results: one for each category and contender.
+        differences: where texts part from plain decoding's.
+        samples: every generation; not saved.
     """
 
     command: str
     machine: dict[str, str]
     settings: dict[str, Any]
-    texts: list[Text]
+    texts: list[RecordedText]
     cost: CostCurve | None = None
     results: list[Result] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
@@ -50,7 +64,16 @@ class Record:
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
-        """The measured ratio to plain decoding, if that was run; with rules, under "auto"."""
+        """The measured ratio to plain decoding, under rule "auto".
+
+        Args:
+            drafter: as given on the command line.
+            draft_length: the same.
+            category: of the texts, or "all".
+
+        Returns:
+            Tokens per second over plain decoding's; None if that was not run.
+        """
         wanted = drafter, draft_length, category
         for result in self.results:
             own = result.drafter, result.draft_length, result.category
@@ -58,9 +81,11 @@ class Record:
                 return result.ratio
         return None
 
-    def _repr_html_(self) -> str:
-        from specdec_mlx.notebook.views import record_html
+    def rows(self) -> list[Row]:
+        """A row for each result, a column for each of its fields."""
+        return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
+    def _repr_html_(self) -> str:
         return record_html(self)
 
 
@@ -80,9 +105,9 @@ def load_record(path: Path | str) -> Record:
             command=data["command"],
             machine=data["machine"],
             settings=data["settings"],
-            texts=[Text(**text) for text in data["texts"]],
+            texts=[RecordedText(**text) for text in data["texts"]],
             cost=_cost(data["cost"]),
-            results=[Result(**result) for result in data["results"]],
+            results=[read_result(result) for result in data["results"]],
             differences=[Difference(**difference) for difference in data["differences"]],
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
@@ -90,6 +115,34 @@ def load_record(path: Path | str) -> Record:
             f"{path} is no record of a benchmark ({error!r}). Make one with specdec-mlx bench "
             "--json FILE."
         ) from error
+
+
+def read_result(data: dict[str, Any]) -> Result:
+    """A result as JSON has it; `acceptance_rate`, which older files have too, is left out."""
+    return Result(**{name: value for name, value in data.items() if name != "acceptance_rate"})
+
+
+def record_html(record: Record) -> str:
+    """For a notebook: a row for each kind of text and contender, and where it ran."""
+    header = ["texts", "drafter", "K", "speed", "95%", "tok/s", "tok/pass", "accepted", "identical"]
+    rows = [
+        [
+            *(r.category, r.drafter, r.draft_length or "-", or_dash(r.ratio)),
+            "-" if r.ratio_low is None else f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
+            *(or_dash(r.total_tokens_per_second, 1), f"{r.tokens_per_pass:.2f}"),
+            f"{r.accepted_share:.0%}" if r.drafted else "-",
+            "-" if r.identical is None else f"{r.identical + (r.excused or 0)} of {r.texts}",
+        ]
+        for r in record.results
+    ]
+    machine = ", ".join(f"{key} {value}" for key, value in record.machine.items())
+    note = "speed: tokens per second relative to plain mlx-lm, with a 95% interval over texts"
+    return f"{table_html(header, rows, 3)}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:

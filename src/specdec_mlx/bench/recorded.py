@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import Text
+from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
@@ -37,9 +37,14 @@ from specdec_mlx.types import (
 class Modelled:
     """One text as a way of drafting would have generated it.
 
-    tokens: how many. passes, drafted, accepted: counts as in a live run; accepted: draft tokens
-    handed out. seconds: of all passes and drafts, on the cost curve. plain_seconds: of one pass a
-    token.
+    Attributes:
+        category: of the text.
+        tokens: how many.
+        passes: of the target, as in a live run.
+        drafted: draft tokens proposed, as in a live run.
+        accepted: draft tokens handed out.
+        seconds: of all passes and drafts, on the cost curve.
+        plain_seconds: of one pass a token.
     """
 
     category: str
@@ -78,7 +83,7 @@ class RecordedPass:
 class RecordedTarget:
     """A target whose greedy text is known; see `specdec_mlx.types.Target`."""
 
-    def __init__(self, text: Text, vocab_size: int) -> None:
+    def __init__(self, text: RecordedText, vocab_size: int) -> None:
         """Begin behind the prompt's prefill."""
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._generated = text.generated
@@ -110,7 +115,11 @@ class RecordedTarget:
         position: int,
         embeddings: mx.array | None = None,
     ) -> PendingPass:
-        """A pass over the pending tokens and the draft. Raises ValueError for random drafts."""
+        """A pass over the pending tokens and the draft; see `specdec_mlx.types.Target`.
+
+        Raises:
+            ValueError: for a draft that was drawn at random.
+        """
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
@@ -152,7 +161,7 @@ class ModelledLength:
 
 
 def replay_text(
-    text: Text,
+    text: RecordedText,
     drafter: Drafter | None,
     length: DraftLength,
     cost: CostCurve,
@@ -161,7 +170,17 @@ def replay_text(
     vocab_size: int,
     draft_seconds: float = 0.0,
 ) -> Modelled:
-    """Run the loop on a recorded text; max_tokens as it was when the text was recorded."""
+    """Run the loop on a recorded text.
+
+    Args:
+        text: what plain decoding made of a prompt.
+        drafter: None for plain decoding.
+        length: chooses draft lengths, and learns from the modelled seconds.
+        cost: c(m), in seconds.
+        max_tokens: as it was when the text was recorded.
+        vocab_size: V.
+        draft_seconds: of one draft token.
+    """
     modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)
     sequence = SequenceState(list(text.prompt), len(text.prompt), max_tokens)

@@ -1,6 +1,6 @@
 """`specdec-mlx replay`: recorded texts scored offline, for any drafter, draft length and cost.
 
-The loop itself runs, with its drafters, its draft lengths and its gears. Only the target is
+The loop itself runs, with its drafters, draft lengths and both of its modes. Only the target is
 replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
 curve c(m). At temperature 0 the counts are therefore those of a live run.
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from mlx_lm import load
@@ -23,50 +23,21 @@ from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.bench.scores import (
+    LENGTH_ORACLE,
+    TEXT_ORACLE,
+    Score,
+    Scores,
+    format_scores,
+)
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.types import Drafter
 
-LENGTH_ORACLE = "length oracle"
-TEXT_ORACLE = "text oracle"
-
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"
-
-
-@dataclass(frozen=True)
-class Score:
-    """One way of drafting on one category of texts, under one cost curve; category "all" is all.
-
-    drafter: a drafter, "text oracle", or "none". draft_length: N, a policy, or "length oracle".
-    speedup: plain seconds over modelled seconds, sums over the texts. live_ratio: what the
-    recorded benchmark measured, None if it did not run this or the curve is not the measured one.
-    """
-
-    cost: str
-    drafter: str
-    draft_length: str
-    category: str
-    texts: int
-    tokens: int
-    target_passes: int
-    drafted: int
-    accepted: int
-    tokens_per_pass: float
-    speedup: float
-    live_ratio: float | None = None
-
-
-class Scores(list[Score]):
-    """Scores, which a notebook shows as a table."""
-
-    def _repr_html_(self) -> str:
-        from specdec_mlx.notebook.views import scores_html
-
-        return scores_html(self)
 
 
 def score_record(
@@ -80,9 +51,22 @@ def score_record(
 ) -> Scores:
     """Every drafter with every draft length on all texts, and the oracles.
 
-    drafters: name -> drafter. draft_cost: seconds of a draft token over c(1). longest: most tokens
-    that the oracles draft. What a draft length learns it keeps from text to text, as in a live
-    benchmark.
+    What a draft length learns it keeps from text to text, as in a live benchmark.
+
+    Args:
+        record: of a benchmark; its texts are scored.
+        drafters: name -> drafter; None for plain decoding.
+        draft_lengths: numbers and policies, as on the command line.
+        cost: c(m), in seconds.
+        draft_cost: of a draft token, in c(1).
+        longest: most tokens that the oracles draft.
+
+    Returns:
+        A score for each category and for all of them, of each way of drafting; a notebook shows
+        them as a table.
+
+    Raises:
+        ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
     draft_seconds = draft_cost * cost(1)
     vocab_size = int(record.settings["vocab_size"])
@@ -109,33 +93,6 @@ def score_record(
             add(name, LENGTH_ORACLE, bound)
     add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
     return scores
-
-
-def format_scores(scores: Sequence[Score]) -> str:
-    """Table of one cost curve: speedups per category; tokens per pass and live ratio over all.
-
-    "of oracle" is the speedup over all texts relative to the length oracle's.
-    """
-    categories = list(dict.fromkeys(score.category for score in scores))
-    rows: dict[tuple[str, str], dict[str, Score]] = {}
-    for score in scores:
-        rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
-    header = ["drafter", "K", *categories, "of oracle", "tok/pass", "accepted", "live"]
-    lines = []
-    for (drafter, length), by_category in rows.items():
-        total = by_category[ALL]
-        oracle = rows.get((drafter, LENGTH_ORACLE))
-        lines.append(
-            [
-                *(drafter, length or "-"),
-                *(f"{by_category[name].speedup:.2f}" for name in categories),
-                f"{total.speedup / oracle[ALL].speedup:.2f}" if oracle else "-",
-                f"{total.tokens_per_pass:.2f}",
-                f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
-                "-" if total.live_ratio is None else f"{total.live_ratio:.2f}",
-            ]
-        )
-    return markdown_table(header, lines, num_text_columns=2)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

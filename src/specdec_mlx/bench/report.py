@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.identity import EXCUSED_GAP, Difference
-from specdec_mlx.bench.record import Record
+from specdec_mlx.bench.record import Record, or_dash
 from specdec_mlx.bench.summary import Result
 
 SPEED_NOTE = (
@@ -15,8 +15,9 @@ SPEED_NOTE = (
     "end: prefill included; tok/s: median over texts, and all tokens over all seconds."
 )
 ROUNDS_NOTE = (
-    "drafting: share of target passes that verified a draft (the others are plain steps); host: "
-    "time per pass in the loop outside the target's passes; first: time to the first token."
+    "share: of the drafted tokens, those accepted; drafting: share of target passes that verified "
+    "a draft (the others are plain steps); host: time per pass in the loop outside the target's "
+    "passes; first: time to the first token."
 )
 
 
@@ -41,10 +42,10 @@ def format_speed(results: Sequence[Result]) -> str:
     header = ["category", *names.header, "ratio", "95%", "mean", "end to end", "tok/s", "total"]
     rows = [
         [
-            *(r.category, *names(r), _number(r.ratio)),
-            f"{_number(r.ratio_low)} to {_number(r.ratio_high)}",
-            *(_number(r.mean_ratio), _number(r.end_to_end_ratio)),
-            *(_number(r.tokens_per_second, 1), _number(r.total_tokens_per_second, 1)),
+            *(r.category, *names(r), or_dash(r.ratio)),
+            f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}",
+            *(or_dash(r.mean_ratio), or_dash(r.end_to_end_ratio)),
+            *(or_dash(r.tokens_per_second, 1), or_dash(r.total_tokens_per_second, 1)),
         ]
         for r in results
     ]
@@ -54,15 +55,15 @@ def format_speed(results: Sequence[Result]) -> str:
 def format_rounds(results: Sequence[Result]) -> str:
     """What happened in the rounds: a row per category and contender."""
     names = _Names(results)
-    header = ["category", *names.header, "tok/pass", "accepted", "rate", "drafting", "host ms"]
+    header = ["category", *names.header, "tok/pass", "accepted", "share", "drafting", "host ms"]
     header += ["peak GB", "first s", "identical"]
     rows = [
         [
             *(r.category, *names(r), f"{r.tokens_per_pass:.2f}"),
             f"{r.accepted} of {r.drafted}" if r.drafted else "-",
-            f"{r.acceptance_rate:.2f}" if r.drafted else "-",
+            f"{r.accepted_share:.2f}" if r.drafted else "-",
             f"{r.drafting_share:.2f}",
-            _number(r.host_ms_per_round),
+            or_dash(r.host_ms_per_round),
             *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.2f}", _identical(r)),
         ]
         for r in results
@@ -100,7 +101,14 @@ def format_cost(curve: CostCurve) -> str:
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
-    """Table with aligned columns: the first ones to the left, numbers to the right."""
+    """Table with aligned columns.
+
+    Args:
+        header: of each column.
+        rows: the cells of each row.
+        num_text_columns: how many columns, from the first on, are text and stand to the left;
+            numbers stand to the right.
+    """
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
     rule = [
         "-" * width if i < num_text_columns else "-" * (width - 1) + ":"
@@ -127,10 +135,6 @@ def _line(cells: Sequence[str], widths: Sequence[int], num_text_columns: int) ->
         for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
     ]
     return f"| {' | '.join(padded)} |"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _identical(result: Result) -> str:

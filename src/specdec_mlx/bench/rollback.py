@@ -1,7 +1,7 @@
 """What rolling back costs: a round with rejected drafts against one without, interleaved.
 
 `python -m specdec_mlx.bench.rollback --context 8192`. A cache that was copied would show as a round
-that is dearer by far: the keys and values of a long text are much larger than what a round reads
+that costs far more: the keys and values of a long text are much larger than what a round reads
 of them in writing a few rows.
 """
 
@@ -23,22 +23,29 @@ from specdec_mlx.target.rollback import Rollback
 def time_rounds(
     model: nn.Module, context: int, draft_length: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of rounds over draft_length + 1 positions, `repeats` of each kind, interleaved.
+    """Seconds of rounds, interleaved, on one set of caches for each kind.
 
-    "rolled back": all drafts rejected each time; "kept": none, on another set of caches.
+    Args:
+        model: one with plain key-value caches.
+        context: tokens that the caches hold.
+        draft_length: K; a round is over K + 1 positions.
+        repeats: rounds of each kind.
+
+    Returns:
+        "rolled back": all drafts rejected each time; "kept": none.
     """
-    tapes = {kind: _filled(model, context) for kind in ("rolled back", "kept")}
+    rollbacks = {kind: _filled(model, context) for kind in ("rolled back", "kept")}
     tokens = mx.arange(1, draft_length + 2)[None]
-    seconds: dict[str, list[float]] = {kind: [] for kind in tapes}
+    seconds: dict[str, list[float]] = {kind: [] for kind in rollbacks}
     for _ in range(repeats):
-        for kind, tape in tapes.items():
+        for kind, rollback in rollbacks.items():
             started = time.perf_counter()
-            tape.checkpoint()
-            logits = model(tokens, cache=tape.caches)
+            rollback.checkpoint()
+            logits = model(tokens, cache=rollback.caches)
             mx.eval(mx.argmax(logits, axis=-1))
-            tape.advance(draft_length + 1)
+            rollback.advance(draft_length + 1)
             if kind == "rolled back":
-                tape.rewind_to(tape.position - draft_length)
+                rollback.rewind_to(rollback.position - draft_length)
             seconds[kind].append(time.perf_counter() - started)
     return seconds
 

@@ -1,7 +1,8 @@
 """Acceptance by rule in one table: `python -m specdec_mlx.bench.rules`.
 
-One run under token-level rejection says what every rule would have accepted, since the laws p and
-q at each position are known (see `counterfactual`). Sums are over the rounds of all texts.
+One run under token-level rejection says what every rule would have accepted, since both models'
+distributions are known at each position (see `counterfactual`). Sums are over the rounds of all
+texts.
 """
 
 from __future__ import annotations
@@ -21,11 +22,10 @@ import mlx.nn as nn
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.report import markdown_table
-from specdec_mlx.cli.demo import four_bit_copy
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
+from specdec_mlx.models import four_bit_copy, load_model
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.types import Drafter
@@ -43,9 +43,14 @@ NOTE = (
 class RuleResult:
     """What a rule accepts.
 
-    by_position: [K] chance at each position reached; acceptance: its mean over all drafted
-    positions reached. Both None for block verification. accepted_per_round: draft tokens kept.
-    acceptance_ratios, pass_ratios: of acceptance and tokens_per_pass to the rules of `REFERENCES`.
+    Attributes:
+        rule: its name.
+        by_position: [K] chance at each position reached; None for block verification.
+        acceptance: its mean over all drafted positions reached; None for block verification.
+        accepted_per_round: draft tokens kept.
+        tokens_per_pass: one more.
+        acceptance_ratios: of acceptance, to the rules of `REFERENCES`.
+        pass_ratios: of tokens_per_pass, to the rules of `REFERENCES`.
     """
 
     rule: str
@@ -69,7 +74,19 @@ def account_of(
     end_tokens: Collection[int] = (),
     on_text: Callable[[], Any] = lambda: None,
 ) -> Counterfactual:
-    """One account of all texts, each written with token-level rejection up to an end token."""
+    """One account of all texts, each written with token-level rejection.
+
+    Args:
+        model: the target.
+        drafter: one that draws at random, or the rules have nothing to differ in.
+        tasks: the prompts.
+        max_tokens: of each text.
+        temp: temperature, above 0.
+        draft_length: tokens a round.
+        seed: of the draws.
+        end_tokens: ids that end a text.
+        on_text: called after each text.
+    """
     account = Counterfactual()
     for task in tasks:
         stream = speculate(
@@ -77,7 +94,7 @@ def account_of(
             task.prompt,
             drafter,
             max_tokens=max_tokens,
-            sampling=Sampling(temp),
+            sampler=Sampling(temp),
             seed=seed,
             rule="rejection",
             draft_length=draft_length,

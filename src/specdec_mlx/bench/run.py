@@ -26,7 +26,7 @@ from specdec_mlx.bench.prompts import (
     encode_chat,
     read_prompts,
 )
-from specdec_mlx.bench.record import Record, Text, save_record
+from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
@@ -134,7 +134,7 @@ def run_bench(
     about: dict[str, Any] | None = None,
     command: str = "",
 ) -> Record:
-    """Run all contenders on all tasks, and compare; the first contender is plain decoding.
+    """Run all contenders on all tasks, and compare.
 
     Args:
         model: the target.
@@ -189,7 +189,7 @@ def bench_texts(
     settings: Settings | None = None,
     progress: bool = True,
 ) -> Record:
-    """A benchmark of your own texts from Python: kind of text -> user messages.
+    """A benchmark of your own texts from Python.
 
     Args:
         model: the target.
@@ -237,7 +237,18 @@ def make_record(
     settings: dict[str, Any],
     command: str,
 ) -> Record:
-    """Put together what was measured."""
+    """Put together what was measured.
+
+    Args:
+        model: the target.
+        tasks: the prompts.
+        samples: every generation.
+        differences: where texts part from plain decoding's.
+        cost: measured c(m); None where it was not.
+        machine: what `describe_machine` says.
+        settings: for the record; `temp` says whether texts were compared.
+        command: for the record, as typed.
+    """
     references = reference_texts(samples)
     return Record(
         command=command,
@@ -247,7 +258,7 @@ def make_record(
             "dtype": describe_dtype(model),
             "vocab_size": model(mx.array([[0]])).shape[-1],
         },
-        texts=[Text(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=cost,
         results=summarise(samples, differences, greedy=settings["temp"] == 0),
         differences=list(differences),

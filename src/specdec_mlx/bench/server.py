@@ -47,7 +47,10 @@ class Answer:
 class Phase:
     """Both servers on the same requests.
 
-    name: of the phase. seconds: server -> total. answers: server -> one for each request.
+    Attributes:
+        name: of the phase.
+        seconds: server -> total.
+        answers: server -> one for each request.
     """
 
     name: str
@@ -83,7 +86,13 @@ def one_after_another(servers: dict[str, Ask], prompts: Sequence[str]) -> Phase:
 
 
 def several_at_once(servers: dict[str, Ask], prompts: Sequence[str], clients: int) -> Phase:
-    """As many prompts at a time as there are clients, until all of them are answered."""
+    """As many prompts at a time as there are clients, until all of them are answered.
+
+    Args:
+        servers: name -> how to ask it.
+        prompts: each is asked of each server.
+        clients: how many ask at once.
+    """
     groups = [prompts[i : i + clients] for i in range(0, len(prompts), clients)]
     return _measure(f"{clients} at once", servers, groups)
 
@@ -126,9 +135,15 @@ def asking(url: str, max_tokens: int) -> Ask:
 
 @contextmanager
 def serving(name: str, model: str, flags: Sequence[str]) -> Iterator[str]:
-    """A server as a process on a free port; its address. Raises RuntimeError if it does not start.
+    """A server as a process on a free port; its address.
 
-    name: one of `MODULES`.
+    Args:
+        name: one of `MODULES`.
+        model: folder or Hugging Face name.
+        flags: further ones of the server's.
+
+    Raises:
+        RuntimeError: it does not start.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -171,6 +186,17 @@ def run(
     """Both phases: `num` prompts one after another, then the next as many, several at once.
 
     The first answer of each server is not timed: weights are read and kernels compiled then.
+
+    Args:
+        model: folder or Hugging Face name.
+        prompts: user messages.
+        num: prompts in each phase.
+        clients: at once, in the second phase.
+        max_tokens: of an answer.
+        flags: of our server.
+
+    Raises:
+        RuntimeError: a server does not start.
     """
     with ExitStack() as stack:
         servers = {
@@ -194,6 +220,12 @@ def time_library(
     """The library's own ratio on the same prompts, in this process: mlx-lm's time over ours.
 
     From before the prompt to the last token, like a request, and with prompt lookup.
+
+    Args:
+        model: folder or Hugging Face name.
+        prompts: user messages.
+        max_tokens: of an answer.
+        draft_length: a number or a policy.
     """
     import mlx_lm
 

@@ -33,20 +33,37 @@ Array = Float[np.ndarray, " n"]
 
 @dataclass(frozen=True)
 class Result:
-    """One contender on one category; category "all" is every text.
+    """One contender on one category of texts.
 
-    Speeds leave out the prefill and the first round. Per text the median of the repeats counts.
-    They are None where no text is longer than its first round.
+    Speeds leave out the prefill and the first round, and of a text the median of the repeats
+    counts. They are None where no text is longer than its first round.
 
-    texts, tokens: how many of each were generated (one repeat). tokens_per_second: median over
-    texts. total_tokens_per_second: all tokens over all seconds. ratio: that, over plain decoding's;
-    ratio_low, ratio_high: its 95% bootstrap interval over texts. mean_ratio: mean over texts of
-    their own ratios. end_to_end_ratio: as `ratio`, from the call to the last token.
-    target_passes, drafted, accepted: sums over all repeats. drafting_share: share of the passes
-    that had a draft. host_ms_per_round: over the texts that say, None for mlx-lm's own loops.
-    first_token_seconds: median.
-    identical: texts that are plain decoding's in every repeat; excused: others that part from it
-    at a near tie only. Both None where tokens are drawn at random.
+    Attributes:
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        category: of the texts; "all" is every text.
+        texts: how many were generated, in one repeat.
+        tokens: how many were generated, in one repeat.
+        tokens_per_second: median over texts.
+        total_tokens_per_second: all tokens over all seconds.
+        ratio: that, over plain decoding's.
+        ratio_low: lower end of its 95% bootstrap interval over texts.
+        ratio_high: upper end.
+        mean_ratio: mean over texts of their own ratios.
+        end_to_end_ratio: as `ratio`, from the call to the last token.
+        tokens_per_pass: tokens over target passes, of all repeats.
+        target_passes: sum over all repeats.
+        drafted: draft tokens proposed, sum over all repeats.
+        accepted: draft tokens handed out, sum over all repeats.
+        drafting_share: share of the passes that had a draft.
+        host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
+            say; None for mlx-lm's own loops.
+        peak_memory_gb: with the caches of all contenders that ran side by side.
+        first_token_seconds: median.
+        identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
+            random.
+        excused: further texts that part from it at a near tie only; None as above.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str
@@ -65,7 +82,6 @@ class Result:
     target_passes: int
     drafted: int
     accepted: int
-    acceptance_rate: float
     drafting_share: float
     host_ms_per_round: float | None
     peak_memory_gb: float
@@ -79,13 +95,20 @@ class Result:
         """Its contender's key."""
         return self.drafter, self.draft_length, self.rule
 
+    @property
+    def accepted_share(self) -> float:
+        """Share of all drafted tokens that was accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
 
 @dataclass(frozen=True)
 class Speeds:
     """One contender's texts of a category, in a fixed order of texts.
 
-    tokens: [n] per text, mean over repeats. seconds: [n] for decoding them, at the median seconds
-    per token of the repeats. total_seconds: [n] median, prefill included.
+    Attributes:
+        tokens: [n] per text, mean over repeats.
+        seconds: [n] for decoding them, at the median seconds per token of the repeats.
+        total_seconds: [n] median, prefill included.
     """
 
     tokens: Array
@@ -96,7 +119,13 @@ class Speeds:
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" last, in order of appearance."""
+    """A result per contender and category, "all" last, in order of appearance.
+
+    Args:
+        samples: every generation.
+        differences: where texts part from plain decoding's.
+        greedy: whether the texts were compared.
+    """
     results = []
     categories = [*_unique(s.category for s in samples), ALL]
     for category in categories:
@@ -134,6 +163,12 @@ def bootstrap_interval(
     """95% percentile interval of the throughput ratio, texts drawn with replacement.
 
     It covers the choice of texts, which moves a ratio far more than the clock does.
+
+    Args:
+        ours: one contender's texts.
+        plain: the same texts by plain decoding.
+        seed: of the draws.
+        num_resamples: how many times texts are drawn.
     """
     n = len(ours.tokens)
     rows = np.random.default_rng(seed).integers(0, n, (num_resamples, n))
@@ -171,7 +206,6 @@ def _result(
         target_passes=passes,
         drafted=drafted,
         accepted=accepted,
-        acceptance_rate=accepted / drafted if drafted else 0.0,
         drafting_share=sum(s.drafting_rounds for s in own) / passes,
         host_ms_per_round=_host_ms(own),
         peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,

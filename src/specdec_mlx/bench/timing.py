@@ -42,14 +42,26 @@ class Settings:
 class Sample:
     """One generation as it happened.
 
-    tokens: [n] ids, the end token included. first_round: how many of them came with the first
-        round; their time is in `first_seconds`, with the prefill of all models.
-    first_seconds: from the call to the first token. decode_seconds: from there to the last token.
-    passes, drafted, accepted: target passes, draft tokens proposed, and draft tokens handed out.
-    drafting_rounds: passes that had a draft. host_seconds: host time of the loop outside the
-        target's passes; None for mlx-lm's own loops, and for a text that met an end token, since
-        it leaves a pass under way whose launch would count. peak_bytes: MLX's peak memory, with the
-        caches of all that run side by side.
+    Attributes:
+        id: of the text.
+        category: of the text.
+        drafter: as given on the command line.
+        draft_length: the same; "" where it means nothing.
+        repeat: which of the runs.
+        tokens: [n] ids, the end token included.
+        first_round: how many of them came with the first round; their time is in `first_seconds`,
+            with the prefill of all models.
+        first_seconds: from the call to the first token.
+        decode_seconds: from there to the last token.
+        passes: of the target.
+        drafted: draft tokens proposed.
+        accepted: draft tokens handed out.
+        drafting_rounds: passes that had a draft.
+        host_seconds: host time of the loop outside the target's passes; None for mlx-lm's own
+            loops, and for a text that met an end token, since it leaves a pass under way whose
+            launch would count.
+        peak_bytes: MLX's peak memory, with the caches of all that run side by side.
+        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -92,6 +104,13 @@ def run_interleaved(
 
     They take turns of a few tokens, A B C B C A C A B, so that a change in the machine's speed
     meets all alike, one of a second included. Begins with a short untimed generation of each.
+
+    Args:
+        tasks: the prompts.
+        contenders: who takes part.
+        settings: how each of them generates.
+        on_sample: called with each generation that has ended.
+        between_tasks: called before each task.
     """
     for contender in contenders:
         _warm_up(contender, tasks[0], settings)
@@ -100,19 +119,41 @@ def run_interleaved(
         between_tasks()
         for repeat in range(settings.repeats):
             runs = [Run(contender, task, settings, repeat) for contender in contenders]
-            turn = repeat
-            while any(not run.is_over for run in runs):
-                for i in range(len(runs)):
-                    runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
-                turn += 1
+            take_turns(runs, first=repeat)
             for run in runs:
                 samples.append(run.sample())
                 on_sample(samples[-1])
     return samples
 
 
+def take_turns(
+    runs: Sequence[Run], first: int = 0, may_go_on: Callable[[], bool] = lambda: True
+) -> None:
+    """Bring all runs to their end, a few tokens each in turns.
+
+    Args:
+        runs: not begun.
+        first: whose turn is first; with another one in each repeat nobody is always first.
+        may_go_on: asked before it is everybody's turn again; at a no all end as far as they are.
+    """
+    turn = first
+    while any(not run.is_over for run in runs) and may_go_on():
+        for i in range(len(runs)):
+            runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
+        turn += 1
+    for run in runs:
+        run.stop()
+
+
 def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
-    """Generate one text to its end, or to max_tokens."""
+    """Generate one text to its end, or to max_tokens.
+
+    Args:
+        contender: who generates.
+        task: the prompt.
+        settings: how.
+        repeat: which of the runs; it decides the seed.
+    """
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
         run.go_on(settings.max_tokens)
@@ -128,7 +169,7 @@ class Run:
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
         """Start it; nothing is computed yet."""
         self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
-        self.is_over = False
+        self.is_over = self._has_ended = False
         self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
@@ -145,7 +186,7 @@ class Run:
         for item in islice(self._stream, 1 if is_first else num_tokens):
             self._emitted.append(item)
             if item.token in self.settings.end_tokens:
-                self.is_over = True
+                self._has_ended = True
                 break
         mx.synchronize(generation_stream)
         seconds = time.perf_counter() - began
@@ -154,7 +195,12 @@ class Run:
         else:
             self._decode_seconds += seconds
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if self.is_over or len(self._emitted) >= self.settings.max_tokens:
+        if self._has_ended or len(self._emitted) >= self.settings.max_tokens:
+            self.stop()
+
+    def stop(self) -> None:
+        """End it as far as it is; nothing to do where it is over."""
+        if not self.is_over:
             self.is_over = True
             self._counts = _count(self.contender, self._emitted, self.settings)
             self._stream.close()

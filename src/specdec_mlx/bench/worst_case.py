@@ -68,7 +68,17 @@ class AlwaysWrongSession:
 def measure(
     model: nn.Module, tokenizer: Any, num_prompts: int, settings: Settings
 ) -> dict[str, Result]:
-    """Case -> result of our loop, with speeds relative to plain decoding's."""
+    """Run the three cases.
+
+    Args:
+        model: the target.
+        tokenizer: the target's.
+        num_prompts: texts of each case.
+        settings: how both loops generate.
+
+    Returns:
+        Case -> result of our loop, with speeds relative to plain decoding's.
+    """
     texts = tasks_of(tokenizer, [p.text for p in builtin_prompts()[:num_prompts]], "prompts")
     words = tasks_of(tokenizer, random_words(tokenizer, num_prompts), "random words")
     reference = plain(model)
@@ -89,7 +99,13 @@ def measure(
 
 
 def tasks_of(tokenizer: Any, texts: Sequence[str], category: str) -> list[Task]:
-    """Prompts through the chat template."""
+    """Prompts through the chat template.
+
+    Args:
+        tokenizer: the target's.
+        texts: user messages.
+        category: what results call them.
+    """
     return [
         Task(f"{category}/{i}", category, encode_chat(tokenizer, text))
         for i, text in enumerate(texts)

@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> int:
         model,
         tokenizer,
         drafter=make_drafter(name, draft_model=draft_model, draft_tokenizer=draft_tokenizer),
-        sampling=sampling,
+        sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
         prompts=prompts,

@@ -1,9 +1,9 @@
-r"""Do drafts follow the law that the drafter declares?
+r"""Do drafts follow the distribution that the drafter declares?
 
-The tokens are lined up by that law, the likeliest first, so that each takes a piece of [0, 1) as
-long as its chance; a token drawn from the law, and then a uniform point in its piece, is uniform on
-[0, 1) (Rosenblatt 1952). Every drafted token of every text gives one such point, whatever came
-before it, and one chi-square test of them all holds for all laws at once.
+The tokens are lined up, the likeliest first, so that each takes a piece of [0, 1) as long as its
+declared chance; where a token is drawn from that distribution, a uniform point in its piece is
+uniform on [0, 1) (Rosenblatt 1952). Every drafted token of every text gives one such point,
+whatever came before it, and one chi-square test of them all holds for all distributions at once.
 """
 
 from __future__ import annotations
@@ -16,30 +16,34 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.statistics import FALSE_ALARM, ChiSquare, Counts, findings, power
-from specdec_mlx.checks.subject import Law, probabilities
+from specdec_mlx.checks.subject import Probs, probabilities
 from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 
-NAME = "declared law"
+NAME = "declared distribution"
 NUM_BINS = 10
 FEWEST_DRAWS = 100
-LAWS_KEPT = 200
+DISTRIBUTIONS_KEPT = 200
 EDGES = np.linspace(0, 1, NUM_BINS + 1)
 
 
 @dataclass
 class Draws:
-    """Points in [0, 1) of drafted tokens under their declared laws.
+    """Points in [0, 1) of drafted tokens under their declared distributions.
 
-    cut: proposals that were shorter than was asked for. laws: some of the declared laws, each as
-    its positive chances in falling order.
+    Attributes:
+        points: one for each token that was drafted with a distribution.
+        proposals: how many there were.
+        cut: those that were shorter than was asked for.
+        distributions: some of those declared, each as its positive chances in falling order.
+        random: draws each point within its token's piece.
     """
 
     points: list[float] = field(default_factory=list)
     proposals: int = 0
     cut: int = 0
-    laws: list[Law] = field(default_factory=list)
+    distributions: list[Probs] = field(default_factory=list)
     random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
 
     def add(self, draft: Draft, limit: int) -> None:
@@ -49,11 +53,11 @@ class Draws:
         if draft.logprobs is None or not len(draft):
             return
         for token, row in zip(to_list(draft.tokens), draft.logprobs, strict=True):
-            law = probabilities(row)
-            before = law[law > law[token]].sum() + law[:token][law[:token] == law[token]].sum()
-            self.points.append(float(before + self.random.random() * law[token]))
-            if len(self.laws) < LAWS_KEPT:
-                self.laws.append(np.sort(law[law > 0])[::-1])
+            q = probabilities(row)
+            before = q[q > q[token]].sum() + q[:token][q[:token] == q[token]].sum()
+            self.points.append(float(before + self.random.random() * q[token]))
+            if len(self.distributions) < DISTRIBUTIONS_KEPT:
+                self.distributions.append(np.sort(q[q > 0])[::-1])
 
     def seen(self) -> Counts:
         """Points in each of the bins."""
@@ -80,7 +84,7 @@ class RecordingSession:
         """Note what `session` proposes in `draws`."""
         self.session = session
         self.draws = draws
-        self.cheap = getattr(session, "cheap", False)
+        self.cheap = is_cheap(session)
 
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""
@@ -94,7 +98,7 @@ class RecordingSession:
 
     def close(self, length: int) -> None:
         """Tell the session, if it wants to know."""
-        if hasattr(self.session, "close"):
+        if isinstance(self.session, Closes):
             self.session.close(length)
 
 
@@ -104,8 +108,8 @@ def check_declared(draws: Draws) -> Part:
         return Part(
             NAME,
             "not applicable",
-            "The drafter declares no law: its drafts are taken as point masses, and verified as "
-            "such no token can come out of proportion.",
+            "The drafter declares no distribution: its drafts are taken as point masses, and "
+            "verified as such no token can come out of proportion.",
             {"proposals": draws.proposals},
         )
     num_draws = len(draws.points)
@@ -134,11 +138,11 @@ def check_declared(draws: Draws) -> Part:
     found = findings(numbers["power"])
     if found is None:
         verdict = (
-            f"{num_draws} drafted tokens, of laws such as these, are too few for any of the named "
-            "faults to be found. Give more time (--budget)."
+            f"{num_draws} drafted tokens, of distributions such as these, are too few for any of "
+            "the named faults to be found. Give more time (--budget)."
         )
         return Part(NAME, "not run", verdict, numbers)
-    verdict = f"{num_draws} drafted tokens follow the laws that they were declared with; {found}."
+    verdict = f"{num_draws} drafted tokens follow the distributions declared for them; {found}."
     return Part(NAME, "passed", verdict, numbers)
 
 
@@ -148,34 +152,36 @@ def _diagnosis(draws: Draws, p_value: float) -> str:
     if mean < 0.5 and draws.cut and rare < 0.2:
         fault = (
             f"unlikely tokens are missing ({rare:.0%} of the draws are in the last fifth of their "
-            f"law) and {draws.cut} of {draws.proposals} drafts are shorter than asked for: tokens "
-            "are dropped after they were drawn. Decide whether to draft a token before drawing it."
+            f"distribution) and {draws.cut} of {draws.proposals} drafts are shorter than asked "
+            "for: tokens are dropped after they were drawn. Decide whether to draft a token before "
+            "drawing it."
         )
     else:
         shape = "sharper" if mean < 0.5 else "flatter"
         fault = (
-            f"they come from another law, a {shape} one. Hand over, as Draft.logprobs, the law "
-            "that each token is really drawn from, after temperature and filters."
+            f"they come from another one, which is {shape}. Hand over, as Draft.logprobs, the "
+            "distribution that each token is really drawn from, after temperature and filters."
         )
-    return f"Drafted tokens do not follow the law declared for them (p = {p_value:.1g}): {fault}"
+    verdict = "Drafted tokens do not follow the distribution declared for them"
+    return f"{verdict} (p = {p_value:.1g}): {fault}"
 
 
-FAULTS: dict[str, Callable[[Law], Law]] = {
-    "declared law at temperature 0.7": lambda q: at_temperature(q, 1 / SHARPER),
+FAULTS: dict[str, Callable[[Probs], Probs]] = {
+    "declared at temperature 0.7": lambda q: at_temperature(q, 1 / SHARPER),
     "a drawn token dropped": lambda q: normalised(np.where(q >= RARE, q, 0), q),
 }
-"""Declared law -> the law that the tokens at hand would really follow."""
+"""Declared distribution -> the distribution that the tokens at hand would really follow."""
 
 
-def _power(draws: Draws, fault: Callable[[Law], Law], num_draws: int) -> float:
-    """Chance to find a fault with so many draws from laws such as these."""
-    shares = np.mean([_bin_shares(law, fault(law)) for law in draws.laws], axis=0)
+def _power(draws: Draws, fault: Callable[[Probs], Probs], num_draws: int) -> float:
+    """Chance to find a fault with so many draws from distributions such as these."""
+    shares = np.mean([_bin_shares(q, fault(q)) for q in draws.distributions], axis=0)
     uniform = np.full(NUM_BINS, 1 / NUM_BINS)
     return power([num_draws * shares], [num_draws * uniform])
 
 
-def _bin_shares(declared: Law, drawn: Law) -> Law:
-    """Mass of each bin of the declared law if tokens come from another one; both sorted alike."""
+def _bin_shares(declared: Probs, drawn: Probs) -> Probs:
+    """Mass in each bin of the one distribution if tokens come from the other; both sorted alike."""
     ends = np.concatenate([[0.0], np.cumsum(declared)])
     mass = np.concatenate([[0.0], np.cumsum(drawn)])
     return np.diff(np.interp(EDGES, ends / ends[-1], mass / mass[-1]))

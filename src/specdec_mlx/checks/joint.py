@@ -1,9 +1,9 @@
-"""Do texts follow the target's law? A chi-square test of the joint of their first tokens.
+"""Do texts follow the target's distribution? A chi-square test of the joint of their first tokens.
 
 The texts of a few contexts are sorted into the cells of a tree: a token that is expected often
 enough is a branch of its own, all others of its place share a cell. The exact chance of a cell is a
-product of the target's own laws, so nothing has to be estimated; and going down the same tree with
-the laws of a named fault gives the chance to find that.
+product of the target's own probabilities, so nothing has to be estimated; and going down the same
+tree with the probabilities of a named fault gives the chance to find that.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from specdec_mlx.checks import declared, one_step
 from specdec_mlx.checks.declared import Draws, Recording
 from specdec_mlx.checks.remembered import Remembered, with_remembered_models
 from specdec_mlx.checks.report import Part
@@ -29,23 +30,25 @@ from specdec_mlx.checks.statistics import (
     together,
 )
 from specdec_mlx.checks.subject import (
-    Law,
+    Probs,
     Step,
     Subject,
     Work,
-    first_law,
+    first_probs,
     probabilities,
 )
 from specdec_mlx.checks.variants import VARIANTS, Variant, lossless
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.noise import Noise
 
-NAME = "joint law"
+NAME = "joint distribution"
 NUM_TOKENS = 3
 NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
 FEWEST_TEXTS = 100
 TEXTS_PER_CONTEXT = 2000
+UNDRAFTED = -1
+"""Stands for the draft tokens of a round that has none."""
 ROUNDING = 1e-12
 CHUNK = 32
 """Positions of a remembered context at a time: nothing is computed for it, but a draft model that
@@ -76,7 +79,7 @@ class Texts:
                 self.context,
                 Recording(self.drafter, self.draws),
                 max_tokens=NUM_TOKENS,
-                sampling=self.subject.sampling,
+                sampler=self.subject.sampling,
                 seed=seed,
                 rule=self.subject.rule,
                 draft_length=NUM_DRAFT,
@@ -89,28 +92,28 @@ class Texts:
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
 
-    def target_law(self, continuation: Sequence[int]) -> Law:
-        """Law [V] of the token after the context and a continuation."""
+    def target_probs(self, continuation: Sequence[int]) -> Probs:
+        """Probabilities [V] of the token after the context and a continuation."""
         logits = self.target.after([*self.context, *continuation]).astype(mx.float32)
         return probabilities(self.subject.sampling.log_distribution(logits - mx.logsumexp(logits)))
 
-    def draft_law(self, continuation: Sequence[int]) -> Law | None:
-        """Law [V] that the drafter declares there; None where it proposes nothing."""
-        text = [*self.context, *continuation]
+    def draft_probs(self, continuation: Sequence[int]) -> Probs | None:
+        """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
+        tokens = [*self.context, *continuation]
         context = self.subject.context(Noise(self.subject.seed))
-        session = self.drafter.begin(text, replace(context, prefill_step_size=CHUNK))
-        return first_law(session.propose(1), self.subject.vocab_size)
+        session = self.drafter.begin(tokens, replace(context, prefill_step_size=CHUNK))
+        return first_probs(session.propose(1), self.subject.vocab_size)
 
 
 @dataclass
 class Node:
-    """A place in the tree. p, q: both laws there; branches: what follows, by token.
+    """A place in the tree. p, q: both distributions there; branches: what follows, by token.
 
     A branch is a further place, or the number of a cell; `rest` is the cell of all other tokens.
     """
 
-    p: Law
-    q: Law | None
+    p: Probs
+    q: Probs | None
     branches: dict[int, Node | int]
     rest: int
 
@@ -127,8 +130,8 @@ class Tree:
         self.root = self._grow((), float(len(self.texts.tokens)))
 
     def _grow(self, prefix: tuple[int, ...], expected: float) -> Node:
-        p = self.texts.target_law(prefix)
-        node = Node(p, self.texts.draft_law(prefix), {}, self._new_cell())
+        p = self.texts.target_probs(prefix)
+        node = Node(p, self.texts.draft_probs(prefix), {}, self._new_cell())
         for token in map(int, np.flatnonzero(expected * p >= LEAST_EXPECTED)):
             is_last = len(prefix) + 1 == NUM_TOKENS
             node.branches[token] = (
@@ -143,13 +146,13 @@ class Tree:
     def seen(self) -> Counts:
         """Texts in each cell."""
         counts = np.zeros(self.num_cells)
-        for text in self.texts.tokens:
-            counts[self._cell_of(text)] += 1
+        for tokens in self.texts.tokens:
+            counts[self._cell_of(tokens)] += 1
         return counts
 
-    def _cell_of(self, text: tuple[int, ...]) -> int:
+    def _cell_of(self, tokens: tuple[int, ...]) -> int:
         node: Node | int = self.root
-        for token in text:
+        for token in tokens:
             assert isinstance(node, Node)
             node = node.branches.get(token, node.rest)
             if not isinstance(node, Node):
@@ -158,47 +161,67 @@ class Tree:
         return node
 
     def excluded(self) -> list[int]:
-        """Tokens that came first after the context and that the target's law excludes."""
-        return [text[0] for text in self.texts.tokens if self.root.p[text[0]] == 0]
+        """Tokens that came first after the context and that the target's distribution excludes."""
+        return [tokens[0] for tokens in self.texts.tokens if self.root.p[tokens[0]] == 0]
 
-    def chances(self, variant: Variant = lossless) -> Law:
-        """Chance of each cell, for texts emitted by rounds of drafts of `NUM_DRAFT` tokens."""
+    def chances(self, variant: Variant = lossless) -> Probs:
+        """Chance of each cell, for texts emitted by rounds of up to `NUM_DRAFT` draft tokens."""
         chances = np.zeros(self.num_cells)
-        self._descend(self.root, {NUM_DRAFT: 1.0}, variant, chances)
+        self._descend(self.root, {draft_length(0): 1.0}, variant, chances, 0)
         return np.where(chances < ROUNDING, 0, chances)
 
     def _descend(
-        self, node: Node, weights: dict[int, float], variant: Variant, chances: Law
+        self,
+        node: Node,
+        weights: dict[int, float],
+        variant: Variant,
+        chances: Probs,
+        num_tokens: int,
     ) -> None:
-        """Spread mass over the cells below; weights: by how many draft tokens are yet to verify.
+        """Spread mass over the cells below a place that so many tokens lead to.
 
-        At 0 the bonus token is due.
+        weights: by how many draft tokens of the round are yet to verify; at 0 the bonus token is
+        due, and `UNDRAFTED` is a round of the target's own.
         """
-        arriving: dict[int, Law] = defaultdict(lambda: np.zeros_like(node.p))
+        arriving: dict[int, Probs] = defaultdict(lambda: np.zeros_like(node.p))
         kept, again, bonus = (0 * node.p, node.p, node.p)
         if node.q is not None:
             kept, again, bonus = variant(node.p, node.q)
+        new_round = draft_length(num_tokens + 1)
         for left, weight in weights.items():
             if left > 0:
                 arriving[left - 1] += weight * kept
-            arriving[NUM_DRAFT] += weight * (again if left > 0 else bonus)
+            ending = {UNDRAFTED: node.p, 0: bonus}.get(left, again)
+            arriving[new_round] += weight * ending
         total = np.sum(list(arriving.values()), axis=0)
         chances[node.rest] += total.sum() - total[list(node.branches)].sum()
         for token, branch in node.branches.items():
             if isinstance(branch, Node):
                 below = {left: float(mass[token]) for left, mass in arriving.items()}
-                self._descend(branch, below, variant, chances)
+                self._descend(branch, below, variant, chances, num_tokens + 1)
             else:
                 chances[branch] += total[token]
 
 
+def draft_length(num_tokens: int) -> int:
+    """Draft tokens of a round that begins after so many tokens: the last one is never drafted."""
+    return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
+
+
 def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
-    """Texts after the contexts that tell most, one after the other, against the target's law."""
+    """Draw texts after the contexts that tell most, and hold them to the target's distribution.
+
+    Args:
+        subject: what is checked.
+        work: how long, and where to say how far it is.
+        steps: places that were seen; the contexts are chosen from them.
+        draws: filled with what the drafter draws.
+    """
     groups: list[Texts] = []
     count = 0
     first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
     for step in _most_telling(steps):
-        groups.append(Texts(subject, step.text, draws))
+        groups.append(Texts(subject, step.tokens, draws))
         while len(groups[-1].tokens) < TEXTS_PER_CONTEXT and (work.has_time or count == 0):
             groups[-1].draw(first_seed + count)
             count += 1
@@ -230,9 +253,9 @@ def _most_telling(steps: Sequence[Step]) -> list[Step]:
 
 
 def _tells(step: Step) -> float:
-    """How far the laws of the named faults are from the target's, the nearest of them.
+    """How far the distributions of the named faults are from the target's, the nearest of them.
 
-    Of the next token, and of the one after a draft accepted whole as if its laws were the same.
+    Of the next token, and of the one after a draft accepted whole as if p and q were the same.
     """
     p, q = step.target_probs, step.draft_probs
     assert q is not None
@@ -243,7 +266,7 @@ def _tells(step: Step) -> float:
     )
 
 
-def _discrimination(a: Law, b: Law) -> float:
+def _discrimination(a: Probs, b: Probs) -> float:
     """The sum of (a - b)^2 / (a + b): chi-square that rare tokens cannot dominate."""
     total = a + b
     return float(np.divide((a - b) ** 2, total, out=np.zeros_like(a), where=total > 0).sum())
@@ -273,7 +296,7 @@ def _judge(trees: Sequence[Tree]) -> Part:
     if found is None:
         verdict = f"{count} texts are too few for any of the named faults to be found."
         return Part(NAME, "not run", f"{verdict} Give more time (--budget).", numbers)
-    verdict = f"{count} texts of {NUM_TOKENS} tokens follow the target's law (p = "
+    verdict = f"{count} texts of {NUM_TOKENS} tokens follow the target's distribution (p = "
     return Part(NAME, "passed", f"{verdict}{test.p_value:.2g}); {found}.", numbers)
 
 
@@ -292,13 +315,14 @@ def _diagnosis(trees: Sequence[Tree], p_value: float, wrong: dict[str, list[Coun
     """What the texts are like, by the named faults."""
     count = sum(len(tree.texts.tokens) for tree in trees)
     excluded = sorted({token for tree in trees for token in tree.excluded()})
-    shape = f"tokens {excluded[:5]} came that the law excludes; " if excluded else ""
+    shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
     chances = {name: _compare(trees, expected).p_value for name, expected in wrong.items()}
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:
         likeness = "they are like none of the named faults."
     return (
-        f"{count} texts do not follow the target's law (p = {p_value:.1g}): {shape}{likeness} The "
-        "one-step law and the declared law say whether it is the rule or the drafter."
+        f"{count} texts do not follow the target's distribution (p = {p_value:.1g}): {shape}"
+        f"{likeness} The parts {one_step.NAME!r} and {declared.NAME!r} say whether it is the rule "
+        "or the drafter."
     )

@@ -1,8 +1,9 @@
-r"""The exact law of one step: what is emitted after a text, summed over every possible draft token.
+r"""The exact distribution of one step: what is emitted after a text, whatever was drafted.
 
 For a draft token drawn from q, kept with chance a(x), and else replaced by a draw from r, what is
-emitted follows $q(y) a(y) + \sum_x q(x) (1 - a(x)) r(y | x)$, and that must be the target's law p.
-Both p and q are those of the user's own models; a and r are asked of the rule, in float64.
+emitted follows $q(y) a(y) + \sum_x q(x) (1 - a(x)) r(y | x)$, the sum taken over every possible
+draft token, and that must be the target's p. Both p and q are those of the user's own models; a and
+r are asked of the rule, in float64.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.subject import Law, Step, Subject, Work, total_variation, walk
+from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
 from specdec_mlx.rules.arithmetic import residual
 from specdec_mlx.rules.coins import CoinRule
 
-NAME = "one-step law"
+NAME = "one-step distribution"
 STEPS = 16
 TOLERANCE = 1e-9
 MOST_TOKENS = 1500
@@ -28,10 +29,12 @@ MOST_TOKENS = 1500
 class Emitted:
     """What a rule makes of one draft token.
 
-    distance: total variation of the emitted law from p; where draft tokens were left out, at
-    least that, and at most their mass more. bonus_distance: the same for the token after a draft
-    accepted whole. left_out: mass of the draft tokens that were not gone through. kept: chance
-    that the draft token is kept.
+    Attributes:
+        distance: total variation of what is emitted from p; where draft tokens were left out, at
+            least that, and at most their mass more.
+        bonus_distance: the same for the token after a draft accepted whole.
+        left_out: mass of the draft tokens that were not gone through.
+        kept: chance that the draft token is kept.
     """
 
     distance: float
@@ -41,12 +44,18 @@ class Emitted:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether both laws are the target's."""
+        """Whether both distributions are the target's."""
         return max(self.distance, self.bonus_distance) < TOLERANCE
 
 
 def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
-    """The exact law at places along texts of the target's own; fills `steps` for later parts."""
+    """The exact distribution at places along texts of the target's own.
+
+    Args:
+        subject: what is checked.
+        work: how long, and where to say how far it is.
+        steps: filled with the places, for later parts.
+    """
     seen: list[tuple[Step, Emitted]] = []
     for i, prompt in enumerate(subject.prompts):
         if i > 0 and not work.has_time:
@@ -62,33 +71,40 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
     return _judge(subject, steps, seen)
 
 
-def emitted(rule: CoinRule, target_probs: Law, draft_probs: Law) -> Emitted:
-    """Go through the draft tokens, the likeliest first."""
+def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
+    """Go through the draft tokens, the likeliest first.
+
+    Args:
+        rule: what decides about a draft of one token.
+        target_probs: [V] p, float64.
+        draft_probs: [V] q, float64.
+    """
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
-    rows, laws = np.stack([p, p]), q[None]
-    law, kept = np.zeros(len(p)), 0.0
+    rows, draft_rows = np.stack([p, p]), q[None]
+    mass, kept = np.zeros(len(p)), 0.0
     bonus_distance: float | None = None
     order = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     for x in order[q[order] > 0]:
         token = np.array([x])
-        chance = float(rule.accept_probs(rows, token, laws)[0])
-        law[x] += q[x] * chance
+        chance = float(rule.accept_probs(rows, token, draft_rows)[0])
+        mass[x] += q[x] * chance
         kept += q[x] * chance
         if chance < 1:
-            law += q[x] * (1 - chance) * _drawn(rule.next_probs(rows, token, laws, 0))
+            mass += q[x] * (1 - chance) * _drawn(rule.next_probs(rows, token, draft_rows, 0))
         if chance > 0 and bonus_distance is None:
-            bonus_distance = total_variation(_drawn(rule.next_probs(rows, token, laws, 1)), p)
+            after = _drawn(rule.next_probs(rows, token, draft_rows, 1))
+            bonus_distance = total_variation(after, p)
     left_out = max(0.0, 1 - float(q[order].sum()))
-    too_often = float(np.maximum(0, law - p).sum())
-    too_seldom = float(np.maximum(0, p - law).sum()) - left_out
+    too_often = float(np.maximum(0, mass - p).sum())
+    too_seldom = float(np.maximum(0, p - mass).sum()) - left_out
     return Emitted(max(too_often, too_seldom), bonus_distance or 0.0, left_out, kept)
 
 
-def _drawn(probs: Law) -> Law:
-    """The law that a draw from `probs` follows, whatever they add up to."""
-    law: Law = probs / probs.sum()
-    return law
+def _drawn(probs: Probs) -> Probs:
+    """The distribution that a draw from `probs` follows, whatever they add up to."""
+    distribution: Probs = probs / probs.sum()
+    return distribution
 
 
 def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]) -> Part:
@@ -107,7 +123,7 @@ def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]
             NAME,
             "not applicable",
             "Only the target's own draws are emitted here (rule match or coupled), whatever is "
-            "drafted; the joint law is tested below.",
+            "drafted; the joint distribution is tested below.",
             numbers,
         )
     results = [result for _, result in seen]
@@ -123,8 +139,8 @@ def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]
         return Part(
             NAME,
             "passed",
-            f"In {len(seen)} places the law of the emitted token, summed over every draft token, "
-            "is the target's.",
+            f"In {len(seen)} places the distribution of the emitted token, summed over every draft "
+            "token, is the target's.",
             numbers,
         )
     rule = subject.rule_for(worst[0].draft)
@@ -139,27 +155,27 @@ def _diagnosis(rule: CoinRule, step: Step, result: Emitted) -> str:
     fault = _bonus_fault(p, result) or _accept_fault(rule, p, q) or _residual_fault(rule, p, q)
     size = max(result.distance, result.bonus_distance)
     return (
-        f"Rule {rule.name!r} changes the law of the text by a total variation of {size:.2g}: "
-        f"{fault} Use rule='auto', or mend the rule."
+        f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
+        f"{size:.2g}: {fault} Use rule='auto', or mend the rule."
     )
 
 
-def _bonus_fault(p: Law, result: Emitted) -> str | None:
+def _bonus_fault(p: Probs, result: Emitted) -> str | None:
     if result.bonus_distance < TOLERANCE:
         return None
     return (
-        "the bonus token, after a draft accepted whole, is not drawn from the target's law "
-        "(at another temperature, perhaps)."
+        "the bonus token, after a draft accepted whole, is not drawn from the target's own "
+        "distribution (at another temperature, perhaps)."
     )
 
 
-def _accept_fault(rule: CoinRule, p: Law, q: Law) -> str | None:
-    """Against min(1, p/q), at all tokens that both laws allow."""
+def _accept_fault(rule: CoinRule, p: Probs, q: Probs) -> str | None:
+    """Against min(1, p/q), at all tokens that both distributions allow."""
     tokens = np.flatnonzero((p > 0) & (q > 0))[:MOST_TOKENS]
     if not len(tokens):
         return None
-    rows, laws = np.stack([p, p]), q[None]
-    chances = np.array([rule.accept_probs(rows, np.array([x]), laws)[0] for x in tokens])
+    rows, draft_rows = np.stack([p, p]), q[None]
+    chances = np.array([rule.accept_probs(rows, np.array([x]), draft_rows)[0] for x in tokens])
     right = np.minimum(1, p[tokens] / q[tokens])
     swapped = np.minimum(1, q[tokens] / p[tokens])
     if np.allclose(chances, right, atol=TOLERANCE):
@@ -171,9 +187,9 @@ def _accept_fault(rule: CoinRule, p: Law, q: Law) -> str | None:
     return "draft tokens are not kept with chance min(1, p/q)."
 
 
-def _residual_fault(rule: CoinRule, p: Law, q: Law) -> str:
-    rows, laws, x = np.stack([p, p]), q[None], np.array([int(np.argmax(q - p))])
-    drawn_from = _drawn(rule.next_probs(rows, x, laws, 0))
+def _residual_fault(rule: CoinRule, p: Probs, q: Probs) -> str:
+    rows, x = np.stack([p, p]), np.array([int(np.argmax(q - p))])
+    drawn_from = _drawn(rule.next_probs(rows, x, q[None], 0))
     due = residual(p, q)
     if total_variation(drawn_from, p) < TOLERANCE < total_variation(due, p):
         return "after a rejection a token of p is drawn, where one of norm(max(0, p - q)) is due."

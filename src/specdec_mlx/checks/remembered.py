@@ -43,14 +43,14 @@ class Remembered(nn.Module):  # type: ignore[misc]
         """Logits [1, S, V] after each of ids [1, S]; none within the common context."""
         before = len(cache[0].tokens)
         cache[0].tokens += to_list(ids[0])
-        text = tuple(cache[0].tokens)
-        self._rows.after(text)  # one pass for all that are not known
-        rows = [self._rows.after(text[:end]) for end in range(before + 1, len(text) + 1)]
+        fed = tuple(cache[0].tokens)
+        self._rows.after(fed)  # one pass for all that are not known
+        rows = [self._rows.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
         return mx.stack(rows)[None]
 
-    def after(self, text: list[int]) -> mx.array:
-        """Logits [V] after a text that begins with the common context."""
-        return self._rows.after(tuple(text))
+    def after(self, tokens: list[int]) -> mx.array:
+        """Logits [V] after tokens that begin with the common context."""
+        return self._rows.after(tuple(tokens))
 
 
 class TextCache:
@@ -92,28 +92,28 @@ class _Rows:
         self.caches: list[Any] | None = None
         self.latest: tuple[tuple[int, ...], list[Any]] = ((), [])
 
-    def after(self, text: tuple[int, ...]) -> mx.array:
+    def after(self, tokens: tuple[int, ...]) -> mx.array:
         """Logits [V]; not a number for a text that ends within the common context."""
-        if text in self.known:
-            return self.known[text]
-        if len(text) < len(self.context) and text == self.context[: len(text)]:
+        if tokens in self.known:
+            return self.known[tokens]
+        if len(tokens) < len(self.context) and tokens == self.context[: len(tokens)]:
             return self.unknown
         if len(self.known) >= MOST_ROWS:
             self.known.clear()
-        start, caches = self._nearest(text)
-        logits = self.model(to_ids(text[start:])[None], cache=caches)[0]
+        start, caches = self._nearest(tokens)
+        logits = self.model(to_ids(tokens[start:])[None], cache=caches)[0]
         mx.eval(logits)
         for i in range(logits.shape[0]):
-            self.known.setdefault(text[: start + i + 1], logits[i])
-        self.latest = text, caches
-        return self.known[text]
+            self.known.setdefault(tokens[: start + i + 1], logits[i])
+        self.latest = tokens, caches
+        return self.known[tokens]
 
-    def _nearest(self, text: tuple[int, ...]) -> tuple[int, list[Any]]:
+    def _nearest(self, tokens: tuple[int, ...]) -> tuple[int, list[Any]]:
         """How much of a text is in caches already, and those caches, to be written to."""
         latest, caches = self.latest
-        if latest and len(latest) < len(text) and latest == text[: len(latest)]:
+        if latest and len(latest) < len(tokens) and latest == tokens[: len(latest)]:
             return len(latest), caches
-        if text[: len(self.context)] == self.context:
+        if tokens[: len(self.context)] == self.context:
             return len(self.context) - 1, copy.deepcopy(self._prefilled())
         return 0, make_prompt_cache(self.model)
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from specdec_mlx.stats.rows import Row, Rows
+
 Status = Literal["passed", "failed", "not run", "not applicable"]
 
 WIDTH = 100
@@ -18,8 +20,12 @@ WIDTH = 100
 class Part:
     """One question of the check, and its answer.
 
-    verdict: one line that names what is wrong and what to do next. numbers: what was measured,
-    ready for JSON. seconds: how long it took.
+    Attributes:
+        name: of the part, and its key in the report.
+        status: whether it passed, failed, had not enough to go on, or asks nothing here.
+        verdict: one line that names what is wrong and what to do next.
+        numbers: what was measured, ready for JSON.
+        seconds: how long it took.
     """
 
     name: str
@@ -35,8 +41,13 @@ class Part:
 
 
 @dataclass(frozen=True)
-class CheckReport:
-    """All parts of a check. settings: what was checked, ready for JSON."""
+class CheckReport(Rows):
+    """All parts of a check.
+
+    Attributes:
+        parts: in the order in which they ran.
+        settings: what was checked, ready for JSON.
+    """
 
     parts: Sequence[Part]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -79,6 +90,20 @@ class CheckReport:
             "parts": [asdict(part) | {"passed": part.passed} for part in self.parts],
         }
 
+    def rows(self) -> list[Row]:
+        """A row for each part; each of its single numbers is a column, lists and tables are not."""
+        return [
+            {
+                "part": part.name,
+                "status": part.status,
+                "passed": part.passed,
+                "verdict": part.verdict,
+                "seconds": part.seconds,
+                **{k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)},
+            }
+            for part in self.parts
+        ]
+
     def to_json(self) -> str:
         """JSON text, one line an entry."""
         return json.dumps(self.as_dict(), indent=2) + "\n"
@@ -102,7 +127,7 @@ class CheckReport:
         )
 
 
-MARKS: dict[Status, str] = {"passed": "✓", "failed": "✗", "not run": "…", "not applicable": "–"}
+SIGNS: dict[Status, str] = {"passed": "✓", "failed": "✗", "not run": "…", "not applicable": "–"}
 
 
 def _html_row(part: Part) -> str:
@@ -111,7 +136,7 @@ def _html_row(part: Part) -> str:
     numbers = html.escape("\n".join(_number_lines(part.numbers)))
     details = f"<details><summary>numbers</summary><pre>{numbers}</pre></details>"
     return (
-        f"<tr><td {left}>{MARKS[part.status]} {html.escape(part.status)}</td>"
+        f"<tr><td {left}>{SIGNS[part.status]} {html.escape(part.status)}</td>"
         f"<td {left}><strong>{html.escape(part.name)}</strong></td>"
         f"<td {left}>{html.escape(part.verdict)}{details if numbers else ''}</td></tr>"
     )
@@ -132,7 +157,7 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
         label = name.replace("_", " ")
         if isinstance(value, dict):
             lines.append(f"{label}:")
-            lines += [f"  {key:<34}{_number(entry)}" for key, entry in value.items()]
+            lines += [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines.append(f"{label}:")
             lines += [f"  {_settings_line(entry)}" for entry in value]

@@ -29,7 +29,7 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.exactness import ProbeReport
-from specdec_mlx.types import AcceptanceRule, Drafter
+from specdec_mlx.types import AcceptanceRule, Drafter, models_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
@@ -52,7 +52,7 @@ def check(
     *,
     drafter: Drafter | str | None = None,
     draft_model: nn.Module | Drafter | str | None = None,
-    sampling: Sampling | Sampler | None = None,
+    sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int = 4,
     prompts: Sequence[str | Sequence[int]] | None = None,
@@ -62,18 +62,30 @@ def check(
 ) -> CheckReport:
     """Prove on this model, machine and setting that speculation leaves the text alone.
 
-    tokenizer: may be None where prompts are token ids. drafter, draft_model: as for `generate`.
-    sampling: the law of the target's tokens, a `Sampling` or one of mlx-lm's samplers; greedy if
-    None. rule: as for `speculate`. draft_length: tokens a
-    draft. prompts: user messages, or token ids; None takes a few of ours. budget: seconds; parts
-    take as many samples as fit and say how many, and one that had no time is "not run", with which
-    the whole is not passed. seed: of all draws. progress: show a bar.
+    Args:
+        model: the target.
+        tokenizer: the target's; may be None where prompts are token ids.
+        drafter: as for `generate`.
+        draft_model: as for `generate`, instead of a drafter.
+        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers;
+            greedy if None.
+        rule: as for `speculate`.
+        draft_length: tokens a draft.
+        prompts: user messages, or token ids; None takes a few of ours.
+        budget: seconds; parts take as many samples as fit and say how many. One that had no time is
+            "not run", and then the whole is not passed.
+        seed: of all draws.
+        progress: show a bar.
 
-    The parts: "widths", "one-step law", "joint law", "declared law", "drafter's state" and "greedy
-    text"; docs/check.md says how to read them.
+    Returns:
+        The parts "widths", "one-step distribution", "joint distribution", "declared distribution",
+        "drafter's state" and "greedy text"; docs/check.md says how to read them.
 
-    Raises ValueError for bad input, UnknownNameError, TokenizerMismatchError, and
-    MissingPackageError without scipy.
+    Raises:
+        ValueError: for bad input, or a sampler whose distribution is not known.
+        UnknownNameError: for the name of a drafter or rule that there is not.
+        TokenizerMismatchError: for a draft model with another tokenizer.
+        MissingPackageError: without scipy.
     """
     distributions()
     if not budget > 0:
@@ -82,14 +94,13 @@ def check(
         model,
         _wrapped(tokenizer),
         drafter=choose_drafter(drafter, draft_model),
-        sampling=read_sampler(sampling),
+        sampling=read_sampler(sampler),
         rule=make_rule(rule),
         draft_length=draft_length,
         prompts=prompts,
         seed=seed,
     )
-    models = [m for m in (model, getattr(subject.drafter, "model", None)) if m is not None]
-    with wired_limit(models, [generation_stream]):
+    with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
         parts = run_parts(subject, Work(time.perf_counter() + budget), progress)
     return CheckReport(parts, _settings(subject, budget))
 
@@ -118,8 +129,8 @@ def _subject(
         raise ValueError(f"draft_length={draft_length}: expected an int >= 1.")
     if sampling is None:
         raise ValueError(
-            "The law of this sampler is not known, so there is nothing to compare with. Give a "
-            "specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
+            "The distribution of this sampler is not known, so there is nothing to compare with. "
+            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
         )
     if prompts is None:
         known = {prompt.id: prompt.text for prompt in builtin_prompts()}
@@ -160,7 +171,13 @@ def _settings(subject: Subject, budget: float) -> dict[str, Any]:
 
 
 def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
-    """The parts in order; later ones use what earlier ones have gathered."""
+    """The parts in order; later ones use what earlier ones have gathered.
+
+    Args:
+        subject: what is checked.
+        work: the time for all of them.
+        progress: show a bar.
+    """
     steps: list[Step] = []
     draws = Draws()
     probed: list[ProbeReport] = []
@@ -170,16 +187,16 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         probed.append(report)
         return part
 
-    laws: dict[str, Callable[[Work], Part]] = {
+    drawn: dict[str, Callable[[Work], Part]] = {
         one_step.NAME: lambda work: check_one_step(subject, work, steps),
         joint.NAME: lambda work: check_joint(subject, work, steps, draws),
         declared.NAME: lambda work: check_declared(draws),
     }
     if subject.sampling.greedy:
-        laws = {name: _no_draws(name) for name in laws}
+        drawn = {name: _no_draws(name) for name in drawn}
     parts = {
         texts.WIDTHS_NAME: widths,
-        **laws,
+        **drawn,
         state.NAME: lambda work: check_state(subject, work),
         texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
     }

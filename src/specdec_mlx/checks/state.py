@@ -14,7 +14,7 @@ import mlx.nn as nn
 import numpy as np
 
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.subject import Subject, Work, first_law, total_variation
+from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.sampling.noise import Noise
@@ -22,7 +22,7 @@ from specdec_mlx.types import Draft
 
 NAME = "drafter's state"
 SAME = 0.1
-"""Total variation of two laws that rounding explains; one token too many or too few is far above.
+"""Total variation that rounding explains; one token too many or too few is far above.
 
 In float32 rounding gives 1e-4; room is left for 16-bit models.
 """
@@ -70,18 +70,18 @@ def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
     """Distance between the two sessions' next drafts, None for none; and tokens rejected so far."""
     context = subject.context(Noise(subject.seed))
     session = subject.drafter.begin(prompt, context)
-    text = list(prompt)
+    tokens = list(prompt)
     rejected = 0
     for num_kept in reversed(range(subject.draft_length + 1)):
         draft = session.propose(subject.draft_length)
-        tokens = np.array(draft.tokens, int).tolist()
-        kept = tokens[:num_kept]
-        rejected += len(tokens) - len(kept)
-        emitted = [*kept, _other_than(tokens[len(kept) :], prompt, len(text))]
+        drafted = np.array(draft.tokens, int).tolist()
+        kept = drafted[:num_kept]
+        rejected += len(drafted) - len(kept)
+        emitted = [*kept, _other_than(drafted[len(kept) :], prompt, len(tokens))]
         session.observe(emitted)
-        text += emitted
+        tokens += emitted
     again = session.propose(subject.draft_length)
-    fresh = subject.drafter.begin(text, context).propose(subject.draft_length)
+    fresh = subject.drafter.begin(tokens, context).propose(subject.draft_length)
     return _distance(again, fresh, subject.vocab_size), rejected
 
 
@@ -93,13 +93,13 @@ def _other_than(rejected: list[int], prompt: list[int], position: int) -> int:
 
 
 def _distance(a: Draft, b: Draft, vocab_size: int) -> float | None:
-    """Total variation of the laws of the first token; for point masses, share that differs."""
-    law_a, law_b = first_law(a, vocab_size), first_law(b, vocab_size)
-    if law_a is None and law_b is None:
+    """Total variation of the first token's distributions; 1 where only one drafts, None if none."""
+    probs_a, probs_b = first_probs(a, vocab_size), first_probs(b, vocab_size)
+    if probs_a is None and probs_b is None:
         return None
-    if law_a is None or law_b is None:
+    if probs_a is None or probs_b is None:
         return 1.0
-    return total_variation(law_a, law_b)
+    return total_variation(probs_a, probs_b)
 
 
 def depends_on_text_alone(drafter: Any) -> bool:

@@ -70,9 +70,14 @@ def together(tests: Sequence[ChiSquare]) -> ChiSquare:
 def power(
     wrong: Sequence[Counts], right: Sequence[Counts], false_alarm: float = FALSE_ALARM
 ) -> float:
-    """Chance that counts which expect `wrong` are told from `right`; one [cells] a group of draws.
+    """Chance that wrong counts are told from right ones.
 
-    By the noncentral chi-square law, and by the chance that something impossible comes.
+    By the noncentral chi-square distribution, and by the chance that something impossible comes.
+
+    Args:
+        wrong: [cells] expected counts of a fault, for each group of draws.
+        right: [cells] expected counts where nothing is wrong, for each group.
+        false_alarm: chance that the test fails while nothing is wrong.
     """
     unseen = float(np.exp(-sum(w[r == 0].sum() for w, r in zip(wrong, right, strict=True))))
     test = together(

@@ -1,4 +1,4 @@
-"""What is checked: a target, a drafter, a law and a rule; and the texts that it is checked on."""
+"""What is checked: a target, a drafter, a sampling and a rule; and on which texts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from specdec_mlx.types import (
     shares_noise,
 )
 
-Law = NDArray[np.float64]
+Probs = NDArray[np.float64]
 """Probabilities [V] of the next token, float64."""
 
 
@@ -36,8 +36,17 @@ Law = NDArray[np.float64]
 class Subject:
     """What is checked.
 
-    rule: what `make_rule` returned. prompts: token ids of each. draft_length: tokens a draft.
-    end_tokens: what ends a text.
+    Attributes:
+        model: the target.
+        drafter: what drafts for it.
+        sampling: how the target's tokens are drawn.
+        rule: what `make_rule` returned.
+        prompts: token ids of each.
+        vocab_size: V.
+        draft_length: tokens a draft.
+        seed: of all draws.
+        tokenizer: the target's, if there is one.
+        end_tokens: what ends a text.
     """
 
     model: nn.Module
@@ -71,7 +80,9 @@ class Subject:
 class Work:
     """What a part may spend, and where it says how far it is.
 
-    until: time of `time.perf_counter` at which to stop. say: shown beside the progress bar.
+    Attributes:
+        until: time of `time.perf_counter` at which to stop.
+        say: takes what is shown beside the progress bar.
     """
 
     until: float
@@ -92,48 +103,61 @@ class Work:
 class Step:
     """A place in a text of the target's own.
 
-    text: [n] the tokens before it. target_probs: [V] law of the next one, from a single-token
-    pass. draft: what the drafter proposed here. draft_probs: [V] law of its first token, a point
-    mass where it declares none; None if nothing was proposed.
+    Attributes:
+        tokens: [n] those before it.
+        target_probs: [V] distribution of the next one, from a single-token pass.
+        draft: what the drafter proposed here.
+        draft_probs: [V] distribution of its first token, a point mass where it declares none; None
+            if nothing was proposed.
     """
 
-    text: list[int]
-    target_probs: Law
+    tokens: list[int]
+    target_probs: Probs
     draft: Draft
-    draft_probs: Law | None
+    draft_probs: Probs | None
 
     @property
     def distance(self) -> float:
-        """Total variation between the two laws, 0 without a draft."""
+        """Total variation between the two distributions, 0 without a draft."""
         if self.draft_probs is None:
             return 0.0
         return total_variation(self.target_probs, self.draft_probs)
 
 
 def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Iterator[Step]:
-    """Steps along a text that the target alone draws, the drafter following it."""
-    text = list(prompt)
+    """Steps along a text that the target alone draws, the drafter following it.
+
+    Args:
+        subject: what is checked.
+        prompt: [n] token ids to begin with.
+        num_tokens: most steps.
+        seed: of the target's draws.
+    """
+    tokens = list(prompt)
     session = subject.drafter.begin(prompt, subject.context(Noise(seed)))
-    tokens = speculate(
+    stream = speculate(
         subject.model,
         prompt,
         max_tokens=num_tokens,
-        sampling=subject.sampling,
+        sampler=subject.sampling,
         seed=seed,
     )
-    with closing(tokens):
-        for token in tokens:
+    with closing(stream):
+        for token in stream:
             draft = session.propose(1)
             target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
-            yield Step(list(text), target_probs, draft, first_law(draft, subject.vocab_size))
+            yield Step(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
             if token.token in subject.end_tokens:
                 return
             session.observe([token.token])
-            text.append(token.token)
+            tokens.append(token.token)
 
 
-def first_law(draft: Draft, vocab_size: int) -> Law | None:
-    """Law [V] of a draft's first token; a point mass where it declares none; None if empty."""
+def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
+    """What a draft's first token is drawn from, [V]; a point mass where it declares none.
+
+    None for an empty draft. Raises DraftError for a token that the target does not have.
+    """
     if not len(draft):
         return None
     if draft.logprobs is not None:
@@ -144,18 +168,18 @@ def first_law(draft: Draft, vocab_size: int) -> Law | None:
             f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. Use a "
             "drafter for the same tokenizer."
         )
-    law = np.zeros(vocab_size)
-    law[token] = 1.0
-    return law
+    probs = np.zeros(vocab_size)
+    probs[token] = 1.0
+    return probs
 
 
-def probabilities(logprobs: mx.array) -> Law:
+def probabilities(logprobs: mx.array) -> Probs:
     """Log-probabilities [V] as probabilities that sum to 1 in float64."""
     probs = np.exp(np.array(logprobs.astype(mx.float32), np.float64))
-    law: Law = probs / probs.sum()
-    return law
+    normalised: Probs = probs / probs.sum()
+    return normalised
 
 
-def total_variation(a: Law, b: Law) -> float:
+def total_variation(a: Probs, b: Probs) -> float:
     """Half the sum of all differences."""
     return float(np.abs(a - b).sum() / 2)

@@ -74,7 +74,13 @@ def _judge_widths(report: ProbeReport) -> Part:
 
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None) -> Part:
-    """Every prompt in turn, as far as time goes; at least one."""
+    """Every prompt in turn, as far as time goes; at least one.
+
+    Args:
+        subject: what is checked.
+        work: how long, and where to say how far it is.
+        probed: how much passes differ on this machine; None if that was not measured.
+    """
     gap = EXCUSED_GAP
     if probed is not None:
         gap = max([gap, *(TIE_FACTOR * row.max_difference for row in probed.rows if row.exact)])

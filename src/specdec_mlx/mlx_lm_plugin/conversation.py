@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
@@ -31,6 +31,9 @@ from specdec_mlx.types import (
     key_of,
     session_parts,
 )
+
+if TYPE_CHECKING:  # the server's; `import specdec_mlx` does not hang on it
+    from mlx_lm.models.cache import LRUPromptCache
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """What caches hold, by the first of them."""

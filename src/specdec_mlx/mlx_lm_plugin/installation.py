@@ -17,7 +17,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.utils import does_model_support_input_embeddings
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
@@ -27,7 +26,6 @@ from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
@@ -70,7 +68,6 @@ class Speculation:
     ) -> Generator[Token, None, None]:
         """Tokens of one generation.
 
-        A sampler of mlx-lm's own is recognised, so that its distribution is known to the rule.
         Drafters see the earlier turns on the prompt cache as well.
 
         Args:
@@ -86,12 +83,11 @@ class Speculation:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = tokens_on(prompt_cache)
-        sampling = read_sampler(sampler)
         tokens = speculate(
             model,
             prompt,
             Continued(drafter, earlier) if earlier and drafter is not None else drafter,
-            sampling=sampler if sampling is None else sampling,
+            sampler=sampler,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
@@ -221,6 +217,8 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
     """Whether there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
     if options.get("input_embeddings") is None:
         return True
+    from mlx_lm.utils import does_model_support_input_embeddings
+
     return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
 
 

@@ -28,7 +28,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.generation import SpeculativeResponse, stream_generate
+from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
 from specdec_mlx.mlx_lm_plugin.conversation import (
     Continued,
@@ -48,6 +48,7 @@ from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 from specdec_mlx.models import explained
+from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.next_token import is_pure

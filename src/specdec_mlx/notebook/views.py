@@ -1,8 +1,9 @@
 """What notebooks show: HTML of texts, stats and tables.
 
 Pure functions from results to HTML, called by the results' `_repr_html_`. Colours are translucent
-inline styles over the page's own, so that light and dark themes both read; each origin of a token
-also has an HTML element of its own, for viewers that drop styles. All text is escaped.
+inline styles over the page's own, so that light and dark themes both read. Each origin of a token
+also has an HTML element of its own, for viewers that drop styles; none of them underlines, since
+in code an underlined space looks like an underscore. All text is escaped.
 """
 
 from __future__ import annotations
@@ -11,32 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from html import escape
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, SKY, VERMILLION, translucent
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Origin
-
-if TYPE_CHECKING:
-    from specdec_mlx.bench.record import Record
-    from specdec_mlx.bench.replay import Score
-    from specdec_mlx.stats.account import SpeculationStats
-
-BLUE, VERMILLION, GREEN, ORANGE, SKY, PURPLE, YELLOW, GREY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#56B4E9",
-    "#CC79A7",
-    "#F0E442",
-    "#7F7F7F",
-)
-"""Colours that colour-blind people can tell apart (Okabe and Ito 2008), and a grey."""
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_BINS = 48
 """Most characters of a row of blocks."""
 
-PRE = "white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0 0 .5em"
+MONOSPACE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
+PRE = f"white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0 0 .5em;{MONOSPACE}"
 CELL = "padding:.15em .8em .15em 0;border:0;background:none;color:inherit"
 TABLE = "border-collapse:collapse;color:inherit"
 
@@ -50,34 +37,46 @@ class Piece(NamedTuple):
 
 
 class Look(NamedTuple):
-    """How tokens of one origin look. tag: element whose own look says it too; colour: r, g, b."""
+    """How tokens of one origin look, and what that means.
+
+    tag: element whose own look says it without a style. colour: of the background; "" for none.
+    meaning: of the origin, in the legend.
+    """
 
     tag: str
     colour: str
     label: str
+    meaning: str
 
 
 LOOKS: dict[Origin, Look] = {
-    "draft": Look("u", "0,114,178", "accepted draft"),
-    "correction": Look("b", "213,94,0", "correction"),
-    "bonus": Look("i", "0,158,115", "bonus"),
-    "plain": Look("span", "", "plain"),
+    "draft": Look("mark", SKY, "accepted draft", "proposed, and kept by the target"),
+    "correction": Look("b", VERMILLION, "correction", "the target's own, after a rejected draft"),
+    "bonus": Look("i", GREEN, "bonus", "the target's own, after a draft kept whole"),
+    "plain": Look("span", "", "plain", "no draft was there"),
 }
 
 
 def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "") -> str:
-    """A text with each token coloured by its origin, a legend, and what it took."""
+    """A text with each token coloured by its origin, what it took, and a legend.
+
+    Args:
+        pieces: the tokens, in order.
+        stats: the account of the generation.
+        drafter: what the drafter is called; shown on hover.
+    """
     tokens = "".join(_token(piece, drafter) for piece in pieces)
-    counts = {origin: sum(p.origin == origin for p in pieces) for origin in LOOKS}
-    legend = " &nbsp; ".join(
-        f"{_coloured(LOOKS[origin], LOOKS[origin].label)} {count}"
-        for origin, count in counts.items()
-        if count
+    counts = Counter(piece.origin for piece in pieces)
+    legend = "".join(
+        f"<div>{_coloured(look, look.label)}, {_tokens(counts[origin])}: {look.meaning}</div>"
+        for origin, look in LOOKS.items()
+        if counts[origin]
     )
     return (
         f'<pre style="{PRE}">{tokens}</pre>'
-        f"<p>{legend} &nbsp; | &nbsp; {stats.emitted} tokens in {stats.target_passes} passes, "
+        f"<p>{stats.emitted} tokens in {stats.target_passes} passes, "
         f"{stats.tokens_per_pass:.2f} a pass</p>"
+        f'<div style="font-size:smaller">{legend}</div>'
     )
 
 
@@ -106,43 +105,15 @@ def stats_html(stats: SpeculationStats) -> str:
     return f'<table style="{TABLE}">{body}</table>'
 
 
-def record_html(record: Record) -> str:
-    """A benchmark: where it ran, and a row for each kind of text and contender."""
-    header = ["texts", "drafter", "K", "speed", "95%", "tok/s", "tok/pass", "accepted", "identical"]
-    rows = [
-        [
-            *(r.category, r.drafter, r.draft_length or "-", _number(r.ratio)),
-            "-" if r.ratio_low is None else f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
-            *(_number(r.total_tokens_per_second, 1), f"{r.tokens_per_pass:.2f}"),
-            f"{r.acceptance_rate:.0%}" if r.drafted else "-",
-            "-" if r.identical is None else f"{r.identical + (r.excused or 0)} of {r.texts}",
-        ]
-        for r in record.results
-    ]
-    machine = ", ".join(f"{key} {value}" for key, value in record.machine.items())
-    note = "speed: tokens per second relative to plain mlx-lm, with a 95% interval over texts"
-    return f"{table_html(header, rows, 3)}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
+def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
+    """A table.
 
-
-def scores_html(scores: Iterable[Score]) -> str:
-    """Replayed texts: the modelled speedup of each drafter and draft length, by kind of text."""
-    by_row: dict[tuple[str, str, str], dict[str, Score]] = {}
-    for score in scores:
-        by_row.setdefault((score.cost, score.drafter, score.draft_length), {})[score.category] = (
-            score
-        )
-    categories = list(dict.fromkeys(category for row in by_row.values() for category in row))
-    rows = [
-        [*(part or "-" for part in key), *(_number(row[c].speedup) for c in categories)]
-        for key, row in by_row.items()
-    ]
-    return table_html(["cost", "drafter", "K", *categories], rows, 3) + (
-        "<p>modelled speed relative to plain decoding</p>"
-    )
-
-
-def table_html(header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int) -> str:
-    """A table: the first columns to the left, numbers to the right."""
+    Args:
+        header: of each column.
+        rows: the cells of each row.
+        num_text_columns: how many columns, from the first on, are text and stand to the left;
+            numbers stand to the right.
+    """
     lines = [_row(header, "th", num_text_columns)]
     lines += [_row(row, "td", num_text_columns) for row in rows]
     return f'<table style="{TABLE}">{"".join(lines)}</table>'
@@ -168,10 +139,22 @@ def _token(piece: Piece, drafter: str) -> str:
 
 
 def _coloured(look: Look, text: str, title: str = "") -> str:
-    """Text in the element of its origin; `title` shows on hover."""
-    style = f' style="background:rgba({look.colour},.28);color:inherit"' if look.colour else ""
+    """Text in the element of its origin; `title` shows on hover.
+
+    Rounded ends tell one token from the next of the same colour, on each line that it is on.
+    """
+    style = (
+        f' style="background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em;'
+        'box-decoration-break:clone;-webkit-box-decoration-break:clone"'
+        if look.colour
+        else ""
+    )
     hover = f' title="{escape(title)}"' if title else ""
     return f"<{look.tag}{style}{hover}>{escape(text)}</{look.tag}>"
+
+
+def _tokens(count: int) -> str:
+    return f"{count} token{'' if count == 1 else 's'}"
 
 
 def _share(part: int, whole: int) -> str:
@@ -181,10 +164,10 @@ def _share(part: int, whole: int) -> str:
 def _bars(stats: SpeculationStats) -> str:
     """Acceptance by position, a bar each; the width is the share."""
     accepted = [*stats.accepted_at, *[0] * (len(stats.drafted_at) - len(stats.accepted_at))]
+    full, empty = translucent(BLUE, 0.35), translucent(GREY, 0.12)
     rows = [
-        f'<div style="background:linear-gradient(to right,rgba(0,114,178,.35) {100 * a / d:.0f}%,'
-        f'rgba(127,127,127,.12) 0);width:16em;padding:0 .4em">'
-        f"{i}: {a / d:.0%} &nbsp; ({a} of {d})</div>"
+        f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,{empty} 0);'
+        f'width:16em;padding:0 .4em">{i}: {a / d:.0%} &nbsp; ({a} of {d})</div>'
         for i, (a, d) in enumerate(zip(accepted, stats.drafted_at, strict=True), start=1)
     ]
     return "".join(rows)
@@ -198,14 +181,14 @@ def _histogram(rounds: Sequence[tuple[int, int]]) -> str:
 
 
 def _timeline(rounds: Sequence[tuple[int, int]]) -> str:
-    """Tokens per pass in equal runs of rounds, and the gear beneath: how many of them drafted."""
+    """Tokens per pass in equal runs of rounds, and beneath how many of them drafted."""
     tokens = binned([accepted + 1.0 for _, accepted in rounds])
     drafting = binned([float(drafted > 0) for drafted, _ in rounds])
-    gear = "".join("━" if share > 0.5 else "╌" if share else "·" for share in drafting)
+    line = "".join("━" if share > 0.5 else "╌" if share else "·" for share in drafting)
     return (
-        f'<pre style="margin:0;line-height:1.3;color:inherit;opacity:.8;white-space:pre">'
-        f"{blocks(tokens, max(tokens))} {min(tokens):.1f} to {max(tokens):.1f}\n"
-        f"{gear} ━ drafting ╌ now and then · plain</pre>"
+        f'<pre style="margin:0;line-height:1.3;color:inherit;opacity:.8;white-space:pre;'
+        f'{MONOSPACE}">{blocks(tokens, max(tokens))} {min(tokens):.1f} to {max(tokens):.1f}\n'
+        f"{line} ━ drafting ╌ now and then · plain</pre>"
     )
 
 
@@ -222,7 +205,3 @@ def _row(cells: Sequence[Any], tag: str, num_text_columns: int) -> str:
         side = "left" if i < num_text_columns else "right"
         parts.append(f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>')
     return f"<tr>{''.join(parts)}</tr>"
-
-
-def _number(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"

@@ -8,7 +8,7 @@ from time import perf_counter
 from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRounds
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Round:
     """A pass under way, and the host time that it took to get there, in seconds.
 

@@ -11,6 +11,7 @@ from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.types import (
+    NO_DRAFT,
     Closes,
     Draft,
     DraftContext,
@@ -74,11 +75,11 @@ class Drafting:
             draft = self._ask(part, limit)
             if len(draft):
                 return draft
-        return Draft()
+        return NO_DRAFT
 
     def has_draft(self) -> bool:
         """Whether there may be a draft after the pass under way; only cheap sessions are asked."""
-        return any(
+        return bool(self._parts) and any(
             len(self._ask(part, limit)) > 0 if cheap else True
             for part, cheap, limit in self._asked()
         )

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.types import Draft, Target
+from specdec_mlx.types import NO_DRAFT, Target
 
 HIT_RATE_DECAY = 0.8
 """Decay of the moving average of "this round had a draft"."""
@@ -60,5 +60,5 @@ class Pipeline:
         with mx.stream(self.stream):
             token = current.under_way.next_token
             self.target.extend_history(token)
-            ahead = self.target.launch(token, Draft(), self.sequence.num_generated + 1)
+            ahead = self.target.launch(token, NO_DRAFT, self.sequence.num_generated + 1)
         return self.clock.launched(ahead, is_ahead=True)

@@ -1,6 +1,6 @@
 """What every rule would have accepted, from one run and without changing its text.
 
-Two questions are answered, from the laws p and q at the positions of each draft:
+Two questions are answered, from the distributions p and q at the positions of each draft:
 
 - *By position.* At position i of the drafts whose first i tokens were accepted in reality, so that
   the text before is one that was written: with what chance would each rule accept a token drawn
@@ -25,7 +25,6 @@ text. Point-mass drafts count as what they are, q a one-hot, where all rules acc
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -38,21 +37,26 @@ from specdec_mlx.rules.arithmetic import (
     library_of,
 )
 from specdec_mlx.rules.block import running_weights
+from specdec_mlx.stats.estimates import Estimate, Mean, wilson
 
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
 """Rules that decide token by token, in the order of the columns below."""
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
-Z = 1.96
-"""Half-width of a 95% interval, in standard errors."""
 
 
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
-    """All that the account needs of a round; [K, COLUMNS].
+    """All that the account needs of a round.
 
-    target_probs: [K+1, V]; draft_tokens: [K]; draft_probs: [K, V]. Columns: the chance to accept a
-    token at this position by each rule of `BY_TOKEN`, the chance to accept this very token by
-    each, and the chance that block verification keeps this position, whichever token is drawn.
+    Args:
+        target_probs: [K+1, V] the target's probabilities at the draft's positions and after it.
+        draft_tokens: [K] the draft.
+        draft_probs: [K, V] the probabilities that each draft token was drawn from.
+
+    Returns:
+        [K, COLUMNS]: the chance to accept a token at this position by each rule of `BY_TOKEN`; the
+        chance to accept this very token by each; and the chance that block verification keeps this
+        position, whichever token is drawn.
     """
     xp = library_of(target_probs)
     p, q = target_probs[:-1], draft_probs
@@ -76,7 +80,7 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
 
 
 def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
-    r"""Chance that each token is drawn from both laws with the same Gumbel noise; [..., V].
+    r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
 
     $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024). Sorted by q/p, the maximum is the
     first of the two up to x and the second after it, so that two running sums do for all x.
@@ -90,46 +94,6 @@ def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     total = up_to / xp.where(shared, p, 1) + from_on / xp.where(shared, q, 1) - 1
     sorted_probs = xp.where(shared, 1 / xp.where(shared, total, 1), 0)
     return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
-
-
-class Estimate(NamedTuple):
-    """A mean, and the ends of its 95% interval, which takes rounds for independent."""
-
-    mean: float
-    low: float
-    high: float
-
-
-@dataclass
-class Mean:
-    """Running mean of one or several numbers."""
-
-    count: int = 0
-    total: Any = 0.0
-    squares: Any = 0.0
-
-    def add(self, value: Any) -> None:
-        """Take one more."""
-        self.count += 1
-        self.total = self.total + value
-        self.squares = self.squares + value**2
-
-    def merge(self, other: Mean) -> None:
-        """Take all that another one took."""
-        self.count += other.count
-        self.total = self.total + other.total
-        self.squares = self.squares + other.squares
-
-    def estimates(self) -> list[Estimate]:
-        """One for each number; of a single observation the interval is everything."""
-        mean = np.atleast_1d(self.total) / self.count
-        if self.count == 1:
-            return [Estimate(float(m), float("-inf"), float("inf")) for m in mean]
-        variance = np.maximum(self.squares / self.count - mean**2, 0) / (self.count - 1)
-        width = Z * np.sqrt(np.atleast_1d(variance))
-        return [
-            Estimate(float(m), float(m - w), float(m + w)) for m, w in zip(mean, width, strict=True)
-        ]
 
 
 class Position(NamedTuple):
@@ -220,8 +184,8 @@ class Counterfactual:
         if self.observed is None:
             return "No drafts."
         lines = [f"draft tokens kept in a round, {self.rounds} rounds"]
-        lines += [f"  {'observed':<13}{_text(self.observed)}"]
-        lines += [f"  {name:<13}{_text(e)}" for name, e in self.accepted_per_round.items()]
+        lines += [f"  {'observed':<13}{self.observed}"]
+        lines += [f"  {name:<13}{e}" for name, e in self.accepted_per_round.items()]
         header = "".join(f"{name:>14}" for name in BY_TOKEN)
         lines += [
             "chance to accept where all before was accepted",
@@ -229,7 +193,7 @@ class Counterfactual:
         ]
         for i, position in enumerate(self.positions):
             means = "".join(f"{e.mean:>14.3f}" for e in position.expected.values())
-            lines.append(f"  {i:>2}{position.reached:>8}{means}  {_text(position.observed)}")
+            lines.append(f"  {i:>2}{position.reached:>8}{means}  {position.observed}")
         return "\n".join(lines)
 
 
@@ -240,16 +204,3 @@ def kept_by_token(table: np.ndarray) -> np.ndarray:
     reach = np.vstack([np.ones((1, count)), before])
     kept: np.ndarray = (reach * table[:, :count]).sum(axis=0)
     return kept
-
-
-def wilson(successes: int, trials: int) -> Estimate:
-    """Share of successes with Wilson's 95% interval."""
-    share = successes / trials
-    scale = 1 + Z**2 / trials
-    middle = (share + Z**2 / (2 * trials)) / scale
-    width = Z / scale * sqrt(share * (1 - share) / trials + (Z / (2 * trials)) ** 2)
-    return Estimate(share, middle - width, middle + width)
-
-
-def _text(estimate: Estimate) -> str:
-    return f"{estimate.mean:.3f} ({estimate.low:.3f} to {estimate.high:.3f})"

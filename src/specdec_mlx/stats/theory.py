@@ -1,7 +1,7 @@
-r"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
+"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
 
-Throughout, $\alpha$ is the chance that a draft token is accepted, taken to be the same and
-independent at every position, and K the number of draft tokens a round (the paper's $\gamma$).
+Throughout, α is the chance that a draft token is accepted, taken to be the same and
+independent at every position, and K the number of draft tokens a round (the paper's γ).
 Pure functions of numbers: no model, no cache.
 """
 
@@ -32,7 +32,7 @@ def expected_accepted(acceptance: float, draft_length: int) -> float:
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:
-    r"""Likeliest $\alpha$ after `accepted` draft tokens and `rejections` rounds that ended in one.
+    """Likeliest α after `accepted` draft tokens and `rejections` rounds that ended in one.
 
     Draft tokens behind a rejected one were never judged and do not count. 0 without any trial.
     """
@@ -44,17 +44,30 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
 def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
     r"""Expected walltime improvement, expected tokens over $K c + 1$ (theorem 3.8).
 
-    draft_cost: c, one step of the drafter over one pass of the target. A pass over K + 1
-    positions is taken to cost as much as one over a single position.
+    A pass over K + 1 positions is taken to cost as much as one over a single position.
+
+    Args:
+        acceptance: α, in [0, 1].
+        draft_length: K, at least 0.
+        draft_cost: c, one step of the drafter over one pass of the target.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     return expected_tokens(acceptance, draft_length) / (draft_length * draft_cost + 1)
 
 
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
-    r"""Expected factor by which arithmetic operations grow (theorem 3.11).
+    """Expected factor by which arithmetic operations grow (theorem 3.11).
 
-    draft_share: $\hat c$, operations per token of the drafter over those of the target.
+    Args:
+        acceptance: α, in [0, 1].
+        draft_length: K, at least 0.
+        draft_share: ĉ, operations per token of the drafter over those of the target.
+
+    Raises:
+        ValueError: for a number outside its range.
     """
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -65,6 +78,11 @@ def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -
     """The K from 0 to `longest` of the greatest expected speedup (section 3.5).
 
     Of several equally good ones the shortest; 0 where no draft pays.
+
+    Args:
+        acceptance: α, in [0, 1].
+        draft_cost: c, one step of the drafter over one pass of the target.
+        longest: greatest K that is tried.
     """
     return _argmax([expected_speedup(acceptance, K, draft_cost) for K in range(longest + 1)])
 
@@ -74,8 +92,13 @@ def expected_speedup_on_curve(
 ) -> float:
     """Expected speedup where a pass over more positions costs more: theorem 3.8 with c(m) measured.
 
-    cost: c(m). draft_cost: of one draft token, in the unit of `cost`. With c(m) = 1 for all m
-    this is `expected_speedup`.
+    With c(m) = 1 for all m this is `expected_speedup`.
+
+    Args:
+        acceptance: α, in [0, 1].
+        draft_length: K, at least 0.
+        cost: c(m), in any unit.
+        draft_cost: of one draft token, in the unit of `cost`.
     """
     round_cost = cost(draft_length + 1) + draft_length * draft_cost
     return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
@@ -88,6 +111,12 @@ def best_draft_length_on_curve(
 
     All lengths are tried, since measured curves have steps: a kernel that reads the weights once
     for 5 rows makes K = 4 better than 3 and 5.
+
+    Args:
+        acceptance: α, in [0, 1].
+        cost: c(m), in any unit.
+        draft_cost: of one draft token, in the unit of `cost`.
+        longest: greatest K that is tried.
     """
     lengths = range(longest + 1)
     return _argmax([expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in lengths])

@@ -111,13 +111,13 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
                 f"The drafter proposed an array of shape {tokens.shape} and type {tokens.dtype}; "
                 "expected token ids [K], integers."
             )
-    elif not isinstance(tokens, Sequence) or not all(_is_id(token) for token in tokens):
-        raise DraftError(
-            f"The drafter proposed a {type(tokens).__name__}; expected a sequence of ints, or an "
-            "mx.array of them. Use .tolist() on arrays of other libraries."
-        )
-    else:
+    elif isinstance(tokens, Sequence) and set(map(type, tokens)) <= {int}:
         check_drafted(tokens, vocab_size)
+    else:
+        raise DraftError(
+            f"The drafter proposed a {type(tokens).__name__} that is no sequence of ints; expected "
+            "one, or an mx.array of them. Use .tolist() on arrays of other libraries."
+        )
     num_tokens = len(tokens)
     logprobs = draft.logprobs
     if logprobs is not None and (
@@ -129,10 +129,6 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             f"an mx.array [K, V] = {(num_tokens, vocab_size)}. Hand over one row a draft token."
         )
     _check_parents(draft.parents, num_tokens)
-
-
-def _is_id(token: object) -> bool:
-    return isinstance(token, int) and not isinstance(token, bool)
 
 
 def _check_parents(parents: Sequence[int] | None, num_tokens: int) -> None:
@@ -148,9 +144,9 @@ def _check_parents(parents: Sequence[int] | None, num_tokens: int) -> None:
 
 def check_drafted(tokens: Sequence[int], vocab_size: int) -> None:
     """Raise DraftError for drafted ids [K] that the target does not have."""
-    for token in tokens:
-        if not 0 <= token < vocab_size:
-            raise DraftError(
-                f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. "
-                "Use a drafter for the same tokenizer."
-            )
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise DraftError(
+            f"The drafter proposed token {wrong}; the target has 0 to {vocab_size - 1}. Use a "
+            "drafter for the same tokenizer."
+        )

@@ -51,7 +51,8 @@ class ModelPass:
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
-        self.quantize()
+        if self.options.kv_bits is not None:
+            self.quantize()
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
         return self.rollback.forward(self.model, tokens, **inputs)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -99,6 +98,8 @@ class Rows:
         self.logprobs = logits - self.scales
         self._next_token = next_token
         self._position = position
+        self._probs: mx.array | None = None
+        self._tokens: mx.array | None = None
 
     @property
     def greedy(self) -> bool:
@@ -111,17 +112,21 @@ class Rows:
         """Whether `probs` is known."""
         return self._next_token.sampling is not None
 
-    @cached_property
+    @property
     def probs(self) -> mx.array:
         """The distribution that the next token is drawn from, float32; [K+1, V]."""
-        sampling = self._next_token.sampling
-        assert sampling is not None, "a rule that reads probs has needs_distribution"
-        return mx.exp(sampling.log_distribution(self.logprobs))
+        if self._probs is None:
+            sampling = self._next_token.sampling
+            assert sampling is not None, "a rule that reads probs has needs_distribution"
+            self._probs = mx.exp(sampling.log_distribution(self.logprobs))
+        return self._probs
 
-    @cached_property
+    @property
     def tokens(self) -> mx.array:
         """The target's own draw at each row; [K+1]."""
-        return self._next_token.draw(self.logprobs, self._position)
+        if self._tokens is None:
+            self._tokens = self._next_token.draw(self.logprobs, self._position)
+        return self._tokens
 
 
 class RoundNoise:

@@ -9,7 +9,7 @@ them where they were.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -55,8 +55,12 @@ class Rollback:
 
         After an exception in it the caches are as before.
         """
-        with self._all_or_nothing():
+        before = self._saved()
+        try:
             logits: mx.array = model(tokens[None], cache=self.caches, **inputs)[0]
+        except BaseException as error:
+            self._put_back(before, error)
+            raise
         self.position += logits.shape[0]
         return logits
 
@@ -107,7 +111,7 @@ class Rollback:
         Raises:
             CacheRollbackError: a cache cannot drop rows from between others.
         """
-        if list(kept) == list(range(len(kept))):
+        if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
         state = list(self._strategies())
         for layer, (cache, strategy) in enumerate(state):
@@ -116,10 +120,14 @@ class Rollback:
                     f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of a "
                     "draft and drop those between them. Draft chains with this kind of cache."
                 )
-        with self._all_or_nothing():
+        before = self._saved()
+        try:
             for cache, strategy in state:
                 assert isinstance(strategy, Gathers)
                 strategy.gather(cache, self.position - position, kept)
+        except BaseException as error:
+            self._put_back(before, error)
+            raise
         self.position = position + len(kept)
         return self.position
 
@@ -136,13 +144,16 @@ class Rollback:
         back = self.position - position
         if back <= 0:
             return self.position
-        with self._all_or_nothing():
-            state = list(self._strategies())
-            if all(strategy.can_trim(cache, back) for cache, strategy in state):
-                dropped = [strategy.trim(cache, back) for cache, strategy in state]
+        before = self._saved()
+        try:
+            if all(strategy.can_trim(cache, back) for cache, strategy, _ in before):
+                dropped = [strategy.trim(cache, back) for cache, strategy, _ in before]
             else:
-                back, dropped = self._return_to(self._last_checkpoint(position), state)
-            self._check(state, dropped, back)
+                back, dropped = self._return_to(self._last_checkpoint(position))
+            self._check(dropped, back)
+        except BaseException as error:
+            self._put_back(before, error)
+            raise
         self.position -= back
         return self.position
 
@@ -150,28 +161,24 @@ class Rollback:
         """Every cache that holds state, with its strategy."""
         return ((cache, strategy_for(cache)) for cache in leaves(self.caches))
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Put every cache back as it was, if what happens inside raises."""
-        before = [(cache, strategy, strategy.save(cache)) for cache, strategy in self._strategies()]
-        try:
-            yield
-        except BaseException as error:
-            for cache, strategy, saved in before:
-                try:
-                    strategy.restore(cache, saved)
-                except CacheRollbackError as failure:
-                    self.broken = str(failure)
-                    error.add_note(self.broken)
-            raise
+    def _saved(self) -> list[tuple[Any, Strategy, Any]]:
+        """Every cache with its strategy, and all that is needed to put it back."""
+        return [(cache, s := strategy_for(cache), s.save(cache)) for cache in leaves(self.caches)]
 
-    def _return_to(
-        self, checkpoint: _Checkpoint, state: list[tuple[Any, Strategy]]
-    ) -> tuple[int, list[int]]:
+    def _put_back(self, before: list[tuple[Any, Strategy, Any]], error: BaseException) -> None:
+        """Put every cache back; one that cannot be is noted on the error."""
+        for cache, strategy, saved in before:
+            try:
+                strategy.restore(cache, saved)
+            except CacheRollbackError as failure:
+                self.broken = str(failure)
+                error.add_note(self.broken)
+
+    def _return_to(self, checkpoint: _Checkpoint) -> tuple[int, list[int]]:
         """Put back what was saved; how far back that is, and what each cache gave back."""
         back = self.position - checkpoint.position
         dropped = []
-        for (cache, strategy), saved in zip(state, checkpoint.saved, strict=True):
+        for (cache, strategy), saved in zip(self._strategies(), checkpoint.saved, strict=True):
             if strategy.must_restore:
                 strategy.restore(cache, saved)
                 dropped.append(back)
@@ -189,9 +196,10 @@ class Rollback:
             "state from before it. Discard these caches and start from the prompt."
         )
 
-    @staticmethod
-    def _check(state: list[tuple[Any, Strategy]], dropped: list[int], back: int) -> None:
-        for layer, ((cache, _), got) in enumerate(zip(state, dropped, strict=True)):
+    def _check(self, dropped: list[int], back: int) -> None:
+        if all(got == back for got in dropped):
+            return
+        for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
             if got != back:
                 raise CacheRollbackError(
                     f"Cache {layer} ({type(cache).__name__}) gave back {got} of {back} positions. "

@@ -1,0 +1,113 @@
+"""Figures of benchmarks, with matplotlib (`pip install "specdec-mlx[plot]"`).
+
+As in `notebook.plots`, each returns a `Plot`, or draws into the axes that it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from specdec_mlx.bench.contenders import MLX_LM_SPECULATION
+from specdec_mlx.bench.scores import Score
+from specdec_mlx.bench.summary import Result
+from specdec_mlx.drafters.registry import NO_DRAFTER
+from specdec_mlx.notebook.canvas import (
+    Axes,
+    Figure,
+    axes_or_new,
+    figure_of,
+    label_axes,
+    legend,
+    legend_above,
+)
+from specdec_mlx.notebook.palette import COLOURS, GREY, MARKERS
+
+LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", NO_DRAFTER: "no drafter, our loop"}
+"""Drafters that a legend calls otherwise than the command line."""
+
+
+def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str = "") -> Figure:
+    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
+
+    Args:
+        results: of a benchmark, the first those of plain mlx-lm. mlx-lm's own speculation is drawn
+            last.
+        ax: where to draw; a new plot if None.
+        title: stands above the legend, which is above the axes.
+    """
+    contenders = list(dict.fromkeys(r.key for r in results))[1:]
+    contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
+    with_rule = len({r.rule for r in results if r.rule}) > 1
+    categories = list(dict.fromkeys(r.category for r in results))
+    height = 1.2 + 0.13 * len(categories) * (len(contenders) + 1)
+    ax = axes_or_new(ax, (7.2, height))
+    ax.axvline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
+    for i, key in enumerate(contenders):
+        chosen = [r for r in results if r.key == key and r.ratio]
+        rows = [categories.index(r.category) + (i + 1) / (len(contenders) + 1) for r in chosen]
+        name = contender_name(*(key if with_rule else key[:2]))
+        _draw_ratios(ax, chosen, rows, name, i)
+    for edge in range(1, len(categories)):
+        ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
+    names = [category.replace("_", " ") for category in categories]
+    ax.set_yticks([i + 0.5 for i in range(len(names))], names)
+    ax.set_ylim(len(categories), 0)
+    label_axes(ax, "", "tokens per second relative to plain mlx-lm, 95% interval over texts", "")
+    legend_above(ax, title)
+    return figure_of(ax)
+
+
+def expected_and_observed(scores: Iterable[Score], ax: Axes | None = None) -> Figure:
+    """Modelled speedup of replayed texts against what the live benchmark measured.
+
+    scores: of `score_record`, under the measured cost; those without a live ratio are left out.
+    """
+    ax = axes_or_new(ax)
+    by_contender: dict[str, list[Score]] = {}
+    for score in scores:
+        if score.live_ratio is not None and score.drafted:
+            name = contender_name(score.drafter, score.draft_length)
+            by_contender.setdefault(name, []).append(score)
+    values = [1.0]
+    for i, (name, chosen) in enumerate(by_contender.items()):
+        x = [score.speedup for score in chosen]
+        y = [score.live_ratio or 0.0 for score in chosen]
+        ax.plot(x, y, MARKERS[i % 6], color=COLOURS[i % 6], label=name)
+        values += x + y
+    ends = [0.95 * min(values), 1.05 * max(values)]
+    ax.plot(ends, ends, ":", color=GREY)
+    x_label, y_label = "modelled speed, plain = 1", "measured speed, plain = 1"
+    label_axes(ax, "Expected and observed", x_label, y_label)
+    legend(ax)
+    return figure_of(ax)
+
+
+def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:
+    """What a legend calls a contender of a benchmark.
+
+    Args:
+        drafter: as given on the command line.
+        draft_length: the same; "" leaves it out.
+        rule: the same; "" leaves it out.
+    """
+    name = LEGENDS.get(drafter, drafter)
+    name = f"{name}, K = {draft_length}" if draft_length else name
+    return f"{name}, {rule}" if rule else name
+
+
+def _draw_ratios(
+    ax: Axes, results: Sequence[Result], rows: Sequence[float], name: str, number: int
+) -> None:
+    """Ratios with their intervals, each at its row; `number` chooses colour and marker."""
+    ratios = [r.ratio or 0.0 for r in results]
+    below = [max(0.0, x - (r.ratio_low or x)) for x, r in zip(ratios, results, strict=True)]
+    above = [max(0.0, (r.ratio_high or x) - x) for x, r in zip(ratios, results, strict=True)]
+    ax.errorbar(
+        ratios,
+        rows,
+        xerr=[below, above],
+        fmt=MARKERS[number % 6],
+        color=COLOURS[number % 6],
+        capsize=2,
+        label=name,
+    )

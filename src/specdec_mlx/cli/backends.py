@@ -1,0 +1,83 @@
+"""Backends of MLX on Linux: which are installed, and what to say where none loads.
+
+MLX's own wheel has no backend there. The distributions that have one put the same file in the same
+place, `mlx/lib/libmlx.so`, so that only one of them can be installed. This module needs no MLX.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from specdec_mlx.errors import MissingBackendError
+
+EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
+"""Distributions that own `libmlx.so`, and the extra of ours, and of MLX's, that takes each."""
+
+
+def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
+    """Versions of those of the distributions that are installed, by name."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def without_mlx(error: ImportError) -> BaseException:
+    """What to raise where `mlx.core` cannot be imported.
+
+    MissingBackendError, which says what to install. The code of the `specdec-mlx` command lies
+    behind the import that failed: for it the same is said on one line, as for its other errors,
+    and what is raised ends the process.
+    """
+    problem = MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
+    if not _is_our_command():
+        return problem
+    print(f"specdec-mlx: {problem}", file=sys.stderr)
+    return SystemExit(2)
+
+
+def why_mlx_is_missing(error: ImportError) -> str:
+    """What is wrong with MLX here, and the command that mends it."""
+    if sys.platform != "linux":
+        return (
+            f"MLX cannot be imported ({error}). On a Mac with Apple silicon: "
+            "pip install --force-reinstall mlx"
+        )
+    backends = installed()
+    if not backends:
+        return (
+            'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" '
+            "for an NVIDIA GPU."
+        )
+    there = ", ".join(f"{name} {number}" for name, number in installed(["mlx", *EXTRAS]).items())
+    needs = " CUDA also needs NVIDIA's driver." if _kept(backends) != "mlx-cpu" else ""
+    return f"MLX does not load ({error}) from {there}. Mend it: {reinstall(backends)}.{needs}"
+
+
+def reinstall(backends: dict[str, str]) -> str:
+    """The command that leaves one of the backends, whole and of MLX's own version.
+
+    MLX goes as well: an uninstalled backend takes along what it shared with it.
+    """
+    return (
+        f"pip uninstall -y mlx {' '.join(backends)} && "
+        f'pip install "specdec-mlx[{EXTRAS[_kept(backends)]}]"'
+    )
+
+
+def _kept(backends: dict[str, str]) -> str:
+    """The one of several that was meant: CUDA, the later one. Nobody asks for it by mistake."""
+    return max(backends)
+
+
+def _is_our_command() -> bool:
+    """Whether this process is `specdec-mlx` or `python -m specdec_mlx`."""
+    program = sys.argv[0] if sys.argv else ""
+    is_module = program == "-m" and "specdec_mlx" in sys.orig_argv
+    return is_module or Path(program).stem == "specdec-mlx"

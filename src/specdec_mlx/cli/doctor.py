@@ -1,0 +1,109 @@
+"""`specdec-mlx doctor`: what is installed here, what is wrong with it, and how to mend that."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import mlx.core as mx
+import mlx_lm
+
+import specdec_mlx
+from specdec_mlx.bench.machine import blas_name
+from specdec_mlx.cli.backends import installed, reinstall
+from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
+
+OPENBLAS = "apt install libopenblas0-pthread && export LD_PRELOAD=libopenblas.so.0"
+
+
+@dataclass(frozen=True)
+class Installation:
+    """What generates text here.
+
+    runs_on: "metal", "cuda" or "cpu". device: its name. blas: the library that multiplies matrices
+    where that is a CPU, None elsewhere. backends: versions of those installed on Linux, by
+    distribution. refusal: why mlx-lm's own calls cannot be extended, None where they can.
+    """
+
+    runs_on: str
+    device: str
+    blas: str | None
+    backends: dict[str, str]
+    mlx: str
+    mlx_lm: str
+    refusal: str | None = None
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the installation and its problems; exit status 1 if there are any."""
+    found = inspect_installation()
+    print("\n".join(f"{name:<12} {value}" for name, value in table(found)))
+    problems = list(problems_of(found))
+    for problem in problems:
+        print(f"\nwarning: {problem}")
+    return 1 if problems else 0
+
+
+def inspect_installation() -> Installation:
+    """The installation that this process runs on."""
+    runs_on = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
+    return Installation(
+        runs_on=runs_on,
+        device=str(mx.device_info().get("device_name", mx.default_device())),
+        blas=blas_name() if runs_on == "cpu" else None,
+        backends=installed() if sys.platform == "linux" else {},
+        mlx=version("mlx"),
+        mlx_lm=mlx_lm.__version__,
+        refusal=_refusal(),
+    )
+
+
+def _refusal() -> str | None:
+    try:
+        check_version()
+    except MlxLmVersionError as error:
+        return str(error)
+    return None
+
+
+def table(found: Installation) -> Iterator[tuple[str, str]]:
+    """What a bug report needs, as names and values."""
+    backends = ", ".join(f"{name} {number}" for name, number in found.backends.items())
+    yield "specdec-mlx", specdec_mlx.__version__
+    yield "backend", f"{found.runs_on} ({backends})" if backends else found.runs_on
+    yield "device", found.device
+    if found.blas is not None:
+        yield "BLAS", found.blas
+    yield "mlx", found.mlx
+    yield "mlx-lm", found.mlx_lm
+    yield "Python", platform.python_version()
+    yield "system", f"{platform.platform()}, {os.cpu_count()} cores"
+
+
+def problems_of(found: Installation) -> Iterator[str]:
+    """What is wrong with an installation, one sentence and the command that mends it each."""
+    if len(found.backends) > 1:
+        yield (
+            f"{' and '.join(found.backends)} are both installed and own one file, libmlx.so: the "
+            f"one installed last runs. {reinstall(found.backends)}"
+        )
+    elif any(number != found.mlx for number in found.backends.values()):
+        name, number = next(iter(found.backends.items()))
+        yield f"{name} {number} is not of mlx's version, {found.mlx}. {reinstall(found.backends)}"
+    elif found.runs_on == "cpu" and any("cuda" in name for name in found.backends):
+        yield (
+            f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU. Look at what "
+            "nvidia-smi says."
+        )
+    if found.blas == "reference BLAS":
+        yield (
+            "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times "
+            f"one and no draft can pay; with OpenBLAS it can. {OPENBLAS}"
+        )
+    if found.refusal is not None:
+        yield found.refusal

@@ -1,0 +1,151 @@
+"""What a generation hands out: mlx-lm's responses with their account, and a text that shows it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import GenerationResponse, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.notebook.views import Piece, text_html
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.types import Origin
+
+
+@dataclass
+class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
+    """mlx-lm's response, and where its token came from.
+
+    stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
+    drafter: what the drafter is called.
+    """
+
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    origin: Origin = "plain"
+    drafter: str = ""
+
+    def _repr_html_(self) -> str:
+        return text_html([self.piece], self.stats, self.drafter)
+
+    @property
+    def piece(self) -> Piece:
+        """What this token is to the whole text."""
+        return Piece(self.text, self.token, self.origin)
+
+
+class Text(str):
+    """A generated text: a str that also knows how it came about, and shows it in a notebook.
+
+    pieces: one for each token, with its text, id and origin. stats: the account of the generation.
+    drafter: what the drafter is called. What is made of it (a slice, a sum) is a plain str.
+    """
+
+    pieces: tuple[Piece, ...]
+    stats: SpeculationStats
+    drafter: str
+
+    @classmethod
+    def of(cls, responses: Iterable[SpeculativeResponse]) -> Text:
+        """The text of a stream of responses, none of which is kept: each has a row of logits."""
+        pieces, stats, drafter = [], SpeculationStats(), ""
+        for response in responses:
+            pieces.append(response.piece)
+            stats, drafter = response.stats, response.drafter
+        text = cls("".join(piece.text for piece in pieces))
+        text.pieces, text.stats, text.drafter = tuple(pieces), stats, drafter
+        return text
+
+    @property
+    def tokens(self) -> list[int]:
+        """Ids of its tokens."""
+        return [piece.token for piece in self.pieces]
+
+    def _repr_html_(self) -> str:
+        return text_html(self.pieces, self.stats, self.drafter)
+
+
+def respond(
+    tokens: Generator[Any, None, None],
+    tokenizer: TokenizerWrapper,
+    models: list[nn.Module],
+    num_prompt: int,
+    max_tokens: int,
+    stream: Any,
+    drafter: str,
+) -> Generator[SpeculativeResponse, None, None]:
+    """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
+    detokenizer = tokenizer.detokenizer
+    started = time.perf_counter()
+    prompt_seconds = 0.0
+    with wired_limit(models, [stream]), closing(tokens):
+        for n, token in enumerate(tokens, start=1):
+            if n == 1:
+                prompt_seconds = time.perf_counter() - started
+                started = time.perf_counter()
+            is_end = token.token in tokenizer.eos_token_ids
+            finished = is_end or n == max_tokens
+            if not is_end:
+                detokenizer.add_token(token.token)
+            if finished:
+                detokenizer.finalize()
+            yield SpeculativeResponse(
+                text=detokenizer.last_segment,
+                token=token.token,
+                logprobs=token.logprobs,
+                from_draft=token.from_draft,
+                prompt_tokens=num_prompt,
+                prompt_tps=num_prompt / prompt_seconds,
+                generation_tokens=n,
+                generation_tps=n / (time.perf_counter() - started),
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=("stop" if is_end else "length") if finished else None,
+                stats=token.stats,
+                origin=token.origin,
+                drafter=drafter,
+            )
+            if finished:
+                return
+
+
+def prefill_bar() -> Callable[[int, int], None]:
+    """A progress bar for prompts that take longer than a second to read."""
+    from tqdm.auto import tqdm
+
+    bar = tqdm(desc="prefill", unit="token", delay=1, leave=False)
+
+    def show(done: int, total: int) -> None:
+        bar.total = total
+        bar.update(done - bar.n)
+        if done == total:
+            bar.close()
+
+    return show
+
+
+def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
+    """The same responses, printed as mlx-lm prints them."""
+    print("=" * 10)
+    response = None
+    for response in responses:
+        print(response.text, end="", flush=True)
+        yield response
+    if response is not None:
+        print("\n" + "=" * 10)
+        print(summary(response))
+
+
+def summary(response: SpeculativeResponse) -> str:
+    """Closing lines for a finished generation: mlx-lm's three, then ours."""
+    return (
+        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
+        f"Generation: {response.generation_tokens} tokens, "
+        f"{response.generation_tps:.3f} tokens-per-sec\n"
+        f"Peak memory: {response.peak_memory:.3f} GB\n"
+        f"Speculation: {response.stats}"
+    )

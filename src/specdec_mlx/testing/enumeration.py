@@ -1,0 +1,247 @@
+"""Exact distributions of speculative rounds, by going through every outcome in float64.
+
+No sampling: every draft path, every outcome of the coins and every next token, weighted by its
+probability. What decides are the very functions that the loop runs.
+
+A source gives the distribution of the next token by the state of the text, one of a few, which
+every token moves on. So distributions depend on the whole past, yet a round has to be enumerated
+once a state only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property, reduce
+from itertools import product
+from typing import Any, Protocol
+
+import numpy as np
+
+from specdec_mlx.rules.arithmetic import point_mass
+from specdec_mlx.rules.coins import CoinRule
+
+NUM_STATES = 7
+Tokens = tuple[int, ...]
+Outcomes = dict[tuple[Tokens, int], float]
+"""Chance of each (tokens emitted [n + 1], n) of a round."""
+
+
+def state_after(state: int, tokens: Tokens) -> int:
+    """Where the tokens [n] lead; 0 is where a text begins."""
+    return reduce(moved_on, tokens, state)
+
+
+def moved_on(state: Any, token: Any) -> Any:
+    """State after one more token; different tokens lead to different states."""
+    return (3 * state + 2 * token + 1) % NUM_STATES
+
+
+def sharpened(probs: Any, temp: float) -> Any:
+    """Distribution [..., V] at another temperature; no mass where there was none."""
+    powers = probs ** (1 / temp)
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A language model: the distribution of the next token by the state, [NUM_STATES, V]."""
+
+    probs: np.ndarray
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return int(self.probs.shape[-1])
+
+    def after(self, state: int, tokens: Tokens) -> np.ndarray:
+        """Distribution [V] of the token after `tokens`."""
+        probs: np.ndarray = self.probs[state_after(state, tokens)]
+        return probs
+
+    def along(self, state: int, tokens: Tokens) -> np.ndarray:
+        """Distributions [n + 1, V] before each of the tokens, and after the last."""
+        return np.stack([self.after(state, tokens[:i]) for i in range(len(tokens) + 1)])
+
+    def at_temperature(self, temp: float) -> Source:
+        """The same source, sharper (temp < 1) or flatter."""
+        return Source(sharpened(self.probs, temp))
+
+
+class Drafting(Protocol):
+    """All drafts that may be made in a state: chance, tokens [k], declared probs [k, V]."""
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Each draft once; the chances add up to 1."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Tokens drawn from a source.
+
+    go_on: whether to draft one more, by the state that the draft has led to and its length so
+        far; known before that token is drawn.
+    declared: the source that the draft says it was drawn from, where it lies.
+    dropped_below: leave out a drawn token, and all after it, if its own chance is less; nobody may
+        do that.
+    """
+
+    source: Source
+    go_on: Callable[[int, int], bool]
+    declared: Source | None = None
+    dropped_below: float = 0.0
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Every path that has a chance."""
+        yield from self._continuations(state, (), 1.0, [])
+
+    def _continuations(
+        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
+    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        at = state_after(state, tokens)
+        if not self.go_on(at, len(tokens)):
+            yield weight, tokens, _stacked(rows, self.source)
+            return
+        probs = self.source.probs[at]
+        row = probs if self.declared is None else self.declared.probs[at]
+        for token in np.flatnonzero(probs):
+            if probs[token] < self.dropped_below:
+                yield weight * probs[token], tokens, _stacked(rows, self.source)
+            else:
+                longer = (*tokens, int(token))
+                chance = weight * probs[token]
+                yield from self._continuations(state, longer, chance, [*rows, row])
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """A point mass: in each state the draft is a given one, [<= K] tokens."""
+
+    copies: list[Tokens]
+    vocab_size: int
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """The only one."""
+        tokens = self.copies[state]
+        yield 1.0, tokens, point_mass(np.array(tokens, int), np.zeros((1, self.vocab_size)))
+
+
+def up_to(length: int) -> Callable[[int, int], bool]:
+    """Always `length` tokens."""
+    return lambda state, drafted: drafted < length
+
+
+class Deciding(Protocol):
+    """What one draft comes to."""
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Chances of all outcomes of a draft [k] with declared probs [k, V]; target [k+1, V]."""
+        ...
+
+
+@dataclass(frozen=True)
+class ByRule:
+    """Coins, as many heads and tails as there can be, and then a token."""
+
+    rule: CoinRule
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Coins are independent; the token after follows from how many are kept."""
+        drafted = np.array(tokens, int)
+        heads = self.rule.accept_probs(target_probs, drafted, probs)
+        kept: dict[int, float] = defaultdict(float)
+        for coins in product([False, True], repeat=len(tokens)):
+            weight = np.prod(np.where(coins, heads, 1 - heads))
+            kept[self._num_accepted(coins)] += weight
+        result: Outcomes = {}
+        for n, weight in kept.items():
+            after = self.rule.next_probs(target_probs, drafted, probs, n)
+            result |= {((*tokens[:n], t), n): weight * after[t] for t in range(len(after))}
+        return result
+
+    @cached_property
+    def _num_accepted(self) -> Callable[[tuple[bool, ...]], int]:
+        """What the rule makes of the coins, as an int."""
+        return cache(lambda coins: int(self.rule.num_accepted(np.array(coins, bool))))
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """Rounds of drafting and deciding, one after the other."""
+
+    target: Source
+    drafting: Drafting
+    deciding: Deciding
+    _known: dict[int, Outcomes] = field(init=False, default_factory=dict)
+
+    @property
+    def outcomes(self) -> list[Outcomes]:
+        """Outcomes of one round, for each state that it may begin in."""
+        return [self.outcomes_from(state) for state in range(NUM_STATES)]
+
+    def outcomes_from(self, state: int) -> Outcomes:
+        """Outcomes of one round that begins in a state."""
+        if state not in self._known:
+            total: Outcomes = defaultdict(float)
+            for weight, tokens, probs in self.drafting.drafts(state):
+                rows = self.target.along(state, tokens)
+                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
+                    total[outcome] += weight * chance
+            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
+        return self._known[state]
+
+    def expected_accepted(self, state: int = 0) -> float:
+        """Draft tokens kept in a round, on average."""
+        return sum(n * chance for (_, n), chance in self.outcomes_from(state).items())
+
+    def joint(self, num_rounds: int, length: int) -> np.ndarray:
+        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin.
+
+        What is shorter is continued by the target itself.
+        """
+        begun: dict[Tokens, float] = {(): 1.0}
+        for _ in range(num_rounds):
+            longer: dict[Tokens, float] = defaultdict(float)
+            for tokens, weight in begun.items():
+                if len(tokens) >= length:
+                    longer[tokens] += weight
+                    continue
+                for (emitted, _), chance in self.outcomes_from(state_after(0, tokens)).items():
+                    longer[(tokens + emitted)[:length]] += weight * chance
+            begun = longer
+        return continued(self.target, begun, length)
+
+    def total_variation(self, num_rounds: int, length: int) -> float:
+        """Distance of `joint` from the target's own distribution."""
+        own = continued(self.target, {(): 1.0}, length)
+        return float(np.abs(self.joint(num_rounds, length) - own).sum() / 2)
+
+
+def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
+    """Distribution [V, ..., V] of texts, of different lengths, that a source brings to one length.
+
+    Args:
+        source: what continues them.
+        begun: chance of each text so far.
+        length: tokens to look at.
+    """
+    vocab = np.arange(source.vocab_size)
+    joint, states = np.zeros(()), np.zeros((), int)
+    for size in range(length):
+        _add(joint, begun, size)
+        joint = joint[..., None] * source.probs[states]
+        states = moved_on(states[..., None], vocab)
+    _add(joint, begun, length)
+    return joint
+
+
+def _add(joint: np.ndarray, begun: dict[Tokens, float], size: int) -> None:
+    for tokens, weight in begun.items():
+        if len(tokens) == size:
+            joint[tokens] += weight
+
+
+def _stacked(rows: list[np.ndarray], like: Source) -> np.ndarray:
+    return np.stack(rows) if rows else np.zeros((0, like.vocab_size))

@@ -1,0 +1,27 @@
+"""Which cases of a table run always, and which in the full run only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+FULL = pytest.mark.full
+"""Marks what `make test` leaves to `make test-rest`."""
+
+
+def cases(table: Iterable[Any], *always: Any) -> list[Any]:
+    """All cases of a table, for `parametrize`; those not named run in the full run only.
+
+    A tuple is a case of several arguments.
+    """
+    everything = list(table)
+    unknown = [case for case in always if case not in everything]
+    assert always, "name a case that always runs"
+    assert not unknown, f"not in the table: {unknown}"
+    return [case if case in always else _in_the_full_run(case) for case in everything]
+
+
+def _in_the_full_run(case: Any) -> Any:
+    return pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=FULL)

@@ -1,0 +1,223 @@
+"""MLX without a backend, with two, or with one that does not load: said in words, and mended."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+
+import specdec_mlx
+from specdec_mlx.bench.machine import blas_in
+from specdec_mlx.cli import backends, doctor
+from specdec_mlx.cli.commands import main
+from specdec_mlx.errors import MissingBackendError
+
+SOURCES = Path(specdec_mlx.__file__).parent.parent
+NO_LIBRARY = "libmlx.so: cannot open shared object file: No such file or directory"
+CHOOSE = (
+    'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" for an '
+    "NVIDIA GPU."
+)
+MEND_CUDA = (
+    'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
+    "CUDA also needs NVIDIA's driver."
+)
+
+
+def pretend_to_install(folder: Path, distributions: dict[str, str]) -> None:
+    """Metadata of distributions, by name and version, and nothing else of them."""
+    for name, number in distributions.items():
+        info = folder / f"{name.replace('-', '_')}-{number}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+
+
+def linux_where_mlx_raises(folder: Path, message: str) -> Path:
+    """A package `mlx` whose extension does not load, as MLX's does on Linux without a backend."""
+    (folder / "mlx").mkdir(parents=True)
+    (folder / "mlx" / "__init__.py").touch()
+    (folder / "mlx" / "core.py").write_text(
+        f"import sys\nsys.platform = 'linux'\nraise ImportError({message!r})\n"
+    )
+    return folder
+
+
+def python(*arguments: str, path: Iterable[Path] = ()) -> subprocess.CompletedProcess[str]:
+    """An interpreter that has the standard library, our sources and `path`, and nothing else."""
+    return subprocess.run(
+        [sys.executable, "-S", *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, SOURCES]))},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_importing_without_mlx_says_which_extra_to_take() -> None:
+    """On Linux the core chooses no backend, and so brings no MLX."""
+    done = python("-c", "import sys; sys.platform = 'linux'; import specdec_mlx")
+    assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
+
+
+def test_importing_without_a_backend_says_which_extra_to_take(tmp_path: Path) -> None:
+    """What mlx.core says there, "libmlx.so: cannot open ...", says nothing of what to do."""
+    pretend_to_install(tmp_path, {"mlx": "0.32.4"})
+    stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
+    done = python("-c", "import specdec_mlx", path=[stub])
+    assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
+
+
+def test_code_that_guards_the_import_catches_an_import_error(tmp_path: Path) -> None:
+    """`except ImportError`, with the name of what could not be imported."""
+    stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
+    guarded = "try:\n import specdec_mlx\nexcept ImportError as error:\n print(error.name)"
+    assert python("-c", guarded, path=[stub]).stdout == "mlx.core\n"
+
+
+@pytest.mark.parametrize("as_module", [False, True], ids=["specdec-mlx", "python -m specdec_mlx"])
+def test_the_command_without_a_backend_says_so_on_one_line(as_module: bool, tmp_path: Path) -> None:
+    """No traceback, and the status of all errors, although its own code was not reached."""
+    stub = linux_where_mlx_raises(tmp_path / "stub", NO_LIBRARY)
+    script = tmp_path / "specdec-mlx"
+    script.write_text("from specdec_mlx.cli.commands import main\nraise SystemExit(main())\n")
+    command = ["-m", "specdec_mlx"] if as_module else [str(script)]
+    done = python(*command, "doctor", path=[stub])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"specdec-mlx: {CHOOSE}\n"
+
+
+def test_a_backend_that_does_not_load_is_named_with_the_command_that_mends_it(
+    tmp_path: Path,
+) -> None:
+    """Gone with another that was uninstalled, of another version, or without its driver."""
+    pretend_to_install(tmp_path, {"mlx": "0.32.4", "mlx-cpu": "0.32.2"})
+    stub = linux_where_mlx_raises(tmp_path, "undefined symbol: fast")
+    done = python("-c", "import specdec_mlx", path=[stub])
+    assert done.stderr.splitlines()[-1].endswith(
+        "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
+        'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
+    )
+    pretend_to_install(tmp_path, {"mlx-cuda-13": "0.32.4"})
+    done = python("-c", "import specdec_mlx", path=[stub])
+    assert done.stderr.splitlines()[-1].endswith(MEND_CUDA)
+
+
+def test_off_linux_no_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Mac's backend comes with MLX."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    problem = backends.without_mlx(ImportError("No module named 'mlx'"))
+    assert isinstance(problem, MissingBackendError)
+    assert "No module named 'mlx'" in str(problem)
+    assert str(problem).endswith("pip install --force-reinstall mlx")
+
+
+RIGHT = doctor.Installation(
+    runs_on="cpu",
+    device="Some Processor",
+    blas="OpenBLAS",
+    backends={"mlx-cpu": "0.32.4"},
+    mlx="0.32.4",
+    mlx_lm="0.32.2",
+)
+CUDA = replace(RIGHT, runs_on="cuda", blas=None, backends={"mlx-cuda-13": "0.32.4"})
+MAC = replace(RIGHT, runs_on="metal", blas=None, backends={})
+
+WRONG: dict[str, tuple[doctor.Installation, tuple[str, ...]]] = {
+    "two backends": (
+        replace(RIGHT, backends={"mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"}),
+        ("mlx-cpu and mlx-cuda-13 are both installed", 'pip install "specdec-mlx[cuda13]"'),
+    ),
+    "a backend of another version": (
+        replace(RIGHT, backends={"mlx-cpu": "0.32.3"}),
+        ("mlx-cpu 0.32.3", "mlx's version, 0.32.4", "pip uninstall -y mlx mlx-cpu && "),
+    ),
+    "CUDA without a GPU": (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
+    "the wheel's BLAS": (
+        replace(RIGHT, blas="reference BLAS"),
+        ("reference BLAS", "libopenblas0-pthread", "LD_PRELOAD=libopenblas.so.0"),
+    ),
+    "another mlx-lm": (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), ("0.33.0 is new",)),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
+    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 1."""
+    found, fragments = WRONG[case]
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+    assert main(["doctor"]) == 1
+    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
+    assert len(warnings) == 1
+    positions = [warnings[0].index(fragment) for fragment in fragments]
+    assert positions == sorted(positions)
+
+
+@pytest.mark.parametrize("found", [RIGHT, CUDA, MAC], ids=lambda found: found.runs_on)
+def test_the_doctor_prints_what_a_bug_report_needs(
+    found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each; exit status 0 where nothing is wrong."""
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+    assert main(["doctor"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    backend = ", ".join(f"{name} {number}" for name, number in found.backends.items())
+    assert lines["specdec-mlx"] == specdec_mlx.__version__
+    assert lines["backend"] == (f"{found.runs_on} ({backend})" if backend else found.runs_on)
+    assert lines["device"] == found.device
+    assert lines.get("BLAS") == found.blas
+    assert (lines["mlx"], lines["mlx-lm"]) == (found.mlx, found.mlx_lm)
+    assert lines["Python"] == ".".join(map(str, sys.version_info[:3]))
+    assert lines["system"].endswith(f"{os.cpu_count()} cores")
+
+
+def test_the_doctor_looks_at_this_installation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two backends are seen by their metadata, another mlx-lm by its version."""
+    found = doctor.inspect_installation()
+    assert found.mlx_lm == mlx_lm.__version__
+    assert found.refusal is None
+    assert (found.runs_on == "cpu") == (mx.default_device() == mx.cpu)
+    assert len(found.backends) <= 1
+    pretend_to_install(tmp_path, {"mlx-cpu": "0.1", "mlx-cuda-12": "0.2"})
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
+    found = doctor.inspect_installation()
+    assert found.backends == {"mlx-cpu": "0.1", "mlx-cuda-12": "0.2"}
+    assert found.refusal is not None
+    assert "0.33.0" in found.refusal
+
+
+LINE = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "name"),
+    [
+        ("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so", "OpenBLAS"),
+        ("/somewhere with spaces/libopenblas.so.0", "OpenBLAS"),
+        ("/opt/intel/libmkl_rt.so.2", "MKL"),
+        ("/usr/lib/libblis.so.4", "BLIS"),
+        ("/venv/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0", "reference BLAS"),
+        ("/venv/site-packages/numpy.libs/libopenblas64_p-r0-5007b62f.3.23.so", "reference BLAS"),
+        ("/venv/site-packages/scipy.libs/libopenblasp-r0-39a31c03.2.18.so", "reference BLAS"),
+        ("/home/me/libopenblas/code.so", "reference BLAS"),
+    ],
+)
+def test_the_matrix_library_is_read_off_what_is_loaded(file: str, name: str) -> None:
+    """By the library's own name; the copies that NumPy and SciPy bring do not serve MLX."""
+    others = (
+        LINE.format("/usr/lib/libc.so.6") + "7ffd7a5e6000-7ffd7a607000 rw-p 0 00:00 0 [stack]\n"
+    )
+    assert blas_in(others + LINE.format(file)) == name

@@ -1,0 +1,397 @@
+"""The demo keeps to its time, compares what it says it compares, and writes plain text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
+from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.timing import TURN_TOKENS, Sample
+from specdec_mlx.cli import blas, demo, demo_report
+from specdec_mlx.cli import commands as cli
+from specdec_mlx.cli.plan import (
+    LEAST_TOKENS,
+    Budget,
+    Pace,
+    Scene,
+    fit,
+    measure_pace,
+    time_for_first,
+)
+from specdec_mlx.errors import UnknownNameError
+from tiny_model_folder import write_model_folder
+
+END = 9
+A_SECOND_A_TOKEN = Pace(1.0, 0.0)
+CYCLE = 3 * TURN_TOKENS  # tokens of all three contenders
+
+
+class Clock:
+    """Time that passes only where the contenders work."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def contender(
+    clock: Clock,
+    drafter: str,
+    step: float = 0.0,
+    prompt_seconds: float = 0.0,
+    ends_after: int = 999,
+) -> Contender:
+    """One whose prompt and whose tokens take so long; its text is 0, 1, ..., 7, 0, 1, ..., END."""
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        clock.now += prompt_seconds
+        for i in range(max_tokens):
+            clock.now += step
+            yield Emitted(END if i == ends_after else i % 8)
+
+    return Contender(drafter, "auto", start)
+
+
+def scene(
+    clock: Clock,
+    name: str = "text",
+    pace: Pace = A_SECOND_A_TOKEN,
+    slower: float = 1.0,
+    num_prompt: int = 10,
+    max_tokens: int = 64,
+    ways: int = 3,
+    ends_after: int = 999,
+) -> Scene:
+    """One whose contenders take `slower` times what the plan takes them for."""
+    prompt_seconds = slower * num_prompt * pace.position
+    names = [PLAIN, *(f"drafter {i}" for i in range(1, ways))]
+    contenders = [
+        contender(clock, drafter, slower * pace.step, prompt_seconds, ends_after)
+        for drafter in names
+    ]
+    task = Task(name, name, [0] * num_prompt)
+    return Scene(nn.Module(), task, contenders, pace, max_tokens, (END,))
+
+
+def lengths(samples: Sequence[Sample]) -> list[int]:
+    return [len(sample.tokens) for sample in samples]
+
+
+# --- the plan -----------------------------------------------------------------------------------
+
+
+def test_a_scenes_estimate_is_all_contenders_at_plain_decodings_pace() -> None:
+    """Prompts and tokens of each."""
+    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=20)
+    assert one.most_seconds == 3 * (10 * 0.5 + 20 * 2.0)
+    assert one.least_seconds == 3 * (10 * 0.5 + LEAST_TOKENS * 2.0)
+    assert replace(one, max_tokens=4).least_seconds == 3 * (10 * 0.5 + 4 * 2.0)
+
+
+def shape(shown: Sequence[Scene]) -> list[int]:
+    return [len(scene.contenders) for scene in shown]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        (9 * LEAST_TOKENS, [3, 3, 3]),
+        (9 * LEAST_TOKENS - 1, [2, 2, 2]),
+        (6 * LEAST_TOKENS - 1, [2, 2]),
+        (4 * LEAST_TOKENS - 1, [2]),
+        (0, [2]),
+    ],
+)
+def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: list[int]) -> None:
+    """First further contenders, then texts; one text by two contenders always stays."""
+    scenes = [scene(Clock(), name) for name in ("a", "b", "c")]
+    shown = fit(scenes, seconds)
+    assert shape(shown) == expected
+    assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
+
+
+@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=4), st.floats(0, 400))
+def test_the_times_of_all_scenes_are_what_is_left(steps: list[float], spare: float) -> None:
+    """Each has what it needs at least, and nothing remains after the last."""
+    scenes = [scene(Clock(), pace=Pace(step, 0.1)) for step in steps]
+    left = spare + sum(s.least_seconds for s in scenes)
+    for i, one in enumerate(scenes):
+        seconds = time_for_first(scenes[i:], left)
+        assert seconds >= one.least_seconds
+        left -= seconds
+    assert left == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_budget_asks_for_time_to_do_it_once_more() -> None:
+    """By what happened since it was last asked."""
+    clock = Clock()
+    budget = Budget(10, clock)
+    assert budget.fits_again()
+    clock.now = 4
+    assert budget.fits_again()
+    clock.now = 7.5
+    assert not budget.fits_again()
+    assert (budget.spent, budget.left) == (7.5, 2.5)
+    assert Budget(5, clock).part(9).seconds == 5
+    assert not Budget(0, clock).fits_again()
+
+
+def test_the_pace_of_a_model_is_measured() -> None:
+    """Seconds, of something that has layers and a cache."""
+    import tiny
+
+    pace = measure_pace(tiny.build("llama"))
+    assert 0 < pace.position < pace.step
+
+
+# --- the run ------------------------------------------------------------------------------------
+
+
+@given(
+    steps=st.lists(st.floats(0.01, 2), min_size=1, max_size=4),
+    slower=st.floats(0.1, 1.0),
+    seconds=st.floats(1, 600),
+    repeats=st.integers(1, 4),
+)
+def test_no_more_time_is_spent_than_was_said(
+    steps: list[float], slower: float, seconds: float, repeats: int
+) -> None:
+    """Whatever the machine's pace, if nothing takes longer than plain decoding was measured to."""
+    clock = Clock()
+    scenes = [scene(clock, str(i), Pace(s, s / 8), slower) for i, s in enumerate(steps)]
+    shown = fit(scenes, seconds)
+    limit = max(seconds, sum(s.least_seconds for s in shown))
+    samples = demo.play(shown, Budget(limit, clock), repeats)
+    assert clock.now <= limit * (1 + 1e-9)
+    first = [s for s in samples if s.repeat == 0]
+    assert {s.id for s in first} == {s.task.id for s in shown}
+    assert min(lengths(first)) > TURN_TOKENS
+
+
+@given(slower=st.floats(1, 20), seconds=st.floats(50, 600))
+def test_on_a_machine_that_becomes_slow_a_turn_of_all_is_the_most_that_is_too_much(
+    slower: float, seconds: float
+) -> None:
+    """Of the text that is being written; later ones are left out."""
+    clock = Clock()
+    scenes = [scene(clock, name, Pace(0.5, 0.05), slower) for name in ("a", "b", "c")]
+    demo.play(scenes, Budget(seconds, clock), 1)
+    assert clock.now <= seconds + slower * CYCLE * 0.5
+
+
+def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[str]) -> None:
+    """With less and less time; all contenders stop at the same token, and it is said."""
+
+    def play(seconds: float) -> list[Sample]:
+        clock = Clock()
+        return demo.play([scene(clock)], Budget(seconds, clock), 3)
+
+    whole = 3 * 64
+    assert lengths(play(3 * whole + CYCLE)) == [64] * 9
+    assert lengths(play(2 * whole + CYCLE)) == [64] * 6
+    assert lengths(play(whole + CYCLE)) == [64] * 3
+    assert "cut" not in capsys.readouterr().err
+    (length,) = set(lengths(play(whole / 2)))
+    assert 16 <= length < 64
+    assert f"text: {length} tokens" in (said := capsys.readouterr().err)
+    assert "cut from 64" in said
+
+
+def test_a_text_that_ends_by_itself_was_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
+    """The end token is the last one."""
+    clock = Clock()
+    samples = demo.play([scene(clock, ends_after=20)], Budget(900, clock), 1)
+    assert lengths(samples) == [21] * 3
+    assert "cut" not in capsys.readouterr().err
+
+
+def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> None:
+    """A live text on a very slow machine may take all of it."""
+    clock = Clock()
+    budget = Budget(5, clock)
+    clock.now = 6
+    with pytest.raises(ValueError, match=r"5 s were over .* --seconds"):
+        demo.play([scene(clock)], budget, 1)
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
+    """One whose first token came with the prompt, and each other one after `pace` seconds."""
+    return Sample(
+        *("text", "text", drafter, "auto", repeat, list(tokens)),
+        first_round=1,
+        first_seconds=3.0,
+        decode_seconds=pace * (len(tokens) - 1),
+        passes=5,
+        drafted=8,
+        accepted=6,
+        drafting_rounds=4,
+        host_seconds=None,
+        peak_bytes=0,
+    )
+
+
+def rows_of(samples: Sequence[Sample]) -> list[demo_report.Row]:
+    return demo_report.compare(scene(Clock(), ways=2), samples)
+
+
+def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
+    """A repeat in which the machine was slow for both says the same as one in which it was not."""
+    paces = [(1.0, 0.5), (9.0, 3.0), (1.0, 1.0)]
+    samples = [
+        sample(drafter, i, pace)
+        for i, pair in enumerate(paces)
+        for drafter, pace in zip((PLAIN, "drafter 1"), pair, strict=True)
+    ]
+    (row,) = rows_of(samples)
+    assert row.speed == 2.0
+    assert (row.tokens_per_pass, row.accepted, row.drafted) == (11 / 5, 6, 8)
+    assert row.same_text
+    line = demo_report.format_table([row]).splitlines()[-1]
+    assert "2.00 times plain" in line
+    assert line.endswith("6 of 8  identical")
+
+
+def test_a_text_of_one_round_has_no_speed() -> None:
+    """The table says so, instead of a number."""
+    (row,) = rows_of([sample(PLAIN, 0, 1.0, [3]), sample("drafter 1", 0, 1.0, [3])])
+    assert row.speed is None
+    assert "too short to time" in demo_report.format_table([row])
+
+
+@pytest.mark.parametrize("tokens", [[*range(10), 5], range(10)], ids=["another", "an early end"])
+@pytest.mark.parametrize("repeat", [0, 1])
+@pytest.mark.parametrize(("gap", "same"), [(0.5, False), (1e-6, True)])
+def test_a_text_that_differs_in_any_repeat_is_different_but_for_ties(
+    tokens: Sequence[int],
+    repeat: int,
+    gap: float,
+    same: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tie of the target's own logits may fall either way on a GPU."""
+    monkeypatch.setattr("specdec_mlx.bench.identity.top_two_gap", lambda *args: gap)
+    samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
+    samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
+    (row,) = rows_of(samples)
+    assert row.same_text == same
+    assert demo_report.format_table([row]).endswith("identical" if same else "DIFFERENT")
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+WITHOUT_HASTE = ("--seconds", "900", "--repeats", "1")
+"""So that nothing is cut, however busy the machine is that runs the tests."""
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes this a Linux CPU with that BLAS."""
+
+    def make(name: str) -> None:
+        monkeypatch.setattr(sys, "platform", "linux")
+        monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
+        monkeypatch.setattr(demo, "blas_name", lambda: name)
+        monkeypatch.setattr(demo, "choose_num_threads", lambda model: 1)
+
+    return make
+
+
+def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
+    on_cpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that installs it, and that nothing else has to be done."""
+    on_cpu(blas.REFERENCE_BLAS)
+    demo.say_what_multiplies(nn.Linear(2, 2), None)
+    said = capsys.readouterr().err
+    assert "a pass over m positions costs m times one" in said
+    assert 'pip install "specdec-mlx[cpu]"' in said
+    assert "preloads it by itself" in said
+
+
+def test_with_one_it_says_how_other_programs_get_it(
+    on_cpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was preloaded, and the number of threads that was measured."""
+    on_cpu("OpenBLAS")
+    demo.say_what_multiplies(nn.Linear(2, 2), "/cache/libopenblas.so")
+    said = capsys.readouterr().err
+    assert "LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_only_a_terminal_gets_control_characters(
+    is_terminal: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Accepted tokens are underlined there; anywhere else every character is one to read."""
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    assert cli.main(["demo", "--model", str(folder), "--draft-length", "4", *WITHOUT_HASTE]) == 0
+    out, err = capsys.readouterr()
+    assert ("\033[4m" in out) == is_terminal
+    assert ("accepted drafts underlined" in out) == is_terminal
+    if not is_terminal:
+        assert {c for c in out + err if not c.isprintable()} <= {"\n", "�"}
+
+
+def test_a_demo_whose_texts_differ_says_so_and_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is a check, not a decoration."""
+    ours = demo.ours
+
+    def spoiled(*args: Any, **kwargs: Any) -> Contender:
+        honest = ours(*args, **kwargs)
+
+        def start(*call: Any) -> Generator[Emitted, None, None]:
+            for i, emitted in enumerate(honest.start(*call)):
+                yield replace(emitted, token=emitted.token ^ (i == 5))
+
+        return replace(honest, start=start)
+
+    monkeypatch.setattr(demo, "ours", spoiled)
+    assert cli.main(["demo", "--model", str(folder), "--max-tokens", "8", *WITHOUT_HASTE]) == 1
+    out = capsys.readouterr().out
+    assert out.count(" DIFFERENT\n") == 7
+    assert "0 of 7 texts are plain mlx-lm's" in out
+
+
+def test_the_demo_model_comes_with_the_pair_that_ships(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model of one's own it is not shown."""
+    monkeypatch.setattr("specdec_mlx.lab.demo_model.demo_model_path", lambda: folder)
+    assert cli.main(["demo", "--max-tokens", "8", *WITHOUT_HASTE]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(demo.PAIR)]
+    assert [row[len(demo.PAIR) :].split()[:2] for row in rows] == [
+        ["model", "auto"],
+        ["model", "4"],
+    ]
+
+
+def test_an_unknown_draft_length_is_refused(folder: Path) -> None:
+    """By the name that was given, before anything is generated."""
+    with pytest.raises(UnknownNameError, match="'sometimes'"):
+        demo.run_demo(folder, draft_length="sometimes")

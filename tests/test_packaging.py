@@ -1,0 +1,155 @@
+"""What the package says of itself: what it is installed with, where it runs, and what checks it."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tomllib
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import specdec_mlx
+from specdec_mlx.cli.backends import EXTRAS
+from specdec_mlx.cli.commands import make_parser
+from specdec_mlx.mlx_lm_plugin.compatible import SERIES
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OPTIONAL = PROJECT["optional-dependencies"]
+PLATFORMS = {
+    "linux": {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": "x86_64"},
+    "darwin": {"sys_platform": "darwin", "platform_system": "Darwin", "platform_machine": "arm64"},
+}
+BACKEND = re.compile(r"mlx-(cpu|cuda|cuda-\d+|metal)")
+
+
+def needs(name: str, extra: str, platform: str) -> list[Requirement]:
+    """What a distribution needs on a platform, with one extra or with none ("").
+
+    Ours is from pyproject.toml, others' from what is installed here. What is not installed, such
+    as the other platforms' backends, chooses no backend.
+    """
+    try:
+        written = metadata.requires(name) or ()
+    except metadata.PackageNotFoundError:
+        written = ()
+    if name == PROJECT["name"]:
+        written = OPTIONAL[extra] if extra else PROJECT["dependencies"]
+    environment = {**default_environment(), **PLATFORMS[platform], "extra": extra}
+    found = map(Requirement, written)
+    return [each for each in found if each.marker is None or each.marker.evaluate(environment)]
+
+
+def backends_with(extras: Iterable[str], platform: str) -> set[str]:
+    """Backends among all that `pip install "specdec-mlx[EXTRAS]"` installs on a platform."""
+    todo = [(PROJECT["name"], extra) for extra in ("", *extras)]
+    seen = set(todo)
+    while todo:
+        for needed in needs(*todo.pop(), platform):
+            new = {(canonicalize_name(needed.name), extra) for extra in ("", *needed.extras)} - seen
+            seen |= new
+            todo += new
+    return {name for name, _ in seen if BACKEND.fullmatch(name)}
+
+
+@pytest.mark.parametrize("backend", EXTRAS)
+def test_each_extra_for_linux_brings_exactly_its_backend(backend: str) -> None:
+    """Two would own one file, and the last one installed would run."""
+    assert backends_with([EXTRAS[backend]], "linux") == {backend}
+
+
+def test_nothing_else_chooses_a_backend_on_linux() -> None:
+    """Neither the core nor any other extra; the development tools take the CPU, for the tests."""
+    assert backends_with([], "linux") == set()
+    chosen = {extra: backends_with([extra], "linux") for extra in OPTIONAL.keys() - EXTRAS.values()}
+    assert {extra: found for extra, found in chosen.items() if found} == {"dev": {"mlx-cpu"}}
+
+
+@pytest.mark.parametrize("extra", [None, *OPTIONAL])
+def test_a_mac_has_metal_with_every_extra(extra: str | None) -> None:
+    """The extras for Linux change nothing there."""
+    assert backends_with([] if extra is None else [extra], "darwin") == {"mlx-metal"}
+
+
+def test_two_extras_with_a_backend_each_are_seen() -> None:
+    """The control: the walk through the metadata does find a second backend."""
+    assert backends_with(["cpu", "cuda13"], "linux") == {"mlx-cpu", "mlx-cuda-13"}
+
+
+@pytest.mark.parametrize(
+    ("version", "is_taken"),
+    [("0.31.3", False), (f"{SERIES}.0", True), ("0.33.0", True), ("1.0", True)],
+)
+def test_mlx_lm_has_no_upper_bound(version: str, is_taken: bool) -> None:
+    """What replaces names in mlx-lm knows one series, and says so itself; `generate` needs none."""
+    (needed,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "mlx-lm")
+    assert needed.specifier.contains(version) == is_taken
+
+
+def test_the_version_is_one() -> None:
+    """In the metadata, the module and the citation."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert PROJECT["version"] == specdec_mlx.__version__ == citation["version"]
+
+
+def workflows() -> dict[str, Any]:
+    """By file name; YAML reads the key `on` as True."""
+    folder = ROOT / ".github" / "workflows"
+    return {path.name: yaml.safe_load(path.read_text("utf-8")) for path in folder.glob("*.yml")}
+
+
+def runs(workflow: Any) -> list[str]:
+    """Shell commands of a workflow."""
+    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
+    return [step["run"] for step in steps if "run" in step]
+
+
+def test_pythons_of_the_metadata_are_those_that_are_tried() -> None:
+    """The classifiers begin with what is required; the first and the last run in every change."""
+    prefix = "Programming Language :: Python :: 3."
+    minors = [int(c.removeprefix(prefix)) for c in PROJECT["classifiers"] if c.startswith(prefix)]
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
+    tried = workflows()["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]
+    assert tried["python"] == [f"3.{minors[0]}", f"3.{minors[-1]}"]
+    assert {name.partition("-")[0] for name in tried["os"]} == {"macos", "ubuntu"}
+
+
+def test_workflows_call_what_there_is() -> None:
+    """Targets of the Makefile, and commands of ours."""
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    said = "\n".join(command for workflow in workflows().values() for command in runs(workflow))
+    called = set(re.findall(r"^ *make ([\w-]+)", said, re.M))
+    assert {"test", "docs"} <= called <= targets
+    assert set(re.findall(r"specdec-mlx (\w[\w-]*)", said)) <= commands()
+
+
+def commands() -> set[str]:
+    """Names of our commands."""
+    (action,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
+    return set(action.choices)
+
+
+def test_forms_for_issues_ask_what_can_be_answered() -> None:
+    """Every field has a label and a name of its own; commands that they ask for exist."""
+    folder = ROOT / ".github" / "ISSUE_TEMPLATE"
+    forms = {p.stem: yaml.safe_load(p.read_text("utf-8")) for p in folder.glob("*.yml")}
+    del forms["config"]
+    assert forms.keys() == {"bug", "benchmark", "idea"}
+    for form in forms.values():
+        assert form["name"]
+        assert form["description"]
+        fields = [field for field in form["body"] if field["type"] != "markdown"]
+        names = [field["id"] for field in fields]
+        assert len(set(names)) == len(names) > 0
+        assert all(field["attributes"]["label"] for field in fields)
+    asked = "\n".join(p.read_text("utf-8") for p in folder.glob("*.yml"))
+    assert {"doctor", "bench"} <= set(re.findall(r"`specdec-mlx ([\w-]+)", asked)) <= commands()

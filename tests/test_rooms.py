@@ -1,0 +1,106 @@
+"""The house: who imports whom, how large things may be, and the map of it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "src" / "specdec_mlx"
+MODULES = {str(path.relative_to(PACKAGE)): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+sys.path.insert(0, str(ROOT / "docs"))
+
+import generate_map  # noqa: E402
+
+LONGEST_MODULE = 450
+LONGEST_FUNCTION = 60
+"""Lines; a function's docstring is not counted."""
+
+MOST_AT_THE_TOP = 12
+
+MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
+KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
+
+NO_MODEL_AND_NO_CACHE = ("rules", "sampling", "stats")
+
+
+def tree(name: str) -> ast.Module:
+    return ast.parse(MODULES[name].read_text(encoding="utf-8"))
+
+
+def imported(name: str) -> Iterator[str]:
+    """Dotted names that a module imports, wherever in it the import stands."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_imports_keep_to_the_layers_and_run_in_no_circle(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every contract of import-linter in pyproject.toml is kept."""
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_cache=True, no_logo=True) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in MODULES if name.startswith(NO_MODEL_AND_NO_CACHE)]
+)
+def test_arithmetic_imports_no_model_and_no_cache(name: str) -> None:
+    """Of other libraries too: neither layers nor what mlx-lm loads and caches."""
+    forbidden = ("mlx.nn", "mlx_lm.models", "mlx_lm.utils", "mlx_lm.load", "mlx_lm.generate")
+    assert not [found for found in imported(name) if found.startswith(forbidden)]
+
+
+def test_few_know_mlx_lms_types_of_a_generation() -> None:
+    """What mlx-lm's calls, commands and server hand over stays with those who stand in for them."""
+    knowing = {
+        name
+        for name in MODULES
+        for found in imported(name)
+        if found.startswith("mlx_lm.") and found.rpartition(".")[2] in MLX_LM_TYPES
+    }
+    assert "generation.py" in knowing
+    assert not [name for name in knowing if not name.startswith(KNOW_MLX_LM_TYPES)]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_module_and_no_function_is_too_long(name: str) -> None:
+    """A long function is a sign that two things share one name; so is a long module."""
+    length = MODULES[name].read_bytes().count(b"\n")
+    assert length <= LONGEST_MODULE
+    functions = [n for n in ast.walk(tree(name)) if isinstance(n, ast.FunctionDef)]
+    assert not {f.name: num_lines(f) for f in functions if num_lines(f) > LONGEST_FUNCTION}
+
+
+def num_lines(function: ast.FunctionDef) -> int:
+    """Lines of a function without its docstring."""
+    first = function.body[0]
+    has_docstring = ast.get_docstring(function) is not None
+    docstring = first.end_lineno - first.lineno + 1 if has_docstring else 0
+    return function.end_lineno - function.lineno + 1 - docstring
+
+
+def test_the_top_level_is_seen_at_a_glance() -> None:
+    """Modules beside the rooms are few."""
+    assert len(list(PACKAGE.glob("*.py"))) <= MOST_AT_THE_TOP
+
+
+def test_the_map_is_current() -> None:
+    """CONTRIBUTING.md has what the docstrings and the layers say: python docs/generate_map.py."""
+    assert generate_map.current() == generate_map.section()
+    mapped = {name for layer in generate_map.layers() for name in layer}
+    top = {
+        path.stem
+        for path in PACKAGE.iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    assert top - {"__init__"} <= mapped
