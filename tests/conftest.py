@@ -11,11 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 from hypothesis import HealthCheck, settings
-from jaxtyping import install_import_hook
 
-# The others annotate with protocols that cannot be checked at run time, or take NumPy arrays too.
-SHAPES_CHECKED = ["noise", "sampling", "drafters"]
-install_import_hook([f"specdec_mlx.{name}" for name in SHAPES_CHECKED], "beartype.beartype")
+import shapes
+
+shapes.install()  # before anything of the package is imported
 
 # No test needs the network; this is read when the library is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"

@@ -17,7 +17,7 @@ from jaxtyping import Bool, Float, Integer
 if TYPE_CHECKING:
     Array = Any
 else:
-    Array = mx.array | np.ndarray  # of either library, and shapes are checked under pytest
+    Array = mx.array | np.ndarray | np.generic  # of either library; shapes are checked under pytest
 
 
 def acceptance_probability(

@@ -1,0 +1,45 @@
+"""Shapes and types of the package's own calls, checked while the tests run.
+
+jaxtyping's import hook wraps each function of what stands in `CHECKED`, so that [K+1, V] meets
+[K, V] where it is written so, and beartype checks the rest. Protocols whose members are computed
+when they are asked for are not checked: the check itself would ask.
+"""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from beartype import BeartypeConf, BeartypeHintOverrides, beartype
+from jaxtyping import install_import_hook
+
+PACKAGE = Path(__file__).parent.parent / "src" / "specdec_mlx"
+UNCHECKED = ("__init__", "registry", "arithmetic")
+"""Of the rules: names, which say themselves what is none, and what rules call thousands of times
+in the exact tests, with shapes that follow from their own."""
+
+RULES = [path.stem for path in (PACKAGE / "rules").glob("*.py") if path.stem not in UNCHECKED]
+CHECKED = ["sampling", "drafters", "stats.counterfactual", *(f"rules.{name}" for name in RULES)]
+
+
+def install() -> None:
+    """Check all that is imported from now on."""
+    install_import_hook([f"specdec_mlx.{name}" for name in CHECKED], f"{__name__}.checked")
+
+
+def checked(function: Any) -> Any:
+    """A function whose arguments and result are checked at each call."""
+    return beartype(conf=_conf())(function)
+
+
+@cache
+def _conf() -> BeartypeConf:
+    types = sys.modules["specdec_mlx.types"]
+    protocols = [kind for kind in vars(types).values() if getattr(kind, "_is_protocol", False)]
+    lazy = [kind for kind in protocols if not getattr(kind, "_is_runtime_protocol", False)]
+    return BeartypeConf(
+        hint_overrides=BeartypeHintOverrides(dict.fromkeys(lazy, object)),
+        is_pep484_tower=True,  # an int is a float, as everywhere
+    )
