@@ -70,7 +70,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
         completion(drafter="nothing"),
         "Unknown drafter 'nothing'. Known: model, ngram, none, prompt-lookup.",
     ),
-    "a draft model that is not there": (completion(drafter="model"), "needs a model"),
+    "a draft model that is not there": (completion(drafter="model"), "needs --draft-model"),
     "a drafter's options": (completion(drafter="ngram:max_order=9"), "Unknown drafter"),
     "a drafter that is no name": (completion(drafter=3), "drafter must be a name"),
     "an endless list of drafters": (completion(drafter=["ngram"] * 1000), "at most 8"),
