@@ -40,7 +40,8 @@ from exact import (
     up_to,
 )
 from specdec_mlx import UnknownNameError
-from specdec_mlx.draft_length.policy import Auto, DraftLength, Heuristic
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.registry import make_rule, rule_names
@@ -364,6 +365,7 @@ def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength
         num_draft = i % 4
         accepted = num_draft if i % 8 < 4 else 0
         tokens = [0] * (accepted + 1)
+        policy.limit("it", cheap=False)
         policy.record(
             RoundRecord(
                 drafted=num_draft,
@@ -372,6 +374,7 @@ def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength
                 fed=num_draft + 1,
                 tokens=tokens,
                 seconds=seconds(num_draft),
+                part="it" if num_draft else "",
             )
         )
     return policy

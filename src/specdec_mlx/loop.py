@@ -49,7 +49,6 @@ from specdec_mlx.types import (
     Origin,
     Outcome,
     Target,
-    key_of,
 )
 
 CLEAR_CACHE_EVERY = 256
@@ -179,11 +178,10 @@ def speculate(
     context = verifier.draft_context(tokenizer, draft_cache)
     if isinstance(drafter, Checks):
         drafter.check(context)
-    key = "none" if drafter is None else key_of(drafter)
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
     drafting = Drafting(
         drafter,
-        make_draft_length(draft_length, key, tuning or tuning_for(model)),
+        make_draft_length(draft_length, tuning or tuning_for(model)),
         verifier,
         sequence,
         keeps_cache=prompt_cache is not None,
@@ -282,7 +280,7 @@ class Generation:
         embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
             under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
-        return self.clock.launched(under_way)
+        return self.clock.launched(under_way, part=self.drafting.part)
 
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
         """Wait for a pass; what the rule kept of its draft, and the token after, join the text."""

@@ -178,7 +178,7 @@ def _replayed(
         yield replay_text(
             text,
             drafter,
-            make_draft_length(parse_draft_length(length or "0"), type(drafter).__name__, tuning),
+            make_draft_length(parse_draft_length(length or "0"), tuning),
             cost,
             max_tokens=int(record.settings["max_tokens"]),
             vocab_size=int(record.settings["vocab_size"]),

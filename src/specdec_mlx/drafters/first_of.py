@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import (
+    Checks,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    is_cheap,
+    key_of,
+    session_parts,
+)
 
 
 @dataclass(frozen=True)
@@ -26,29 +36,36 @@ class FirstOf:
             raise ValueError("FirstOf() has nothing to try. Give at least one drafter.")
         object.__setattr__(self, "drafters", drafters)
 
+    @property
+    def key(self) -> str:
+        """The keys of its parts, in order."""
+        return f"FirstOf({', '.join(map(key_of, self.drafters))})"
+
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
-        return FirstOfSession([drafter.begin(prompt, context) for drafter in self.drafters])
+        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        return FirstOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
 
     def check(self, context: DraftContext) -> None:
         """Let each of them refuse the target."""
         for drafter in self.drafters:
-            if hasattr(drafter, "check"):
+            if isinstance(drafter, Checks):
                 drafter.check(context)
 
 
 class FirstOfSession:
-    """One generation, seen by all of the drafters."""
+    """One generation, seen by all of the drafters.
 
-    def __init__(self, sessions: Sequence[DraftSession]) -> None:
-        """Take the sessions in the order in which they are tried."""
+    parts: the sessions in order, each with its drafter's key, for a loop that asks each within a
+    limit of its own; those of which one is made instead of it.
+    """
+
+    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
+        """Take the sessions in the order in which they are tried, with their drafters' keys."""
         self.sessions = list(sessions)
-        self.cheap = all(getattr(session, "cheap", False) for session in sessions)
-
-    @property
-    def parts(self) -> list[DraftSession]:
-        """The sessions in order, for a loop that asks each within a limit of its own."""
-        return [part for session in self.sessions for part in getattr(session, "parts", [session])]
+        keyed = zip(sessions, keys, strict=True)
+        self.parts = [part for session, key in keyed for part in session_parts(session, key)]
+        self.cheap = all(is_cheap(session) for session in sessions)
 
     def propose(self, limit: int) -> Draft:
         """The first draft that is not empty.
@@ -70,5 +87,5 @@ class FirstOfSession:
     def close(self, length: int) -> None:
         """Close those that want to know."""
         for session in self.sessions:
-            if hasattr(session, "close"):
+            if isinstance(session, Closes):
                 session.close(length)

@@ -99,22 +99,23 @@ class Continued(Wrapper):
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
-        return ContinuedSession(session, len(self.earlier))
+        return ContinuedSession(session, len(self.earlier), self.key)
 
 
 class ContinuedSession:
     """A session that has seen more tokens, those of the earlier turns, than the loop knows of."""
 
-    def __init__(self, session: DraftSession, num_earlier: int) -> None:
-        """Pass everything on to `session`."""
+    def __init__(self, session: DraftSession, num_earlier: int, key: str) -> None:
+        """Pass everything on to `session`, whose drafter has this key."""
         self.session = session
+        self.key = key
         self.num_earlier = num_earlier
         self.cheap = is_cheap(session)
 
     @property
-    def parts(self) -> Sequence[DraftSession]:
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
         """The session's own parts, or itself."""
-        return session_parts(self.session)
+        return session_parts(self.session, self.key)
 
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""

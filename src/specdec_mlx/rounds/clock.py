@@ -12,13 +12,15 @@ from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRou
 class Round:
     """A pass under way, and the host time that it took to get there, in seconds.
 
-    is_ahead: whether it was launched before the round before it was read.
+    is_ahead: whether it was launched before the round before it was read. part: key of the drafter
+    whose draft it verifies.
     """
 
     under_way: PendingPass
     draft_seconds: float
     launch_seconds: float
     is_ahead: bool = False
+    part: str = ""
 
     @property
     def draft(self) -> Draft:
@@ -65,12 +67,13 @@ class RoundClock:
         """A pass is about to be launched."""
         self._launch_began = perf_counter()
 
-    def launched(self, under_way: PendingPass, *, is_ahead: bool = False) -> Round:
-        """It is under way."""
+    def launched(self, under_way: PendingPass, *, is_ahead: bool = False, part: str = "") -> Round:
+        """It is under way; part: key of the drafter whose draft it verifies."""
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
         draft_seconds = self._launch_began - began
-        return Round(under_way, draft_seconds, perf_counter() - self._launch_began, is_ahead)
+        launch_seconds = perf_counter() - self._launch_began
+        return Round(under_way, draft_seconds, launch_seconds, is_ahead, part)
 
     def was_read(self, started: float) -> None:
         """A round was read; waiting for it began at `started`."""
@@ -109,6 +112,7 @@ class RoundClock:
             steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
             ahead=current.is_ahead,
             context=context,
+            part=current.part,
         )
 
     def other_seconds(self, following: Round | None) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -19,8 +19,17 @@ from specdec_mlx.types import (
     DraftSession,
     Target,
     is_cheap,
+    key_of,
     session_parts,
 )
+
+
+class _Part(NamedTuple):
+    """One of the sessions to ask: its drafter's key, and whether asking it costs nothing."""
+
+    key: str
+    session: DraftSession
+    is_cheap: bool
 
 
 class Drafting:
@@ -35,8 +44,9 @@ class Drafting:
             token.
         stream: MLX's stream to run on.
 
-    session: None before `begin`, and without a drafter. features: what the session reads of the
-    target, None if nothing.
+    session: None before `begin`, and without a drafter. part: key of the drafter of the latest
+    draft, one of several under `FirstOf`; "" if there was none. features: what the session reads of
+    the target, None if nothing.
     """
 
     def __init__(
@@ -58,30 +68,34 @@ class Drafting:
         self.stream = stream
         self.session: DraftSession | None = None
         self.features: FeatureFeed | None = None
-        self._parts: list[tuple[DraftSession, bool]] = []
+        self.part = ""
+        self._parts: list[_Part] = []
         self.has_cheap_part = False
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is not None:
             self.session = self.drafter.begin(self.sequence.tokens, context)
-            self._parts = [(part, is_cheap(part)) for part in session_parts(self.session)]
-            self.has_cheap_part = any(cheap for _, cheap in self._parts)
+            keyed = session_parts(self.session, key_of(self.drafter))
+            self._parts = [_Part(key, part, is_cheap(part)) for key, part in keyed]
+            self.has_cheap_part = any(part.is_cheap for part in self._parts)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
 
     def propose(self) -> Draft:
         """A draft for the text so far: of the first session that has one."""
-        for part, _, limit in self._asked():
+        for part, limit in self._asked():
             draft = self._ask(part, limit)
             if len(draft):
+                self.part = part.key
                 return draft
+        self.part = ""
         return NO_DRAFT
 
     def has_draft(self) -> bool:
         """Whether there may be a draft after the pass under way; only cheap sessions are asked."""
         return bool(self._parts) and any(
-            len(self._ask(part, limit)) > 0 if cheap else True
-            for part, cheap, limit in self._asked()
+            len(self._ask(part, limit)) > 0 if part.is_cheap else True
+            for part, limit in self._asked()
         )
 
     def observe(self) -> None:
@@ -94,26 +108,26 @@ class Drafting:
         if isinstance(self.session, Closes):
             self.session.close(end)
 
-    def _asked(self) -> Iterator[tuple[DraftSession, bool, int]]:
+    def _asked(self) -> Iterator[tuple[_Part, int]]:
         """The sessions to ask now, in order, each with the most tokens that it may draft."""
         if self.sequence.wants_more():
-            for part, cheap in self._parts:
-                if limit := self._limit(cheap):
-                    yield part, cheap, limit
+            for part in self._parts:
+                if limit := self._limit(part):
+                    yield part, limit
 
-    def _ask(self, part: DraftSession, limit: int) -> Draft:
+    def _ask(self, part: _Part, limit: int) -> Draft:
         """A session's draft, cut to what is worth verifying if that may be done."""
         with mx.stream(self.stream):
-            draft = part.propose(limit).head(limit)
-        return draft if draft.logprobs is not None else draft.head(self.length.cut(draft))
+            draft = part.session.propose(limit).head(limit)
+        return draft if draft.logprobs is not None else draft.head(self.length.cut(part.key, draft))
 
-    def _limit(self, cheap: bool) -> int:
+    def _limit(self, part: _Part) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
 
         The last token wanted comes with the verdict, so it is only drafted if it is to be in the
         caller's caches.
         """
-        limit = self.length.limit(cheap)
+        limit = self.length.limit(part.key, part.is_cheap)
         position = self.target.rollback.position
         if self.sequence.embeddings_from(position, 1) is not None:
             return 0

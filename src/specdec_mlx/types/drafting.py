@@ -94,6 +94,7 @@ class RoundRecord:
         a change of mode some backends count two, and then next to none.
     ahead: whether it was launched before the round before it was read, in pipelined mode.
     context: positions on the caches before the pass.
+    part: key of the drafter whose draft it verified, one of several under `FirstOf`; "" for none.
     """
 
     drafted: int
@@ -107,6 +108,7 @@ class RoundRecord:
     steady: bool = True
     ahead: bool = False
     context: int = 0
+    part: str = ""
 
 
 @dataclass(frozen=True)

@@ -99,8 +99,8 @@ class SessionParts(Protocol):
     """A session made of others, asked in its place, in order, until one has a draft."""
 
     @property
-    def parts(self) -> Sequence[DraftSession]:
-        """The sessions, in order; default: the session itself."""
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
+        """The sessions, in order, each with its drafter's key; default: the session itself."""
         ...
 
 
@@ -192,9 +192,12 @@ def is_cheap(session: DraftSession) -> bool:
     return session.cheap if isinstance(session, Cheap) else False
 
 
-def session_parts(session: DraftSession) -> Sequence[DraftSession]:
-    """The sessions to ask: its parts, or itself."""
-    return session.parts if isinstance(session, SessionParts) else (session,)
+def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
+    """The sessions to ask in a session's place, each with its drafter's key.
+
+    By default that is the session itself, with the key given.
+    """
+    return list(session.parts) if isinstance(session, SessionParts) else [(key, session)]
 
 
 def key_of(drafter: Drafter) -> str:
