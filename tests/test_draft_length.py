@@ -404,7 +404,7 @@ def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(temp: floa
     events: list[str] = []
     model = tiny.build("qwen2")
     drafter = _Telling(sd.ModelDrafter(model), events)
-    options: dict[str, Any] = {"draft_length": _Spy(events), "sampling": sd.Sampling(temp=temp)}
+    options: dict[str, Any] = {"draft_length": _Spy(events), "sampler": sd.Sampling(temp=temp)}
     tokens = list(sd.speculate(model, [5, 17, 99], drafter, max_tokens=21, seed=1, **options))
     asked = [e for e in events if e != "cut"]
     assert asked == ["limit", "propose"] * (len(asked) // 2)

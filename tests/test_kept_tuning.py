@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny
+from command_line import both_ways, run
+from specdec_mlx import PromptLookupDrafter
 from specdec_mlx.draft_length.store import kept_tuning, tuning_path
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
 
 
@@ -73,19 +73,15 @@ def test_a_folder_is_known_by_its_place_and_not_by_how_it_is_written(
     assert tuning_path("model") == tuning_path(str(tmp_path / "model")) != tuning_path("org/model")
 
 
+@both_ways
 @pytest.mark.parametrize("flags", [[], ["--no-tuning"]])
 def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) -> None:
     write_model_folder(tmp_path / "model")
-    environment = {**os.environ, "SPECDEC_MLX_CACHE": str(tmp_path / "cache")}
     arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "the cat the cat"]
-    subprocess.run(
-        [sys.executable, "-m", "specdec_mlx", *arguments, "--max-tokens", "30", *flags],
-        env=environment,
-        capture_output=True,
-        check=True,
-        timeout=240,
-    )
+    arguments += ["--max-tokens", "30", *flags]
+    done = run(*arguments, SPECDEC_MLX_CACHE=str(tmp_path / "cache"))
+    assert done.returncode == 0, done.stderr
     files = list((tmp_path / "cache").glob("tuning/*.json"))
     assert len(files) == (0 if flags else 1)
     for file in files:
-        assert Tuning.load(file).of("PromptLookupDrafter").costs.plain
+        assert Tuning.load(file).of(key_of(PromptLookupDrafter())).costs.plain

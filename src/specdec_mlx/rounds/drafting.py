@@ -127,14 +127,16 @@ class Drafting:
         The last token wanted comes with the verdict, so it is only drafted if it is to be in the
         caller's caches.
         """
-        limit = self.length.limit(part.key, part.is_cheap)
         position = self.target.rollback.position
         if self.sequence.embeddings_from(position, 1) is not None:
             return 0
+        ceilings = []
         wanted = self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
         if wanted is not None:
-            limit = min(limit, wanted)
+            ceilings.append(wanted)
         room = self.target.widest_pass()
         if room is not None:
-            limit = min(limit, room - max(1, len(self.sequence.tokens) - position))
-        return max(0, limit)
+            ceilings.append(room - max(1, len(self.sequence.tokens) - position))
+        if ceilings and min(ceilings) <= 0:
+            return 0
+        return min([self.length.limit(part.key, part.is_cheap), *ceilings])
