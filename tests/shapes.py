@@ -31,7 +31,8 @@ def install() -> None:
 
 def checked(function: Any) -> Any:
     """A function whose arguments and result are checked at each call."""
-    return beartype(conf=_conf())(function)
+    decorator: Any = beartype(conf=_conf())  # type: ignore[operator]
+    return decorator(function)
 
 
 @cache

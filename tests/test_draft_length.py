@@ -19,7 +19,7 @@ import tiny
 from specdec_mlx.draft_length.policy import LENGTHS, Auto, Fixed, Heuristic, make_draft_length
 from specdec_mlx.draft_length.tuning import AcceptanceHistory, RoundCosts, Tuning
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.types import Draft, DraftContext, RoundRecord
+from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 
 WRONG = -1
 
@@ -252,7 +252,7 @@ class _Known(AcceptanceHistory):
         super().__init__()
         self.chances = chances
 
-    def chance(self, evidence: int, position: int) -> float:
+    def chance(self, evidence: Evidence | int, position: int) -> float:
         return self.chances[position]
 
 
