@@ -11,7 +11,6 @@ from latex2mathml.converter import convert
 
 GUIDE = Path(__file__).parent.parent / "CONTRIBUTING.md"
 FORMULA = re.compile(r'<(span|div) class="arithmatex">\\[(\[](?P<latex>.+?)\\[)\]]</\1>', re.S)
-
 NAME_BEFORE_BRACKET = re.compile(r'<mo>([a-z]+)</mo>(?=<mo stretchy="false">&#x00028;)')
 """An operator is drawn with room around it, which max(x) must not have."""
 

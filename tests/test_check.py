@@ -745,7 +745,7 @@ def test_flags_reach_the_check(
         (["--temp", "-1"], "Sampling(temp=-1.0)"),
         (["--drafter", "nobody"], "Unknown drafter 'nobody'"),
         (["--drafter", "none"], "nothing to check without a drafter"),
-        (["--drafter", "model"], "needs --draft-model"),
+        (["--drafter", "model"], "needs a model. Name it with --draft-model"),
         (["--rule", "nobody"], "Unknown rule 'nobody'"),
         (["--budget", "0"], "budget=0"),
         (["--draft-length", "0"], "draft_length=0"),

@@ -265,7 +265,7 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
             "--drafter nothing",
             "Unknown drafter 'nothing'. Known: model, ngram, none, prompt-lookup.",
         ),
-        ("--drafter model", "it needs a model. Name it with --draft-model"),
+        ("--drafter model", "it needs --draft-model MODEL"),
         ("--draft-model nowhere/at/all", "There is no folder nowhere/at/all"),
         ("--temp -1", "temp"),
         ("--prompts none.jsonl", "none.jsonl"),

@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -184,6 +185,53 @@ def test_another_series_of_mlx_lm_is_refused_in_words(
         install()
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "server", "benchmark"])
+def test_commands_of_another_series_are_refused_in_words(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line on standard error, and status 2; mlx-lm's command does not begin."""
+    monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
+    assert main([command, "--model", "no/such/model"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("specdec-mlx: mlx-lm 0.33.0 is not of the 0.32 series")
+    assert said.err.count("\n") == 1
+
+
+def test_our_own_calls_do_not_hang_on_the_series_of_mlx_lm(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`generate` and `stream_generate` replace nothing, and write what mlx-lm writes."""
+    expected = text_of(pair)
+    monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
+    text = sd.generate(*pair, PROMPT, drafter="prompt-lookup", max_tokens=NUM_TOKENS)
+    assert text == expected
+    streamed = sd.stream_generate(*pair, PROMPT, drafter="ngram", max_tokens=NUM_TOKENS)
+    assert "".join(response.text for response in streamed) == expected
+
+
+A_LATER_SERIES = f"""
+import sys, mlx_lm, mlx_lm.models.cache, mlx_lm.utils
+mlx_lm.__version__ = "0.33.0"
+del sys.modules["mlx_lm.generate"].speculative_generate_step
+del mlx_lm.models.cache.LRUPromptCache
+del mlx_lm.utils.does_model_support_input_embeddings
+import specdec_mlx as sd
+try:
+    sd.install()
+except sd.MlxLmVersionError:
+    print(sd.generate(*mlx_lm.load(sys.argv[1]), {PROMPT!r}, max_tokens={NUM_TOKENS}), end="")
+"""
+
+
+def test_names_that_only_the_extension_needs_may_go(folder: Path, pair: Pair) -> None:
+    """In a fresh process: a mlx-lm without what we replace is imported, used, and not extended."""
+    done = subprocess.run(
+        [sys.executable, "-c", A_LATER_SERIES, folder], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == text_of(pair)
+
+
 def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that we would not carry out."""
 
@@ -286,18 +334,18 @@ def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(pair: Pair) ->
 
 def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: Pair) -> None:
     """A trimmed cache leaves the part that it still holds; one fed by others leaves nothing."""
-    from specdec_mlx.mlx_lm_plugin.conversation import remember, text_on
+    from specdec_mlx.mlx_lm_plugin.conversation import remember, tokens_on
 
     caches = make_prompt_cache(pair[0])
-    assert text_on(caches) == text_on(None) == text_on([]) == []
+    assert tokens_on(caches) == tokens_on(None) == tokens_on([]) == []
     pair[0](mx.array([[1, 2, 3, 4]]), cache=caches)
     remember(caches, [1, 2, 3, 4])
-    assert text_on(caches) == [1, 2, 3, 4]
+    assert tokens_on(caches) == [1, 2, 3, 4]
     for cache in caches:
         cache.trim(2)
-    assert text_on(caches) == [1, 2]
+    assert tokens_on(caches) == [1, 2]
     pair[0](mx.array([[7, 7, 7, 7]]), cache=caches)
-    assert text_on(caches) == []
+    assert tokens_on(caches) == []
 
 
 def test_input_embeddings_go_the_way_they_went_before(pair: Pair) -> None:

@@ -66,6 +66,17 @@ def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
         make_drafter("none:a=1")
 
 
+def test_the_name_none_is_plain_decoding_in_python_too() -> None:
+    """The same list of names everywhere; the text is the target's own."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    expected = [t.token for t in sd.speculate(model, [5, 17, 99], max_tokens=9)]
+    text = sd.generate(model, tokenizer, [5, 17, 99], max_tokens=9, drafter="none")
+    assert text.tokens == expected
+    assert text.stats.drafted == 0
+    with sd.installed("none") as speculation:
+        assert speculation.drafter is None
+
+
 def test_several_drafters_are_one_that_tries_them_in_order() -> None:
     """None of them counts; one alone is itself; of none there is None."""
     ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from serving import post, serving
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
+from specdec_mlx.mlx_lm_plugin.server import SpeculatingGenerator
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -69,7 +70,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
         completion(drafter="nothing"),
         "Unknown drafter 'nothing'. Known: model, ngram, none, prompt-lookup.",
     ),
-    "a draft model that is not there": (completion(drafter="model"), "needs a model"),
+    "a draft model that is not there": (completion(drafter="model"), "needs --draft-model"),
     "a drafter's options": (completion(drafter="ngram:max_order=9"), "Unknown drafter"),
     "a drafter that is no name": (completion(drafter=3), "drafter must be a name"),
     "an endless list of drafters": (completion(drafter=["ngram"] * 1000), "at most 8"),
@@ -80,6 +81,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "a negative draft length": (completion(draft_length=-1), "draft_length must be"),
     "a draft length that is none": (completion(draft_length=True), "draft_length must be"),
     "a policy that is none": (completion(draft_length="often"), "auto or heuristic"),
+    "an endless name": (completion(drafter="x" * 100_000), "Unknown drafter 'xxx"),
     "unknown rule": (completion(rule="nothing"), "Unknown rule 'nothing'. Known: auto"),
     "a rule that is no name": (completion(rule=[]), "rule=[]: expected a name"),
     "a rule in endless brackets": (
@@ -137,8 +139,43 @@ def test_a_bad_request_gets_400_in_words_and_the_next_one_is_served(
     (path, body), words = REFUSED[case]
     status, answer = post(client, path, {**body, "stream": stream})
     assert (status, words in json.loads(answer)["error"]["message"]) == (400, True), answer
-    assert len(answer) < 400
+    assert len(answer) < 1200
     assert complete(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_model_that_cannot_be_loaded_is_404_in_words_and_an_adapter_400(
+    client: openai.OpenAI, folder: Path, tmp_path: Path
+) -> None:
+    """What the client would see; then the server's own model is loaded again."""
+    with pytest.raises(openai.NotFoundError, match="There is no folder nowhere/at/all"):
+        client.completions.create(model="nowhere/at/all", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match="is no folder with an adapter_config"):
+        client.completions.create(
+            model=str(folder), prompt=PROMPT, extra_body={"adapters": str(tmp_path)}
+        )
+    assert complete(client, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_a_server_whose_thread_died_says_that_it_is_not_available(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """503, the status that load balancers know, and not that something was not found."""
+    monkeypatch.setattr(SpeculatingGenerator, "generation_available", lambda self: False)
+    status, answer = post(client, *chat())
+    assert status == 503
+    assert "generation thread died" in json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize("drafter", ["none", "prompt-lookup"])
+def test_more_of_the_likeliest_tokens_than_there_are_are_all_of_them(
+    drafter: str, client: openai.OpenAI
+) -> None:
+    """In a batch, where such a request without a drafter is served, it would end the server."""
+    expected = text_of(complete(client))
+    reply = complete(client, extra_body={"top_k": 500_000, "drafter": drafter})
+    assert text_of(reply) == expected
+    drawn = complete(client, temperature=1.0, extra_body={"top_k": 500_000, "drafter": drafter})
+    assert drawn.usage.completion_tokens > 0
 
 
 def test_json_that_is_nested_without_end_is_refused(client: openai.OpenAI) -> None:

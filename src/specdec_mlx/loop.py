@@ -29,7 +29,6 @@ from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import bring_caches_to, close_all
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
@@ -173,7 +172,7 @@ def speculate(
             logits_processors or (),
             Noise.from_global_state() if seed is None else Noise(seed),
         ),
-        make_rule(rule),
+        rule,
         account,
     )
     check_ids(prompt, verifier.vocab_size())

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generate_step, speculative_generate_step
+from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.draft_length.policy import parse_draft_length
@@ -111,6 +111,7 @@ def mlx_lm_speculation(
         draft_length: tokens a round.
         temp: temperature; 0 is greedy.
     """
+    from mlx_lm.generate import speculative_generate_step  # may go; nothing else hangs on it
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)

@@ -23,7 +23,7 @@ import mlx.nn as nn
 
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.elf import without_prefix
-from specdec_mlx.lab.demo_model import cache_root
+from specdec_mlx.folders import cache_root
 
 WHEEL = "scipy-openblas32"
 WHEEL_LIBRARY = "scipy_openblas32/lib/libscipy_openblas.so"

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
-from specdec_mlx.lab.demo_model import cache_root
+from specdec_mlx.folders import cache_root
 
 
 @contextmanager

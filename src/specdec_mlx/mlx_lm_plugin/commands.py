@@ -24,8 +24,12 @@ from specdec_mlx.models import explained
 def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run mlx-lm's command of that name, one of `COMMANDS`.
 
-    Raises MlxLmVersionError for a mlx-lm that cannot be extended, SystemExit for wrong arguments,
-    and ValueError, OSError and RuntimeError for what they name.
+    Raises:
+        MlxLmVersionError: this mlx-lm cannot be extended.
+        SystemExit: wrong arguments; said on stderr.
+        ValueError: what the arguments name is no model, drafter, rule or grammar.
+        OSError: a file that they name cannot be read.
+        RuntimeError: a package is missing.
     """
     check_version()
     COMMANDS[name](arguments)
@@ -34,8 +38,12 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 class Command:
     """A command of mlx-lm that generates with one drafter from beginning to end.
 
-    name: of the command and its module. takes_grammar: whether its text may be kept to a grammar.
-    Attributes are known once the arguments were parsed.
+    Its attributes are known once the arguments were parsed.
+
+    Args:
+        name: of the command and its module.
+
+    takes_grammar: whether its text may be kept to a grammar.
     """
 
     takes_grammar = False

@@ -1,4 +1,4 @@
-"""What stands on a prompt cache: the turns before a prompt, for drafters to draw on.
+"""What drafters may draw on besides a prompt: the turns before it, and a prediction.
 
 mlx-lm hands a generation the new tokens and the caches of the old ones. The target needs no more; a
 drafter that copies, counts or runs a model of its own needs the old tokens too. They are kept here
@@ -35,28 +35,29 @@ from specdec_mlx.types import (
 if TYPE_CHECKING:  # the server's; `import specdec_mlx` does not hang on it
     from mlx_lm.models.cache import LRUPromptCache
 
-_texts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
+"""What caches hold, by the first of them."""
 
 
-def text_on(caches: Sequence[Any] | None) -> list[int]:
+def tokens_on(caches: Sequence[Any] | None) -> list[int]:
     """Tokens that the caches hold, as far as that is known; [] if not.
 
     A cache that knows its length says whether it was trimmed or fed by others since.
     """
     cache = next(leaves(caches or ()), None)
-    text = _texts.get(cache, []) if cache is not None else []
+    held = _held.get(cache, []) if cache is not None else []
     length = getattr(cache, "offset", None)
     if not isinstance(length, int):
-        return list(text)
-    return list(text[:length]) if length <= len(text) else []
+        return list(held)
+    return list(held[:length]) if length <= len(held) else []
 
 
-def remember(caches: Sequence[Any] | None, text: Sequence[int]) -> None:
+def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
     """Note what the caches hold now. A class that takes no weak references is passed over."""
     cache = next(leaves(caches or ()), None)
     if cache is not None:
         with suppress(TypeError):
-            _texts[cache] = list(text)
+            _held[cache] = list(tokens)
 
 
 class Wrapper:
@@ -84,8 +85,10 @@ class Wrapper:
 class Continued(Wrapper):
     """A drafter that is shown the turns before the prompt as well.
 
-    earlier: [n] tokens on the target's caches. A draft model whose own caches the caller keeps has
-    read them already.
+    Args:
+        drafter: the drafter.
+        earlier: [n] tokens on the target's caches. A draft model whose own caches the caller keeps
+            has read them already.
     """
 
     drafter: Drafter
@@ -100,7 +103,7 @@ class Continued(Wrapper):
 
 
 class ContinuedSession:
-    """A session whose text is longer, by the earlier turns, than the loop knows."""
+    """A session that has seen more tokens, those of the earlier turns, than the loop knows of."""
 
     def __init__(self, session: DraftSession, num_earlier: int) -> None:
         """Pass everything on to `session`."""
@@ -131,8 +134,10 @@ class ContinuedSession:
 class Predicted(Wrapper):
     """A look-up that may also copy from a text that the answer is expected to resemble.
 
-    prediction: [n] tokens. They stand before the prompt, behind a copy of the prompt's last tokens,
-    so that the beginning of an answer finds theirs. The target never sees them.
+    Args:
+        drafter: the look-up.
+        prediction: [n] tokens. They stand before the prompt, behind a copy of the prompt's last
+            tokens, so that the beginning of an answer finds theirs. The target never sees them.
     """
 
     drafter: PromptLookupDrafter
@@ -172,7 +177,9 @@ def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
 class Kept(Wrapper):
     """A draft model whose caches are kept from turn to turn, as mlx-lm keeps the target's.
 
-    store: mlx-lm's, for caches by what they hold.
+    Args:
+        drafter: the draft model.
+        store: mlx-lm's, for caches by what they hold.
     """
 
     drafter: ModelDrafter
@@ -195,9 +202,13 @@ class Kept(Wrapper):
 
 
 class KeptSession:
-    """A draft model's session that began behind a part of the text.
+    """A draft model's session that began after a part of the prompt.
 
-    held: the tokens that its caches held then.
+    Args:
+        kept: the drafter that it belongs to.
+        session: the draft model's own.
+        caches: of the draft model.
+        held: the tokens that they held then.
     """
 
     def __init__(
@@ -210,9 +221,9 @@ class KeptSession:
 
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read: it is not fed for the next turn's sake."""
-        tape = self.session.tape
+        read = self.session.tape
         with suppress(CacheRollbackError):
-            tape.rewind_to(min(tape.position, length - len(self.held)))
-            if tape.position > 0:
-                text = [*self.held, *self.session.text[: tape.position]]
-                self.kept.store.insert_cache(self.kept.place, text, self.caches)
+            read.rewind_to(min(read.position, length - len(self.held)))
+            if read.position > 0:
+                tokens = [*self.held, *self.session.text[: read.position]]
+                self.kept.store.insert_cache(self.kept.place, tokens, self.caches)

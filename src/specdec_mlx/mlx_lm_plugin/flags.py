@@ -40,10 +40,15 @@ from specdec_mlx.types import Drafter
 class Flags:
     """What our flags said.
 
-    drafters: as given, in order; empty for the default. draft_model: path or name. draft_length:
-    K, "auto" or "heuristic". stats: whether the whole account is wanted. asked: whether any of our
-    flags was given. grammar: what the text may be. keeps_tuning: whether what "auto" learns is kept
-    for the next command.
+    Args:
+        drafters: as given, in order; empty for the default.
+        draft_model: path or name.
+        draft_length: K, "auto" or "heuristic".
+        rule: name with options.
+        stats: whether the whole account is wanted.
+        asked: whether any of our flags was given.
+        grammar: what the text may be.
+        keeps_tuning: whether what "auto" learns is kept for the next command.
     """
 
     drafters: Sequence[str] = ()
@@ -208,17 +213,20 @@ def check_numbers(namespace: argparse.Namespace) -> None:
 
 def check_files(namespace: argparse.Namespace) -> None:
     """Raise FileNotFoundError for a prompt cache or an adapter that is not there."""
+    check_adapter(getattr(namespace, "adapter_path", None))
     cache = getattr(namespace, "prompt_cache_file", None)
     if cache is not None and not Path(cache).is_file():
         raise FileNotFoundError(
             f"argument --prompt-cache-file: there is no file {cache}. mlx_lm.cache_prompt makes "
             "one."
         )
-    adapter = getattr(namespace, "adapter_path", None)
-    if adapter is not None and not (Path(adapter) / "adapter_config.json").is_file():
+
+
+def check_adapter(folder: str | None) -> None:
+    """Raise FileNotFoundError for a folder that holds no adapter; None is no adapter."""
+    if folder is not None and not (Path(folder) / "adapter_config.json").is_file():
         raise FileNotFoundError(
-            f"argument --adapter-path: {adapter} is no folder with an adapter_config.json. "
-            "mlx_lm.lora makes one."
+            f"Adapter {folder} is no folder with an adapter_config.json. mlx_lm.lora makes one."
         )
 
 

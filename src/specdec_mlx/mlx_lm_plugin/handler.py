@@ -13,6 +13,9 @@ from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.mlx_lm_plugin.openai_fields import check_body, check_messages, check_prompt
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 
+LONGEST_ANSWER = 1000
+"""Most characters of an error's words: some repeat what the client sent."""
+
 
 class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
     """A request is not served, for a reason."""
@@ -74,18 +77,25 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         """Say what went wrong, in the place of a reply or at the end of one."""
         plain = isinstance(error, ValueError | OSError | MissingPackageError)
         words = str(error) if plain else f"{type(error).__name__}: {error}"
-        missing = isinstance(error, ModelFolderError)
-        status = HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
-        said = {"error": {"message": words, "type": "invalid_request_error", "code": status}}
+        status = self._status(error)
+        said = {"message": words[:LONGEST_ANSWER], "type": "invalid_request_error", "code": status}
+        reply = json.dumps({"error": said})
         self.speculation = None
         if not self.replying:
             self._headers_buffer: list[bytes] = []  # of the reply that there will not be
             self._set_completion_headers(status)
             self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
+            self.wfile.write(reply.encode())
         elif self.stream:
-            self.wfile.write(f"data: {json.dumps(said)}\n\ndata: [DONE]\n\n".encode())
+            self.wfile.write(f"data: {reply}\n\ndata: [DONE]\n\n".encode())
         self.close_connection = True
+
+    def _status(self, error: Exception) -> HTTPStatus:
+        """What an error is in HTTP's terms: mostly the request's."""
+        if not self.response_generator.is_healthy:
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        missing = isinstance(error, ModelFolderError)
+        return HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
 
     def validate_model_parameters(self) -> None:
         """Raise Refused for what is wrong in the request."""

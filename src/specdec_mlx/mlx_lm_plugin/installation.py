@@ -24,7 +24,7 @@ from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
-from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, text_on
+from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
@@ -39,10 +39,13 @@ DEFAULT_MAX_TOKENS = 256
 class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
 
-    drafter: None for plain decoding. draft_length, rule: as in `speculate`. tokenizer: the
-    target's, for drafters that compare it with their own. grammar: what each text may be, for
-    which the tokenizer must be known. stats: of the generation that emitted a token last, None
-    before the first.
+    Args:
+        drafter: None for plain decoding.
+        draft_length: as in `speculate`.
+        rule: as in `speculate`.
+        tokenizer: the target's, for drafters that compare it with their own.
+        grammar: what each text may be, for which the tokenizer must be known.
+        stats: of the generation that emitted a token last, None before the first.
     """
 
     drafter: Drafter | None
@@ -63,14 +66,23 @@ class Speculation:
         prompt_cache: list[Any] | None = None,
         **options: Any,
     ) -> Generator[Token, None, None]:
-        """Tokens of one generation; options as in `speculate`.
+        """Tokens of one generation.
 
         Drafters see the earlier turns on the prompt cache as well.
+
+        Args:
+            prompt: [n] token ids.
+            model: the target.
+            drafter: None for plain decoding.
+            draft_length: instead of the one in force, None for that one.
+            sampler: any mlx-lm sampler, None for greedy decoding.
+            prompt_cache: the caches of earlier turns, brought to the end of this one.
+            options: more of what `speculate` takes.
         """
         if self.grammar is not None:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
-        earlier = text_on(prompt_cache)
+        earlier = tokens_on(prompt_cache)
         tokens = speculate(
             model,
             prompt,
@@ -91,18 +103,18 @@ class Speculation:
     def _accounted(
         self,
         tokens: Generator[Token, None, None],
-        text: list[int],
+        held: list[int],
         prompt_cache: list[Any] | None,
     ) -> Generator[Token, None, None]:
-        """Pass the tokens on; keep the account, and what is on the caches in the end."""
+        """Pass the tokens on; keep the account, and what the caches hold in the end."""
         try:
             with closing(tokens):
                 for token in tokens:
                     self.stats = token.stats
-                    text.append(token.token)
+                    held.append(token.token)
                     yield token
         finally:
-            remember(prompt_cache, text)
+            remember(prompt_cache, held)
 
 
 class _InForce:
@@ -213,7 +225,7 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
 def _showing_last(
     tokens: Generator[Token, None, None],
     processors: Sequence[LogitsProcessor],
-    text: list[int],
+    history: list[int],
     max_tokens: int,
 ) -> Generator[Token, None, None]:
     """Call the processors once more, with the last of `max_tokens` tokens in their history.
@@ -223,10 +235,10 @@ def _showing_last(
     """
     with closing(tokens):
         for n, token in enumerate(tokens, start=1):
-            text.append(token.token)
+            history.append(token.token)
             if n == max_tokens and token.stats.cut == 0:  # else it was judged, and then cut off
                 for processor in processors:
-                    processor(mx.array(text), token.logprobs[None])
+                    processor(mx.array(history), token.logprobs[None])
             yield token
 
 
@@ -260,13 +272,22 @@ def install(
 ) -> Speculation:
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
-    drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model; None
-    for plain decoding. options: draft_length, rule and tokenizer, see `Speculation`. Where a call
-    gives `draft_model=`, that counts instead: a draft model, a drafter or a drafter's name; and
-    with it `num_draft_tokens=` is the draft length. A second call takes the place of the first.
+    Where a call gives `draft_model=`, that counts instead: a draft model, a drafter or a drafter's
+    name; and with it `num_draft_tokens=` is the draft length. A second call takes the place of the
+    first.
 
-    Returns what is in force, which also has the account of the latest generation. Raises
-    MlxLmVersionError for a mlx-lm that cannot be extended, UnknownNameError and ValueError.
+    Args:
+        drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
+            None for plain decoding.
+        options: draft_length, rule and tokenizer, see `Speculation`.
+
+    Returns:
+        What is in force, which also has the account of the latest generation.
+
+    Raises:
+        MlxLmVersionError: this mlx-lm cannot be extended.
+        UnknownNameError: no drafter, draft length or rule has this name.
+        ValueError: options that they do not take.
     """
     speculation = make_speculation(drafter, **options)
     with _in_force.lock:

@@ -28,10 +28,16 @@ MOST_DRAFTERS = 8
 class Requested:
     """How one request is to be served, and how it was.
 
-    drafter: None for plain decoding. name: what the reply calls it. grammar: what the text may be.
-    prediction: a text that the answer is expected to resemble, "" for none. stats: the account of
-    the speculative part, None before. batched: whether mlx-lm's batch served it, or its end.
-    error: why it turned out to be one that cannot be served.
+    Args:
+        drafter: None for plain decoding.
+        name: what the reply calls it.
+        draft_length: K, "auto" or "heuristic".
+        rule: name with options.
+        grammar: what the answer may be.
+        prediction: a text that the answer is expected to resemble, "" for none.
+        stats: the account of the speculative part, None before.
+        batched: whether mlx-lm's batch served it, or its end.
+        error: why it turned out to be one that cannot be served.
     """
 
     drafter: Drafter | None

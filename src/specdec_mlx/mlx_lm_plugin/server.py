@@ -35,11 +35,12 @@ from specdec_mlx.mlx_lm_plugin.conversation import (
     keeping_caches,
     predicting,
     remember,
-    text_on,
+    tokens_on,
 )
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     argparse_with_flags,
+    check_adapter,
     replaced_argv,
     replaced_names,
 )
@@ -47,15 +48,12 @@ from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 from specdec_mlx.models import explained
-from specdec_mlx.per_model import PerModel
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
+from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Drafter, LogitsProcessor
-
-vocab_size_of: PerModel[int] = PerModel(lambda model: int(model(mx.array([[0]])).shape[-1]))
-"""How many logits a model has; found from the shape, without computing them."""
 
 
 def run_server(arguments: Sequence[str]) -> None:
@@ -90,7 +88,10 @@ def _check_model(namespace: argparse.Namespace, draft_tokenizer: Any) -> None:
 def _names(module: Any, menu: Menu, kept: ExitStack | None) -> dict[str, Any]:
     """What `main` of mlx-lm's server is made of, and what it is made of here.
 
-    kept: closed when the server ends, and what was learned is kept then; None to keep nothing.
+    Args:
+        module: `mlx_lm.server`.
+        menu: the drafters that requests may name.
+        kept: closed when the server ends, and what was learned is kept then; None to keep nothing.
     """
     handler = partial(SpeculatingHandler, menu)
     return {
@@ -127,6 +128,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
     ) -> None:
         if model_path is None:
             raise RequestError("This server was started without --model. Name a model.")
+        check_adapter(adapter_path)
         with explained(model_path):
             super()._load(model_path, adapter_path, draft_model_path)
         if self._kept is not None:
@@ -140,7 +142,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
 
 
 class ConversationCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt caches of earlier turns, with the text that is on them.
+    """mlx-lm's prompt caches of earlier turns, with the tokens that they hold.
 
     At least one token of a prompt is left to be fed, also if it was fed before to its end.
     """
@@ -229,7 +231,10 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             raise RequestError(f"The prompt cannot be read: {error}") from error
         if not prompt:
             raise RequestError("The prompt is empty. Give at least one token.")
-        check_bias(args.logits.logit_bias, vocab_size_of(self.model_provider.model))
+        vocab_size = vocab_size_of(self.model_provider.model)
+        check_bias(args.logits.logit_bias, vocab_size)
+        if args.sampling.top_k >= vocab_size:
+            args.sampling.top_k = 0  # all of them; in a batch mlx-lm's own error ends the server
         if args.speculation.grammar is not None:
             state = "normal"  # the grammar is that of the answer, so there are no thoughts before
         return prompt, segments, kinds, state, vision
@@ -278,7 +283,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested.batched = channel.num_before > 0
         drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
         drafter = self._drafter(drafter, requested, options["tokenizer"])
-        earlier = text_on(prompt_cache)
+        earlier = tokens_on(prompt_cache)
         processors = [with_history(f, earlier) for f in logits_processors]
         if requested.grammar is not None:
             processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))

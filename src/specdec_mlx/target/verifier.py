@@ -19,6 +19,7 @@ import numpy as np
 
 from specdec_mlx.errors import DraftError, LogitsError
 from specdec_mlx.rules.arithmetic import point_mass
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
 from specdec_mlx.target.inputs import check_draft, check_drafted
 from specdec_mlx.target.model_pass import ModelPass
@@ -136,7 +137,7 @@ class Verifier:
     Args:
         model_pass: the model and its caches.
         next_token: how its tokens are drawn.
-        rule: what decides about drafts.
+        rule: what decides about drafts, by name or as an object.
         counterfactual: an account to keep of what each rule would have accepted.
 
     Raises:
@@ -147,13 +148,13 @@ class Verifier:
         self,
         model_pass: ModelPass,
         next_token: NextToken,
-        rule: AcceptanceRule,
+        rule: str | AcceptanceRule,
         counterfactual: Counterfactual | None = None,
     ) -> None:
         """Check that rule and sampler go together."""
         self.model_pass = model_pass
         self.distribution = next_token
-        self.rule = rule
+        self.rule = make_rule(rule)
         self.counterfactual = counterfactual
         self.feed = model_pass.feed
         self.vocab_size = model_pass.vocab_size
@@ -161,7 +162,7 @@ class Verifier:
         self.quantize = model_pass.quantize
         self.extend_history = next_token.extend_history
         if next_token.by_row or next_token.sampling is None:
-            _check_needs(rule, counterfactual)
+            _check_needs(self.rule, counterfactual)
 
     @property
     def rollback(self) -> Rollback:

@@ -57,7 +57,8 @@ class Source:
 
     def after(self, state: int, tokens: Tokens) -> np.ndarray:
         """Distribution [V] of the token after `tokens`."""
-        return self.probs[state_after(state, tokens)]
+        row: np.ndarray = self.probs[state_after(state, tokens)]
+        return row
 
     def along(self, state: int, tokens: Tokens) -> np.ndarray:
         """Distributions [n + 1, V] before each of the tokens, and after the last."""

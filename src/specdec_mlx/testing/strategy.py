@@ -1,0 +1,368 @@
+"""Does a rollback strategy keep its contract? One call for anybody's test suite.
+
+    from specdec_mlx.testing import check_strategy
+
+    def test_my_strategy_keeps_the_contract():
+        check_strategy(MyStrategy(), MyCache)
+
+No model is needed. Passes are drafted on and rolled back by the loop's own `Rollback`, and what
+later passes compute is compared with a cache that only ever saw the tokens that were kept, one at a
+time.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.strategies import STRATEGIES, Gathers, Strategy, window_of
+from specdec_mlx.testing.cache_passes import (
+    Feed,
+    InterruptedPass,
+    attend,
+    contents,
+    difference,
+    interrupting,
+)
+from specdec_mlx.testing.failures import fail
+
+TOLERANCE = 1e-4
+"""How far a row may be off that was computed beside others, or from rows in another order."""
+
+WINDOW = 8
+"""Taken for caches that never forget."""
+
+TAKEN_BACK = (4, 1)
+"""Positions of the passes after which a cache is restored: some classes write single ones in place,
+where they make a new buffer for several."""
+
+TREE_SIZE = 4
+TREE_PATHS = ((), (0, 1), (1,), (0, 2), (1, 3), (0, 1, 3))
+"""Nodes that are kept of a tree, from the root down."""
+
+WIDTHS = (1, 2, 5)
+"""Positions of the passes that are rolled back; one wider than the window comes after them."""
+
+REJECTED = 1000
+"""Token ids from here on are drafted and rejected."""
+
+
+def check_strategy(
+    strategy: Strategy,
+    make_cache: Callable[[], Any],
+    feed: Feed = attend,
+    *,
+    window: int | None = None,
+) -> list[str]:
+    """Hold a rollback strategy to the contract of `specdec_mlx.target.strategies`.
+
+    Args:
+        strategy: an instance; it need not be registered.
+        make_cache: makes an empty cache of the class that the strategy is for.
+        feed: (cache, tokens [S]) -> rows [S, D], one pass over S positions, as a model's layer
+            makes it; rows follow from what the cache then holds. By default a layer of attention,
+            for classes with `update_and_fetch`. Of a strategy that gathers rows, what a position
+            leaves in the cache has to follow from its token alone.
+        window: positions after which the cache forgets, where it does not say so itself; best a
+            small one, of 8 say.
+
+    Returns:
+        A line for each property that was checked: protocol, widths, restore, interrupt,
+        rollback, gather.
+
+    Raises:
+        AssertionError: it broke one; says which, what happened and what to do.
+        ValueError: `feed` does not return rows.
+    """
+    check = _Check(strategy, make_cache, feed, window or window_of(make_cache()) or WINDOW)
+    lines = [check.protocol()]
+    with _registered(strategy, type(make_cache())):
+        lines.append(check.widths())
+        if check.refuses():
+            return [*lines, "restore: refused, so single tokens only, which are never taken back"]
+        lines += [check.restore(), check.interrupt(), check.rollback()]
+        if isinstance(strategy, Gathers):
+            lines.append(check.gather())
+    return lines
+
+
+@contextmanager
+def _registered(strategy: Strategy, kind: type) -> Iterator[None]:
+    """Have the strategy be that of a class for a while."""
+    before = STRATEGIES.get(kind)
+    STRATEGIES[kind] = strategy
+    try:
+        yield
+    finally:
+        if before is None:
+            del STRATEGIES[kind]
+        else:
+            STRATEGIES[kind] = before
+
+
+@dataclass
+class _Check:
+    """One strategy under test. The text is 0, 1, 2, ..., so that no two tokens are alike."""
+
+    strategy: Strategy
+    make_cache: Callable[[], Any]
+    feed: Feed
+    window: int
+    _plain: list[mx.array] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """The cache that is never drafted on."""
+        self._plain_cache = self.make_cache()
+
+    def protocol(self) -> str:
+        """All members are there."""
+        needed = ("name", "must_restore", "save", "restore", "can_trim", "trim", "widest_pass")
+        missing = [name for name in needed if not hasattr(self.strategy, name)]
+        if inspect.isclass(self.strategy) or missing:
+            lacks = f"lacks {', '.join(missing)}" if missing else "is a class, not an instance"
+            self.fail("protocol", f"{self.strategy!r} {lacks}.", "See target.strategies.Strategy")
+        widest = self.strategy.widest_pass(self.make_cache())
+        if widest is not None and widest < 1:
+            self.fail("protocol", f"widest_pass is {widest}.", "A number >= 1, or None for any")
+        if self._plain_rows(2).shape[0] != 2:
+            raise ValueError("feed has to return rows [S, D], one for each token of the pass.")
+        return f"protocol: {self.strategy.name}"
+
+    def widths(self) -> str:
+        """Passes as wide as `widest_pass` lets them be are what single tokens are."""
+        for length in self._lengths():
+            where = f"nothing was drafted, and {length} tokens were fed in wide passes"
+            self._go_on("widths", self._fed(length), length, where)
+        return f"widths: wide passes are what single tokens are, at {len(self._lengths())} lengths"
+
+    def refuses(self) -> bool:
+        """Whether it says that there is no way back; passes must then have one position only."""
+        cache = self.make_cache()
+        try:
+            self.strategy.restore(cache, self.strategy.save(cache))
+        except CacheRollbackError as error:
+            if self.strategy.widest_pass(cache) != 1:
+                self.fail("restore", f"it refused: {error}", "Then widest_pass has to be 1")
+            return True
+        return False
+
+    def restore(self) -> str:
+        """`restore` puts a cache back exactly as it was at `save`, and may be asked to again."""
+        lengths = self._lengths()
+        for length in lengths:
+            cache = self._fed(length)
+            saved, before = self.strategy.save(cache), contents(cache)
+            where = f"put back at {length} tokens"
+            for width in TAKEN_BACK:
+                with self._blaming("restore", where):
+                    self._pass(cache, self._rejected(self._limited(cache, width)))
+                    self.strategy.restore(cache, saved)
+                    self._check_as_before("restore", cache, before, where)
+            self._go_on("restore", cache, length, where)
+        return f"restore: exact, and again, at {len(lengths)} lengths"
+
+    def interrupt(self) -> str:
+        """It does so after a pass that was interrupted, at whichever change of the cache."""
+        points = 0
+        for length, width in itertools.product(self._lengths(), TAKEN_BACK):
+            for at in itertools.count():
+                cache = self._fed(length)
+                saved, before = self.strategy.save(cache), contents(cache)
+                was_interrupted = self._interrupt(cache, width, at)
+                where = f"put back at {length} tokens from change {at} of a pass"
+                with self._blaming("interrupt", where):
+                    self.strategy.restore(cache, saved)
+                    self._check_as_before("interrupt", cache, before, where)
+                if not was_interrupted:
+                    break
+                points += 1
+        return f"interrupt: exact after each of {points} interruptions"
+
+    def _interrupt(self, cache: Any, width: int, at: int) -> bool:
+        """A pass that is interrupted in place of its change `at`; whether it has so many."""
+        try:
+            with interrupting(cache, at):
+                self._pass(cache, self._rejected(self._limited(cache, width)))
+        except InterruptedPass:
+            return True
+        return False
+
+    def rollback(self) -> str:
+        """Draft, roll back, go on: the same as never having drafted, for every number kept."""
+        histories = 0
+        for length, width in itertools.product(self._lengths(), (*WIDTHS, self.window + 2)):
+            limited = self._limited(self._fed(length), width)
+            if limited < width and limited in WIDTHS:
+                continue  # it has had its turn
+            for kept, is_beside in itertools.product(range(limited + 1), (False, True)):
+                self._draft_and_roll_back(length, limited, kept, is_beside)
+                histories += 1
+        return f"rollback: {histories} histories, each as if nothing had been drafted"
+
+    def _draft_and_roll_back(self, length: int, width: int, kept: int, is_beside: bool) -> None:
+        """One history.
+
+        Args:
+            length: tokens before it.
+            width: positions of the pass.
+            kept: how many of them stay.
+            is_beside: whether another cache of the model cannot be trimmed, so that all of them
+                return to the checkpoint; a further pass is then taken back in the same way.
+        """
+        caches = [self.make_cache(), *([ArraysCache(1)] if is_beside else [])]
+        rollback = Rollback(caches)
+        self._feed_text(caches[0], length, singly=(width + kept) % 2 == 1)
+        rollback.advance(length)
+        where = f"after {length} tokens, a pass over {width} positions of which {kept} were kept"
+        where += ", beside a cache that cannot be trimmed" if is_beside else ""
+        with self._blaming("rollback", where):
+            self._round(rollback, length + kept, width, where)
+            if is_beside:
+                self._round(rollback, length + max(0, kept - 1), width, where)
+        self._go_on("rollback", caches[0], rollback.position, where)
+
+    def _round(self, rollback: Rollback, end: int, width: int, where: str) -> None:
+        """A pass over what is pending and rejected tokens, after which the text ends at `end`."""
+        start, cache = rollback.position, rollback.caches[0]
+        rollback.checkpoint()
+        width = self._limited(cache, width)
+        known = range(start, min(end, start + width))
+        rows = self._pass(cache, [*known, *self._rejected(width - len(known))])
+        self._check_rows("rollback", rows[: len(known)], start, where)
+        rollback.advance(width)
+        rollback.rewind_to(end)
+
+    def gather(self) -> str:
+        """Of the last positions any may be kept, as if the others had never been there."""
+        assert isinstance(self.strategy, Gathers)
+        histories = 0
+        for length, kept in itertools.product(self._lengths(), TREE_PATHS):
+            cache = self._fed(length)
+            if self._limited(cache, TREE_SIZE + 1) <= TREE_SIZE:
+                continue
+            tokens = [length, *self._rejected(TREE_SIZE)]
+            for depth, node in enumerate(kept, start=1):
+                tokens[1 + node] = length + depth
+            rollback = Rollback([cache])
+            rollback.advance(length)
+            where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(kept)} were kept"
+            with self._blaming("gather", where):
+                rollback.checkpoint()
+                self._pass(cache, tokens)
+                rollback.advance(len(tokens))
+                reached = rollback.keep(length + 1, kept)
+            self._go_on("gather", cache, reached, where)
+            histories += 1
+        return f"gather: {histories} histories, each as if only what was kept had been fed"
+
+    # What the checks are made of
+
+    def _lengths(self) -> list[int]:
+        """Empty, short, about to fill the window, just past it, and more than twice as long."""
+        half, whole = self.window // 2, self.window
+        return sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
+
+    def _fed(self, length: int) -> Any:
+        """A cache that was given so many tokens."""
+        cache = self.make_cache()
+        self._feed_text(cache, length)
+        return cache
+
+    def _feed_text(self, cache: Any, length: int, *, singly: bool = False) -> None:
+        """Give a cache the first tokens of the text, in wide passes or one by one."""
+        start = 0
+        while start < length:
+            width = 1 if singly else self._limited(cache, length - start)
+            self._pass(cache, range(start, start + width))
+            start += width
+
+    def _limited(self, cache: Any, width: int) -> int:
+        """So many positions, or as many as a pass may have."""
+        widest = self.strategy.widest_pass(cache)
+        return width if widest is None else min(width, widest)
+
+    def _pass(self, cache: Any, tokens: Sequence[int]) -> mx.array:
+        """Rows of a pass; lazy."""
+        return self.feed(cache, mx.array(list(tokens), mx.int32))
+
+    @staticmethod
+    def _rejected(size: int) -> list[int]:
+        """Tokens that are in no text."""
+        return list(range(REJECTED, REJECTED + size))
+
+    def _go_on(self, part: str, cache: Any, start: int, where: str) -> None:
+        """Continue the text, in a wide pass and one by one, until a window has wrapped again."""
+        singles = [1] * (self.window + 2)
+        rows, first = [], start
+        with self._blaming(part, where):
+            for width in [3, *singles, 3] if start % 2 else [*singles, 3]:
+                width = self._limited(cache, width)
+                rows.append(self._pass(cache, range(start, start + width)))
+                start += width
+            self._check_rows(part, mx.concatenate(rows), first, where)
+
+    @contextmanager
+    def _blaming(self, part: str, where: str) -> Iterator[None]:
+        """Report what the strategy raises, or makes a pass raise, as a failure."""
+        try:
+            yield
+        except CacheRollbackError as error:
+            self.fail(
+                part,
+                f"{where}: {error}",
+                "trim returns how many positions it dropped; where can_trim may say no, "
+                "must_restore is true",
+            )
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.fail(
+                part,
+                f"{where}: {type(error).__name__}: {error}.",
+                "The cache has to be as its class left it at that length",
+            )
+
+    def _check_rows(self, part: str, rows: mx.array, start: int, where: str) -> None:
+        """Raise unless rows are those of a cache that was given single tokens of the text alone."""
+        if not len(rows):
+            return
+        expected = self._plain_rows(start + len(rows))[start:]
+        off = mx.abs(rows - expected).max(axis=-1)
+        if not mx.all(off <= TOLERANCE).item():
+            token = mx.argmax(off > TOLERANCE).item()
+            self.fail(
+                part,
+                f"{where}: the row of token {start + token} is off by {off[token].item():.2g} from "
+                "that of a cache that was never drafted on.",
+                "Take back exactly what was rejected, the class's own counters included; passes "
+                "that are not what single tokens are have to be narrower (widest_pass)",
+            )
+
+    def _plain_rows(self, length: int) -> mx.array:
+        """Rows [length, D] of the text's tokens, given one by one."""
+        while len(self._plain) < length:
+            self._plain.append(self._pass(self._plain_cache, [len(self._plain)]))
+        return mx.concatenate(self._plain[:length])
+
+    def _check_as_before(self, part: str, cache: Any, before: dict[str, Any], where: str) -> None:
+        """Raise unless a cache holds what it held."""
+        found = difference(contents(cache), before)
+        if found is not None:
+            self.fail(
+                part,
+                f"{where}: {found}.",
+                "Put back all that a pass changes; what save() returns must not be written to",
+            )
+
+    def fail(self, part: str, what: str, next_step: str) -> NoReturn:
+        """Raise AssertionError: whose fault, what happened, what to do."""
+        fail(self.strategy, part, what, next_step)

@@ -1,0 +1,100 @@
+"""The contracts between the parts: what a drafter hands over, what a rule returns.
+
+A drafter proposes, the target scores K+1 positions in one pass, a rule decides how many to keep.
+Throughout, K is the number of draft tokens in a round and V the target's vocabulary size.
+
+Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a rule,
+`AcceptanceRule`, `TargetRows` and `Verdict`. What either may add stands in `optional`, as protocols
+with their defaults.
+"""
+
+from specdec_mlx.types.drafting import (
+    NO_DRAFT,
+    ROOT,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    Evidence,
+    LogitsProcessor,
+    Origin,
+    RoundRecord,
+)
+from specdec_mlx.types.optional import (
+    Cheap,
+    Checks,
+    ChoosesRule,
+    Closes,
+    DrafterParts,
+    Keyed,
+    NeedsNoDistribution,
+    ReadsTarget,
+    RunsModel,
+    SeesTarget,
+    SessionParts,
+    SharesNoise,
+    Tappable,
+    TimesRounds,
+    all_drafters,
+    is_cheap,
+    key_of,
+    models_of,
+    needs_distribution,
+    rule_for,
+    session_parts,
+    shares_noise,
+)
+from specdec_mlx.types.target import FeatureRows, Features, PendingPass, Target
+from specdec_mlx.types.verdicts import (
+    AcceptanceRule,
+    Agreement,
+    Outcome,
+    Randomness,
+    TargetRows,
+    Verdict,
+)
+
+__all__ = [
+    "NO_DRAFT",
+    "ROOT",
+    "AcceptanceRule",
+    "Agreement",
+    "Cheap",
+    "Checks",
+    "ChoosesRule",
+    "Closes",
+    "Draft",
+    "DraftContext",
+    "DraftSession",
+    "Drafter",
+    "DrafterParts",
+    "Evidence",
+    "FeatureRows",
+    "Features",
+    "Keyed",
+    "LogitsProcessor",
+    "NeedsNoDistribution",
+    "Origin",
+    "Outcome",
+    "PendingPass",
+    "Randomness",
+    "ReadsTarget",
+    "RoundRecord",
+    "RunsModel",
+    "SeesTarget",
+    "SessionParts",
+    "SharesNoise",
+    "Tappable",
+    "Target",
+    "TargetRows",
+    "TimesRounds",
+    "Verdict",
+    "all_drafters",
+    "is_cheap",
+    "key_of",
+    "models_of",
+    "needs_distribution",
+    "rule_for",
+    "session_parts",
+    "shares_noise",
+]

@@ -1,0 +1,186 @@
+"""What a drafter hands over, and what it is told: `Drafter`, `DraftSession`, `Draft`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import mlx.core as mx
+from jaxtyping import Float
+
+if TYPE_CHECKING:
+    from specdec_mlx.sampling.distribution import Sampling
+    from specdec_mlx.sampling.noise import Noise
+
+LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
+
+
+Origin = Literal["draft", "correction", "bonus", "plain"]
+
+
+ROOT = -1
+"""Parent of a draft token that continues the text itself."""
+
+
+class Evidence(NamedTuple):
+    """What speaks for one draft token, as far as its drafter knows.
+
+    No acceptance rule reads it; it only helps to choose how many tokens to draft.
+
+    match: how many tokens of the text the draft was found by, or another strength >= 0 of the
+        drafter's own; 0: nothing known.
+    after_one, after_two: how regularly this token has followed the one, the two tokens before it,
+        a class out of `drafters.evidence.share_class`; 0: nothing known.
+    """
+
+    match: int = 0
+    after_one: int = 0
+    after_two: int = 0
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of the text, K tokens; an empty one makes the round plain decoding.
+
+    tokens: [K] token ids, a sequence of ints, or an `mx.array` where they are not computed yet.
+    logprobs: [K, V] float32 log-probabilities of the distribution that each token was *drawn
+        from*, captured while drafting and normalised; None for a point mass, that is when the
+        drafter would always propose these very tokens.
+    evidence: optional [K] what speaks for each token; a plain int is `Evidence.match`. The
+        automatic draft length learns how often tokens with the like of it are accepted; no
+        acceptance rule reads it.
+    parents: None for a chain, where each token follows the one before it. For a tree, [K] index of
+        each token's parent among these tokens, `ROOT` for those that continue the text itself;
+        parents stand before their children.
+    """
+
+    tokens: Sequence[int] | mx.array = ()
+    logprobs: Float[mx.array, "k vocab"] | None = None
+    evidence: Sequence[Evidence | int] | None = None
+    parents: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.tokens)
+
+    def head(self, num_tokens: int) -> Draft:
+        """The first `num_tokens` of it; of a tree too, since parents stand before children."""
+        if num_tokens >= len(self):
+            return self
+        return Draft(
+            tokens=self.tokens[:num_tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
+            evidence=None if self.evidence is None else self.evidence[:num_tokens],
+            parents=None if self.parents is None else self.parents[:num_tokens],
+        )
+
+
+NO_DRAFT = Draft()
+"""An empty draft: the round is plain decoding."""
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One round as it happened.
+
+    drafted, accepted, emitted: numbers of tokens; emitted = accepted + 1 unless the round was cut
+        short by max_tokens. tokens: the emitted ones. fed: positions that the pass computed.
+    seconds: from the reading of the round before to this one's, all that the round cost.
+    draft_seconds, verify_seconds: host time spent in proposing, and in launching the pass and
+        waiting for it (a draft model's lazy steps run inside verify).
+    steady: whether the round was launched and read in the same mode, and the caller was not busy
+        with its tokens for most of the time. Only such a round's seconds are those of one pass; at
+        a change of mode some backends count two, and then next to none.
+    ahead: whether it was launched before the round before it was read, in pipelined mode.
+    context: positions on the caches before the pass.
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    fed: int
+    tokens: Sequence[int] = ()
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    steady: bool = True
+    ahead: bool = False
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter may know about the generation that it drafts for.
+
+    sampling: the distribution that target tokens are drawn from, or None when the caller gave an
+        opaque sampler. A drafter that draws at random must draw from its logits under this same
+        sampling.
+    noise: the generation's source of randomness, keyed by purpose and position. coupled: whether
+        drafts are to be drawn from the noise of the target's own draws (rule "coupled").
+    logits_processors: the target's processors, in order; (tokens [n], logits [1, V]) -> logits.
+    vocab_size: V.
+    tokenizer: the target's tokenizer where the caller has one, else None.
+    draft_cache: caches for a draft model that the caller wants used and kept in step, or None.
+    prefill_step_size: most positions of the prompt to process at a time.
+    """
+
+    sampling: Sampling | None = None
+    noise: Noise | None = None
+    coupled: bool = False
+    logits_processors: Sequence[LogitsProcessor] = ()
+    vocab_size: int | None = None
+    tokenizer: Any = None
+    draft_cache: list[Any] | None = None
+    prefill_step_size: int = 2048
+
+    def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise [V] for drawing token `index` of a draft.
+
+        start: number of tokens emitted before the draft. Keyed by both, so that no later draft is
+        drawn from noise that had a say in an earlier verdict; under the coupled rule, where the
+        draft has no say in what is emitted, it is the target's own noise at that position.
+        """
+        assert self.noise is not None
+        assert self.vocab_size is not None
+        return self.noise.gumbel(*self._place(start, index), self.vocab_size)
+
+    def draft_gumbels(self, start: int, n: int) -> Float[mx.array, "n vocab"]:
+        """The noise of tokens 0 to n - 1, one row each, in fewer operations."""
+        assert self.noise is not None
+        assert self.vocab_size is not None
+        places = [self._place(start, index) for index in range(n)]
+        return self.noise.gumbels(places, self.vocab_size)
+
+    def _place(self, start: int, index: int) -> tuple[str, int]:
+        """Purpose and position that key the noise of a draft's token."""
+        return ("target", start + index) if self.coupled else (f"draft {index}", start)
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """All that a drafter changes in the course of one generation.
+
+    What is observed after a proposal begins with the part of it that was accepted. Optional
+    members: `Cheap`, `SessionParts`, `SeesTarget`, `Closes`.
+    """
+
+    def propose(self, limit: int) -> Draft:
+        """Continue what was observed so far with 0 to `limit` tokens; `limit` >= 0."""
+        ...
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take the tokens really emitted since the last call; rewind or learn by itself."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Frozen configuration of a way to draft; reusable and shareable between generations.
+
+    Optional members: `Keyed`, `Checks`, `DrafterParts`, `RunsModel`, `ReadsTarget`.
+    """
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        """Start a generation after `prompt` [n] token ids, before the target has read it."""
+        ...

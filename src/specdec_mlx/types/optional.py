@@ -1,0 +1,223 @@
+"""What a drafter, a session, a rule, a draft length or a target may add, and what holds without.
+
+Each is a protocol of one member; the functions at the end give the member, or its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Protocol, runtime_checkable
+
+import mlx.nn as nn
+
+from specdec_mlx.types.drafting import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types.target import FeatureRows, Features
+from specdec_mlx.types.verdicts import AcceptanceRule
+
+
+@runtime_checkable
+class Tappable(Protocol):
+    """A target whose states can be read; default: it cannot be read."""
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features."""
+        ...
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the latest `feed`, and how many positions it had."""
+        ...
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A drafter with an identity of its own; default: its class and options, see `key_of`."""
+
+    @property
+    def key(self) -> str:
+        """What its costs and acceptance are remembered under: content and options that matter.
+
+        Two drafters that behave differently must not share a key; a wrapper passes on the key of
+        what it wraps.
+        """
+        ...
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """A drafter that may refuse a target; default: it takes any."""
+
+    def check(self, context: DraftContext) -> None:
+        """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
+        ...
+
+
+@runtime_checkable
+class DrafterParts(Protocol):
+    """A drafter made of others; default: it has no parts."""
+
+    @property
+    def drafters(self) -> Sequence[Drafter]:
+        """What it is made of."""
+        ...
+
+
+@runtime_checkable
+class RunsModel(Protocol):
+    """A drafter that runs a model of its own; default: it runs none."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, whose memory is kept wired while it drafts."""
+        ...
+
+
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """A drafter that reads the target's states; default: it reads none. See `SeesTarget`."""
+
+    @property
+    def features(self) -> Features:
+        """What its sessions want to see."""
+        ...
+
+
+@runtime_checkable
+class Cheap(Protocol):
+    """A session that says what asking it costs; default: asking costs time."""
+
+    @property
+    def cheap(self) -> bool:
+        """Whether proposing is microseconds of host work whose result may be thrown away.
+
+        The loop then looks for a draft while a pass runs.
+        """
+        ...
+
+
+@runtime_checkable
+class SessionParts(Protocol):
+    """A session made of others, asked in its place, in order, until one has a draft."""
+
+    @property
+    def parts(self) -> Sequence[DraftSession]:
+        """The sessions, in order; default: the session itself."""
+        ...
+
+
+@runtime_checkable
+class SeesTarget(Protocol):
+    """A session that reads the target's states; default: it is shown none."""
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the rows of further positions of the text, before they are observed.
+
+        The prompt's rows come chunk by chunk during prefill, later ones after each verdict, only
+        those of positions that were kept.
+        """
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A session that wants to know of the end; default: it is dropped."""
+
+    def close(self, length: int) -> None:
+        """The end: the first `length` tokens of prompt + observed are all that the caller has."""
+        ...
+
+
+@runtime_checkable
+class TimesRounds(Protocol):
+    """A draft length that learns from seconds; default: it does not ask for any.
+
+    With a caller who is slow with its tokens, what a pass takes is hidden behind that. The loop
+    then waits for a pass, before it hands out tokens, where this says that its time is wanted.
+    """
+
+    def wants_timing(self, num_drafted: int) -> bool:
+        """Whether the seconds of a round that drafted so many tokens are needed now."""
+        ...
+
+
+@runtime_checkable
+class NeedsNoDistribution(Protocol):
+    """A rule that works with samplers and processors that can only be called.
+
+    Default: a rule reads `TargetRows.probs`, and such samplers are refused. Where rows have to be
+    drawn one by one, the draft is kept as far as it equals the target's own tokens.
+    """
+
+    @property
+    def needs_distribution(self) -> bool:
+        """Whether it reads `TargetRows.probs` come what may."""
+        ...
+
+
+@runtime_checkable
+class SharesNoise(Protocol):
+    """A rule for drafts drawn from the noise of the target's own draws; default: independent."""
+
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafters are to draw from that noise (`DraftContext.coupled`)."""
+        ...
+
+
+@runtime_checkable
+class ChoosesRule(Protocol):
+    """A rule that lets another one decide; default: it decides itself."""
+
+    def for_draft(self, draft: Draft) -> AcceptanceRule:
+        """The rule that decides about this draft where the target is not greedy."""
+        ...
+
+
+def needs_distribution(rule: AcceptanceRule) -> bool:
+    """Whether a rule reads the target's distribution come what may."""
+    return rule.needs_distribution if isinstance(rule, NeedsNoDistribution) else True
+
+
+def shares_noise(rule: AcceptanceRule) -> bool:
+    """Whether a rule wants drafts drawn from the target's own noise."""
+    return rule.shares_noise if isinstance(rule, SharesNoise) else False
+
+
+def rule_for(rule: AcceptanceRule, draft: Draft) -> AcceptanceRule:
+    """The rule that decides about a draft where the target is not greedy."""
+    return rule.for_draft(draft) if isinstance(rule, ChoosesRule) else rule
+
+
+def is_cheap(session: DraftSession) -> bool:
+    """Whether a proposal may be asked for and thrown away."""
+    return session.cheap if isinstance(session, Cheap) else False
+
+
+def session_parts(session: DraftSession) -> Sequence[DraftSession]:
+    """The sessions to ask: its parts, or itself."""
+    return session.parts if isinstance(session, SessionParts) else (session,)
+
+
+def key_of(drafter: Drafter) -> str:
+    """What costs and acceptance of a drafter are remembered under.
+
+    Its own `key`, or else class and options: the `repr` of a dataclass, which has both.
+    """
+    if isinstance(drafter, Keyed):
+        return drafter.key
+    kind = type(drafter)
+    described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
+    return f"{kind.__module__}.{described}"
+
+
+def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
+    """A drafter and all that it is made of, itself first; nothing for None."""
+    if drafter is not None:
+        yield drafter
+        for part in drafter.drafters if isinstance(drafter, DrafterParts) else ():
+            yield from all_drafters(part)
+
+
+def models_of(drafter: Drafter | None) -> list[nn.Module]:
+    """Models that run for a drafter, its parts' included, each once."""
+    models = [part.model for part in all_drafters(drafter) if isinstance(part, RunsModel)]
+    return list({id(model): model for model in models}.values())

@@ -1,0 +1,123 @@
+"""The target as the loop sees it: it verifies drafts, can go back, and may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import mlx.core as mx
+
+from specdec_mlx.types.drafting import Draft
+from specdec_mlx.types.verdicts import Outcome
+
+if TYPE_CHECKING:
+    from specdec_mlx.target.rollback import Rollback
+
+
+@dataclass(frozen=True)
+class Features:
+    """What of the target's passes a drafter wants to read, or a part of what it gets.
+
+    As a wish (`ReadsTarget.features`): layers: indices of decoder layers whose outputs are wanted.
+    head_input: whether the state after the final norm is. top: how many of the likeliest tokens.
+    """
+
+    layers: tuple[int, ...] = ()
+    head_input: bool = False
+    top: int = 0
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Rows of the target's passes at n positions in the text, one after the other; all lazy.
+
+    layers: index of the layer -> its output, [n, D]. head_input: [n, D], state after the final
+    norm. top_tokens: [n, top] the likeliest next tokens, the likeliest first.
+    """
+
+    layers: Mapping[int, mx.array]
+    head_input: mx.array | None = None
+    top_tokens: mx.array | None = None
+
+    def rows(self, indices: Sequence[int]) -> FeatureRows:
+        """Some of the rows, in this order."""
+        ids = mx.array(list(indices), mx.int32)
+        return FeatureRows(
+            layers={layer: states[ids] for layer, states in self.layers.items()},
+            head_input=None if self.head_input is None else self.head_input[ids],
+            top_tokens=None if self.top_tokens is None else self.top_tokens[ids],
+        )
+
+
+class PendingPass(Protocol):
+    """A pass of the target that is under way.
+
+    draft: what it verifies. num_fed: positions that it computes. logprobs: [K+1, V] the target's
+    log-probabilities, processed, before temperature and filters, as mlx-lm reports them. features:
+    rows of the fed positions for a drafter that reads the target; None if nobody asked.
+    """
+
+    draft: Draft
+    num_fed: int
+    logprobs: Any
+    features: FeatureRows | None
+
+    @property
+    def next_token(self) -> Any:
+        """Token after an empty draft, uint32 [1], not computed yet."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is computed."""
+        ...
+
+    def read(self) -> Outcome:
+        """What was kept and what is emitted; the only host synchronisation of a round."""
+        ...
+
+
+class Target(Protocol):
+    """The target of one generation, as the loop sees it: it verifies drafts and can go back."""
+
+    @property
+    def rollback(self) -> Rollback:
+        """Its caches, and how many positions of the text they hold."""
+        ...
+
+    def launch(
+        self,
+        pending: Sequence[int] | mx.array,
+        draft: Draft,
+        position: int,
+        embeddings: mx.array | None = None,
+    ) -> PendingPass:
+        """Start a pass over the pending tokens, at least one, and a draft.
+
+        Args:
+            pending: tokens of the text that are not in the caches yet.
+            draft: what to verify after them; may be empty.
+            position: index of the next token among those generated.
+            embeddings: of the pending tokens, [S, D], if the caller gave any.
+        """
+        ...
+
+    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """One pass for the caches alone; logits [S, V], lazy."""
+        ...
+
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add tokens of the text to what logits processors see."""
+        ...
+
+    def vocab_size(self) -> int:
+        """V."""
+        ...
+
+    def widest_pass(self) -> int | None:
+        """Most positions that the next pass may have; None for any number."""
+        ...
+
+    def quantize(self) -> None:
+        """Replace caches by quantized ones, if that was asked for and is due."""
+        ...

@@ -1,0 +1,154 @@
+"""What a rule is given and what it returns: `AcceptanceRule`, `TargetRows`, `Verdict`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+from jaxtyping import Float, Integer
+
+from specdec_mlx.types.drafting import Draft
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What one round brought, known to the host.
+
+    kept: indices of the draft tokens that were kept, from the root down; `range(n)` for a chain.
+    tokens: [n + 1] what is emitted, the kept tokens and the one after them; fewer where the loop
+        has cut them at max_tokens.
+    """
+
+    kept: Sequence[int]
+    tokens: list[int]
+
+    @property
+    def num_accepted(self) -> int:
+        """How many draft tokens were kept, n."""
+        return len(self.kept)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rule decided about one draft.
+
+    num_accepted: n, how many draft tokens are kept, 0 <= n <= K; scalar int array.
+    next_token: the token after them, drawn from the target (after a whole chain the bonus token,
+        else the correction); scalar int array.
+    nodes: for a tree, [K] ints whose first n are the kept tokens, from the root down; None for a
+        chain, which keeps its first n.
+    """
+
+    num_accepted: Integer[mx.array, ""]
+    next_token: Integer[mx.array, ""]
+    nodes: Integer[mx.array, " k"] | None = None
+
+    def arrays(self) -> dict[str, mx.array]:
+        """What has to be read to know the outcome."""
+        numbers = {"verdict": mx.stack([self.num_accepted, self.next_token.astype(mx.int32)])}
+        return numbers if self.nodes is None else {**numbers, "nodes": self.nodes}
+
+    @staticmethod
+    def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+        n, next_token = numbers["verdict"]
+        kept = numbers["nodes"][:n] if "nodes" in numbers else range(n)
+        return Outcome(kept, [*(drafted[i] for i in kept), next_token])
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Verdict of a rule that keeps a chain as far as it equals the target's own tokens.
+
+    The comparison is made on the host: the fewer small operations wait behind a pass, the better.
+
+    target_tokens: [K+1] the target's own draw at each position.
+    """
+
+    target_tokens: Integer[mx.array, " k+1"]
+
+    def arrays(self) -> dict[str, mx.array]:
+        """What has to be read to know the outcome."""
+        return {"target_tokens": self.target_tokens}
+
+    @staticmethod
+    def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+        own = numbers["target_tokens"]
+        n = 0
+        while n < len(drafted) and drafted[n] == own[n]:
+            n += 1
+        return Outcome(range(n), own[: n + 1])
+
+
+class TargetRows(Protocol):
+    """The target at the K+1 positions of a round, as a rule sees it; all of it lazy.
+
+    Row 0 follows the text, row i + 1 the draft token i.
+    """
+
+    @property
+    def greedy(self) -> bool:
+        """Whether all mass lies on the argmax (temperature 0)."""
+        ...
+
+    @property
+    def has_distribution(self) -> bool:
+        """Whether `probs` is known; not so for a sampler that can only be called."""
+        ...
+
+    @property
+    def logprobs(self) -> Float[mx.array, "rows vocab"]:
+        """Log-probabilities after the logits processors, before temperature and filters."""
+        ...
+
+    @property
+    def probs(self) -> Float[mx.array, "rows vocab"]:
+        """The distribution that the next token is drawn from, float32; a one-hot if greedy."""
+        ...
+
+    @property
+    def tokens(self) -> Integer[mx.array, " rows"]:
+        """The target's own draw at each row, from the noise of that position."""
+        ...
+
+
+class Randomness(Protocol):
+    """What a rule may draw with in one round, independent of the draft's own noise."""
+
+    def uniform(self, n: int) -> Float[mx.array, " n"]:
+        """Numbers in [0, 1), one for each draft token's coin."""
+        ...
+
+    def gumbel(self, vocab: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise for the token after the kept ones."""
+        ...
+
+
+@runtime_checkable
+class AcceptanceRule(Protocol):
+    """Pure decision about a draft: knows no model, no cache, and holds no state.
+
+    `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` is
+    the simplest rule of all. Optional members: `NeedsNoDistribution`, `SharesNoise`.
+    """
+
+    @property
+    def name(self) -> str:
+        """What `rule=` calls it."""
+        ...
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Verdict | Agreement:
+        """What is kept of a draft of at least one token, and what follows.
+
+        Args:
+            target: the target at K+1 positions; where it is greedy, `target.probs` is a one-hot,
+                and a rule that is exact answers `Agreement(target.tokens)`.
+            draft: K tokens, as an `mx.array` that need not be computed yet.
+            randomness: all that the rule may draw with.
+        """
+        ...

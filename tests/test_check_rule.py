@@ -1,0 +1,404 @@
+"""The conformance test of rules passes ours, and fails rules that are broken in one way each."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scipy.stats import chi2, ncx2
+
+from exact import COIN_RULES, WRONG_RULES
+from specdec_mlx.checks.statistics import LEAST_EXPECTED
+from specdec_mlx.rules.arithmetic import leading_run
+from specdec_mlx.rules.block import Block
+from specdec_mlx.rules.match import Match
+from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule
+from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.testing import check_rule
+from specdec_mlx.testing.chi_square import FALSE_ALARM, limit
+from specdec_mlx.testing.round_distribution import enumerated, sampled
+from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
+
+FEW, ENOUGH = 500, 1500
+"""Texts that are drawn: where none has to show a fault, and where those here do."""
+
+PARTS = ["protocol", "purity", "greedy", "samplers"]
+
+
+def parts(lines: list[str]) -> list[str]:
+    return [line.partition(":")[0] for line in lines]
+
+
+@pytest.mark.parametrize("name", LOSSLESS)
+def test_our_lossless_rules_keep_the_contract(name: str) -> None:
+    """Those by coins are enumerated to 1e-12, texts are drawn with the others."""
+    lines = check_rule(make_rule(name), num_draws=FEW)
+    if name in COIN_RULES:
+        assert parts(lines) == [*PARTS, "coins", "distribution"]
+        assert "36 enumerated, total variation at most" in lines[-1]
+        assert "drawn" not in lines[-1]
+    else:
+        assert parts(lines) == [*PARTS, "distribution"]
+        assert f"{FEW} texts drawn, chi-square" in lines[-1]
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_lossy_rules_keep_all_of_it_but_the_distribution(name: str) -> None:
+    """They pass where they say what they are, and fail where they do not."""
+    assert parts(check_rule(make_rule(name), lossless=False)) == [*PARTS, "coins"]
+    with pytest.raises(AssertionError, match="or say lossless=False"):
+        check_rule(make_rule(name))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("residual replaced by p", "distribution"),
+        ("bonus at temperature 0.5", "distribution"),
+        ("p and q swapped", "protocol"),
+        ("lenience 1.2", "greedy"),
+    ],
+)
+def test_the_named_wrong_rules_are_rejected(name: str, part: str) -> None:
+    """By the first property that they break; all of them by enumeration alone, too."""
+    with pytest.raises(AssertionError, match=f", {part}: "):
+        check_rule(WRONG_RULES[name])
+    worst = max(comparison.total_variation for comparison in enumerated(WRONG_RULES[name]))
+    assert worst > 0.01
+
+
+def test_what_is_wrong_with_a_distribution_is_said() -> None:
+    """Which position, after which tokens, how it is distributed and how it should be."""
+    with pytest.raises(AssertionError) as caught:
+        check_rule(WRONG_RULES["bonus at temperature 0.5"])
+    message = str(caught.value)
+    assert message.startswith("SharpBonus, distribution: K = 1 drawn, V = 2: token 1, after [0]")
+    assert "is distributed as [0.9" in message
+    assert "expected the target's [0.8" in message
+    assert "Over 2 tokens the total variation is 0.1" in message
+
+
+# Broken in one way each ---------------------------------------------------------------------------
+
+
+class Sound:
+    """Match, to be broken: what it answers is made of the number kept and the token after."""
+
+    name = "sound"
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Verdict | Agreement:
+        own = target.tokens.astype(mx.int32)
+        kept = leading_run(own[:-1] == draft.tokens.astype(mx.int32))
+        return self.answer(kept, own, draft, randomness)
+
+    def answer(
+        self, kept: mx.array, own: mx.array, draft: Draft, randomness: Randomness
+    ) -> Verdict | Agreement:
+        return Verdict(kept, own[kept])
+
+
+def test_the_sound_rule_passes() -> None:
+    """The one that is broken below, as it is."""
+    assert parts(check_rule(Sound(), num_draws=FEW)) == [*PARTS, "distribution"]
+
+
+class NoDecide:
+    name = "no decide"
+
+
+class NoName(Sound):
+    name = None  # type: ignore[assignment]
+
+
+class NeedsTwo(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        if len(draft) < 2:
+            raise IndexError("no second token")
+        return super().answer(kept, own, draft, randomness)
+
+
+class Tuples(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return kept, own[kept]
+
+
+class Floats(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept, own[kept].astype(mx.float32))
+
+
+class Ints(Sound):
+    """Knows the numbers: it has waited for them."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept.item(), own[kept])
+
+
+class Rows(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept[None], own[kept])
+
+
+class Short(Sound):
+    """Forgets the row after the draft."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Agreement(own[:-1])
+
+
+class TooMany(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(mx.array(len(draft) + 1), own[kept])
+
+
+class Negative(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept - 1, own[kept])
+
+
+class OutOfRange(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept, own[kept] + 1000)
+
+
+class NoMass(Sound):
+    """Draws the token after without looking at the target."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept, mx.argmax(randomness.gumbel(2)))
+
+
+class Branches(Sound):
+    """Names nodes that are no chain."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        return Verdict(kept, own[kept], mx.arange(len(draft))[::-1])
+
+
+class Remembers(Sound):
+    """Keeps less of every other draft."""
+
+    calls = itertools.count()
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        kept = kept if next(self.calls) % 2 else kept * 0
+        return Verdict(kept, own[kept])
+
+
+class Counts(Sound):
+    calls = 0
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        self.calls += 1
+        return super().answer(kept, own, draft, randomness)
+
+
+class OwnRandomness(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        kept = kept * (random.random() < 0.5)
+        return Verdict(kept, own[kept])
+
+
+class GlobalRandomness(Sound):
+    """Draws from MLX's global state, and does not use it."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        mx.random.uniform()
+        return super().answer(kept, own, draft, randomness)
+
+
+class Waits(Sound):
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        kept = mx.array(kept.item())
+        return Verdict(kept, own[kept])
+
+
+class ReadsEvidence(Sound):
+    """Keeps nothing that nothing speaks for."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        kept = kept if draft.evidence is None else kept * 0
+        return Verdict(kept, own[kept])
+
+
+class KeepsTheFirst(Sound):
+    """Whatever it is, as long as it is possible."""
+
+    def answer(self, kept: Any, own: Any, draft: Draft, randomness: Randomness) -> Any:
+        kept = mx.maximum(kept, 1)
+        return Verdict(kept, own[kept])
+
+
+class KeepsAnyUnlessGreedy(Sound):
+    """Right at temperature 0; above it the first token is kept if the target may draw it."""
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Any:
+        if target.greedy:
+            return super().decide(target, draft, randomness)
+        first = target.probs[0, draft.tokens[0]] > 0
+        kept = first.astype(mx.int32)
+        return Verdict(kept, target.tokens[kept])
+
+
+class NeedsNothing(KeepsAnyUnlessGreedy):
+    """Says that it takes samplers that can only be called, and reads what they draw from."""
+
+    needs_distribution = False
+
+
+class NeedsNothingAtAll(Sound):
+    """Says so too, and keeps what such a sampler would not have drawn."""
+
+    needs_distribution = False
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Any:
+        if target.has_distribution:
+            return super().decide(target, draft, randomness)
+        return Verdict(mx.array(1), target.tokens[1])
+
+
+class ResidualWithoutTheToken(Match):
+    """After a rejection, p without the rejected token: due for point masses alone."""
+
+    needs_distribution = True
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Any:
+        if target.greedy or draft.logprobs is None:
+            return super().decide(target, draft, randomness)
+        p, tokens = target.probs, draft.tokens[:, None]
+        ratios = mx.take_along_axis(p[:-1] / mx.exp(draft.logprobs), tokens, axis=-1)[:, 0]
+        kept = leading_run(randomness.uniform(len(draft)) < ratios)
+        padded = mx.concatenate([tokens[:, 0].astype(mx.int32), mx.array([-1])])
+        rest = mx.where(mx.arange(p.shape[-1]) == padded[kept], 0, p[kept])
+        rest = mx.where(rest.sum() > 0, rest, p[kept])
+        return Verdict(kept, mx.argmax(mx.log(rest) + randomness.gumbel(p.shape[-1])))
+
+
+class CoinsFromTheNextToken(Rejection):
+    """Right functions, but the coins and the token after are drawn from the same noise."""
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Any:
+        class Same:
+            def gumbel(self, vocab: int) -> mx.array:
+                return randomness.gumbel(vocab)
+
+            def uniform(self, n: int) -> mx.array:
+                return mx.exp(-mx.exp(-randomness.gumbel(max(n, 3))))[:n]
+
+        return super().decide(target, draft, Same())
+
+
+class SharedNoise(Block):
+    """Drafts from the noise of the target's own draws, some of which is there again next round."""
+
+    shares_noise = True
+
+
+class NotANumber(Rejection):
+    """0/0 where draft and target exclude a token."""
+
+    def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
+        library = mx if isinstance(target_probs, mx.array) else np
+        p, q = (
+            library.take_along_axis(probs, draft_tokens[:, None], axis=-1)[:, 0]
+            for probs in (target_probs[:-1], draft_probs)
+        )
+        with np.errstate(all="ignore"):
+            return library.minimum(1, p / (q * (p > 0)))
+
+
+class Unnormalised(Rejection):
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
+        return 0.5 * super().next_probs(target_probs, tokens, draft_probs, kept)
+
+
+class OnlyNumPy(Rejection):
+    """On MLX the token after is drawn from p, whatever was rejected."""
+
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, kept: Any) -> Any:
+        if isinstance(target_probs, mx.array):
+            return target_probs[kept]
+        return super().next_probs(target_probs, tokens, draft_probs, kept)
+
+
+class CountsOtherwise(Rejection):
+    """Counts all heads on MLX, and those before the first tails on NumPy."""
+
+    def num_accepted(self, coins: Any) -> Any:
+        if isinstance(coins, mx.array):
+            return coins.astype(mx.int32).sum()
+        return super().num_accepted(coins)
+
+
+BROKEN: dict[str, list[Any]] = {
+    "protocol": [
+        NoDecide(),
+        Sound,
+        NoName(),
+        NeedsTwo(),
+        Tuples(),
+        Floats(),
+        Ints(),
+        Rows(),
+        Short(),
+        TooMany(),
+        Negative(),
+        OutOfRange(),
+        NoMass(),
+        Branches(),
+    ],
+    "purity": [
+        Remembers(),
+        Counts(),
+        OwnRandomness(),
+        GlobalRandomness(),
+        Waits(),
+        ReadsEvidence(),
+    ],
+    "greedy": [KeepsTheFirst()],
+    "samplers": [NeedsNothing(), NeedsNothingAtAll()],
+    "coins": [NotANumber(), Unnormalised(), OnlyNumPy(), CountsOtherwise()],
+    "distribution": [
+        KeepsAnyUnlessGreedy(),
+        ResidualWithoutTheToken(),
+        CoinsFromTheNextToken(),
+        SharedNoise(),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("part", "rule"),
+    [
+        pytest.param(
+            part, rule, id=f"{part}-{rule.__name__ if rule is Sound else type(rule).__name__}"
+        )
+        for part, rules in BROKEN.items()
+        for rule in rules
+    ],
+)
+def test_a_broken_rule_fails_by_name(part: str, rule: Any) -> None:
+    """AssertionError names the property that it breaks, and says what to do."""
+    with pytest.raises(AssertionError, match=f", {part}: "):
+        check_rule(rule, num_draws=ENOUGH)
+
+
+def test_the_stated_power_is_what_three_thousand_texts_have() -> None:
+    """Off by a total variation d, chi-square's noncentrality is at least 4 N d^2 (Cauchy-Schwarz).
+
+    At d = 0.1 that is found with a chance above 0.99; each of the two tests raises a false alarm
+    once in 1e6, so that both do once in 500,000.
+    """
+    freedom = 3**3 - 1
+    assert chi2.sf(limit(freedom), freedom) == pytest.approx(FALSE_ALARM, rel=0.2)
+    assert ncx2.sf(limit(freedom), freedom, 4 * 3000 * 0.1**2) > 0.99
+    nothing_kept = Agreement.outcome({"target_tokens": [0]}, [])
+    texts = sampled(lambda asked: [nothing_kept] * len(asked), 1, coupled=False)
+    for comparison, _, _ in texts:
+        assert (3000 * comparison.own >= LEAST_EXPECTED).all()  # none of the 27 cells is joined
