@@ -454,4 +454,4 @@ def test_nothing_runs_before_the_first_response_is_asked_for() -> None:
         sd.stream_generate(tiny_text.model(), tokenizer(), "")
     options: Any = {"temperature": 1.0}
     with pytest.raises(TypeError, match="temperature"):
-        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, temperature=1.0)
+        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, **options)
