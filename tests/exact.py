@@ -233,7 +233,7 @@ class OnMLX:
         return np.array(self.rule.accept_probs(*arrays), np.float64)
 
     def num_accepted(self, coins: np.ndarray) -> int:
-        return self.rule.num_accepted(mx.array(coins)).item()
+        return int(self.rule.num_accepted(mx.array(coins)))
 
     def next_probs(
         self,
@@ -242,8 +242,8 @@ class OnMLX:
         draft_probs: np.ndarray,
         num_accepted: int,
     ) -> np.ndarray:
-        arrays = (to_mlx(x) for x in (target_probs, draft_tokens, draft_probs))
-        return np.array(self.rule.next_probs(*arrays, mx.array(num_accepted)), np.float64)
+        p, tokens, q = (to_mlx(x) for x in (target_probs, draft_tokens, draft_probs))
+        return np.array(self.rule.next_probs(p, tokens, q, mx.array(num_accepted)), np.float64)
 
 
 def match(own: Any, tokens: Any) -> tuple[int, int]:

@@ -7,7 +7,7 @@ it, and the page about architectures is written from it, so that the two cannot 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import cached_property
 from typing import Any
@@ -81,14 +81,14 @@ def largest_difference(a: mx.array, b: mx.array) -> float:
 def text_of(pairs: Iterable[tuple[Any, mx.array]]) -> Text:
     """Collect (token, logprobs [V]) pairs."""
     tokens, rows = zip(*pairs, strict=True)
-    return Text([int(token) for token in tokens], mx.stack(rows))
+    return Text([int(token) for token in tokens], mx.stack(list(rows)))
 
 
 def plain_text(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Text:
     """What mlx-lm's plain loop writes, on fresh caches."""
     caches = make_prompt_cache(model)
     return text_of(
-        generate_step(mx.array(prompt), model, max_tokens=num_tokens, prompt_cache=caches)
+        generate_step(mx.array(list(prompt)), model, max_tokens=num_tokens, prompt_cache=caches)
     )
 
 
@@ -149,8 +149,8 @@ class Case:
             "prompt lookup": PromptLookupDrafter(min_ngram=1),
         }
 
-    def speculate(self, drafter: Drafter, length: int, **options: Any) -> Iterator[Token]:
-        options = {"prompt_tokens": PROMPT, "max_tokens": self.num_tokens} | options
+    def speculate(self, drafter: Drafter, length: int, **options: Any) -> Generator[Token]:
+        options = {"prompt_tokens": PROMPT, "max_tokens": self.num_tokens, **options}
         return speculate(self.model, drafter=drafter, draft_length=length, **options)
 
     @cached_property

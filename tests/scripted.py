@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
-from specdec_mlx.types import Draft, DraftContext, Drafter
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Closes, Draft, DraftContext, Drafter
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +143,7 @@ class RecordingSession:
     def propose(self, limit: int) -> Draft:
         draft = self.session.propose(limit)
         if len(draft):
-            self.proposals.append((list(self.text), mx.array(draft.tokens).tolist()))
+            self.proposals.append((list(self.text), to_list(draft.tokens)))
         return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -150,4 +151,5 @@ class RecordingSession:
         self.text += tokens
 
     def close(self, length: int) -> None:
-        self.session.close(length)
+        if isinstance(self.session, Closes):
+            self.session.close(length)

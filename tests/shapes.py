@@ -31,7 +31,8 @@ def install() -> None:
 
 def checked(function: Any) -> Any:
     """A function whose arguments and result are checked at each call."""
-    return beartype(conf=_conf())(function)
+    decorate: Any = beartype(conf=_conf())
+    return decorate(function)
 
 
 @cache
@@ -40,6 +41,6 @@ def _conf() -> BeartypeConf:
     protocols = [kind for kind in vars(types).values() if getattr(kind, "_is_protocol", False)]
     lazy = [kind for kind in protocols if not getattr(kind, "_is_runtime_protocol", False)]
     return BeartypeConf(
-        hint_overrides=BeartypeHintOverrides(dict.fromkeys(lazy, object)),
+        hint_overrides=BeartypeHintOverrides(dict.fromkeys(lazy, object)),  # type: ignore[operator]
         is_pep484_tower=True,  # an int is a float, as everywhere
     )

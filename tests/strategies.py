@@ -21,7 +21,7 @@ def laws(draw: st.DrawFn, vocab_size: int) -> np.ndarray:
     weights = np.array(draw(st.lists(weight, min_size=vocab_size, max_size=vocab_size)))
     if weights.sum() == 0:
         weights[draw(st.integers(0, vocab_size - 1))] = 1.0
-    return weights / weights.sum()
+    return np.asarray(weights / weights.sum())
 
 
 @st.composite

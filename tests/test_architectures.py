@@ -9,7 +9,7 @@ is run. Tests are grouped by architecture, so that each model is built once and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import mlx.core as mx
@@ -143,7 +143,7 @@ def test_a_second_turn_goes_on_after_close_inside_a_block(case: Case) -> None:
     assert case.continued(length, caches) <= case.tolerance
 
 
-def take(items: Iterator[Token], number: int) -> list[Token]:
+def take(items: Generator[Token], number: int) -> list[Token]:
     """The first items of a generator, which is then closed."""
     taken = [next(items) for _ in range(number)]
     items.close()
@@ -253,8 +253,8 @@ def gap(logprobs: mx.array) -> float:
     return best - second
 
 
-DRAFT_MODELS = ("llama", "gemma3_text", "llama4", "mamba", "rwkv7", "qwen3_next", "falcon_h1")
-DRAFT_MODELS += ("deepseek_v41",)  # its own class of cache
+DRAFT_MODELS = ["llama", "gemma3_text", "llama4", "mamba", "rwkv7", "qwen3_next", "falcon_h1"]
+DRAFT_MODELS += ["deepseek_v41"]  # its own class of cache
 
 
 @pytest.mark.parametrize("name", cases(DRAFT_MODELS, "llama", "llama4", "qwen3_next"))

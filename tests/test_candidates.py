@@ -112,7 +112,7 @@ def default_cache(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scan, look_up = scan_cache_dir, try_to_load_from_cache
     monkeypatch.setattr(candidates, "scan_cache_dir", lambda where: scan(where or root))
     monkeypatch.setattr(
-        candidates, "try_to_load_from_cache", lambda *args: look_up(*args, cache_dir=root)
+        candidates, "try_to_load_from_cache", lambda name, file: look_up(name, file, cache_dir=root)
     )
 
 

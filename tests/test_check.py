@@ -192,7 +192,7 @@ class OutOfStep:
     model: nn.Module
 
     def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
-        session = sd.ModelDrafter(self.model).begin(prompt, context)
+        session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
         def observe(tokens: list[int]) -> None:
             session.text += tokens
@@ -576,8 +576,8 @@ def test_a_place_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_models_of_a_drafter_are_remembered_and_it_is_left_alone() -> None:
     """At any depth; a drafter without one is itself."""
     inner = sd.ModelDrafter(draft_model())
-    outer = Altered(sd.FirstOf(sd.NGramDrafter(), inner), misdeclared)
-    changed = with_remembered_models(outer, [1])
+    outer: Any = Altered(sd.FirstOf(sd.NGramDrafter(), inner), misdeclared)
+    changed: Any = with_remembered_models(outer, [1])
     assert isinstance(changed.drafter.drafters[1].model, Remembered)
     assert changed.drafter.drafters[0] is outer.drafter.drafters[0]
     assert changed.alter is misdeclared

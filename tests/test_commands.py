@@ -161,8 +161,8 @@ def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
 @both_ways
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
-    flags = ("--draft-model", str(folders / "model"), "--draft-length", "4")
-    flags += ("--temp", "1", "--seed", "3")
+    flags = ["--draft-model", str(folders / "model"), "--draft-length", "4"]
+    flags += ["--temp", "1", "--seed", "3"]
     tokens_per_pass, accepted, drafted = account(generate(folders, *flags, "--rule", "rejection"))
     assert accepted == drafted
     assert tokens_per_pass == 5

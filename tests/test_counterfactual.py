@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import cache
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -192,7 +193,7 @@ def noisy_copy() -> nn.Module:
     return model
 
 
-def run(counterfactual: bool, drafter: str = "model", **options) -> tuple[list[int], object]:
+def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[list[int], Any]:
     drafters = {
         "model": sd.ModelDrafter(noisy_copy()),
         "sharper model": sd.ModelDrafter(noisy_copy(), draft_temp=0.6),

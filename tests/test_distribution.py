@@ -49,6 +49,7 @@ from selection import FULL, cases
 from specdec_mlx import lab
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.token_ids import to_list
 
 V = 6
 LENGTH = 3
@@ -382,7 +383,7 @@ def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     for seed in range(1000):
         context = sd.DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=V)
         draft = drafter.begin(PROMPT, context).propose(2)
-        x, y = draft.tokens.tolist()
+        x, y = to_list(draft.tokens)
         seen[x, y] += 1
         first, second[x] = np.exp(np.array(draft.logprobs, np.float64))
     if draft_temp is not None:

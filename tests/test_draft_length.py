@@ -26,7 +26,7 @@ from specdec_mlx.draft_length.policy import (
 )
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.types import Draft, DraftContext, RoundRecord
+from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 
 
 def history(policy: Auto) -> Learned:
@@ -186,7 +186,7 @@ class _Known(AcceptanceHistory):
         super().__init__()
         self.chances = chances
 
-    def chance(self, evidence: int, position: int) -> float:
+    def chance(self, evidence: Evidence | int, position: int) -> float:
         return self.chances[position]
 
 

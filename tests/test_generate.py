@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 import scripted
 import specdec_mlx as sd
+import tiny
 import tiny_text
 
 PROMPT = "the cat and the hat in the rain, the cat"
@@ -244,7 +245,7 @@ def test_a_second_turn_on_the_same_prompt_cache() -> None:
 def test_kv_bits_quantize_the_cache() -> None:
     """kv_bits, kv_group_size and quantized_kv_start pass through: same text, same classes."""
     shape = tiny_text.SHAPE | {"hidden_size": 128}
-    model = tiny_text.tiny.build("qwen2", **shape)
+    model = tiny.build("qwen2", **shape)
     options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 20}
     kinds = []
     for stream, more in ((theirs, {}), (ours, {"drafter": "prompt-lookup", "draft_length": 4})):
@@ -446,10 +447,11 @@ def test_the_wired_limit_covers_target_and_draft(
 
 def test_nothing_runs_before_the_first_response_is_asked_for() -> None:
     """stream_generate returns a generator; mistakes in its arguments are raised at the call."""
-    stream = sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=3)
+    stream: Any = sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=3)
     assert stream.gi_frame is not None
     stream.close()
     with pytest.raises(sd.PromptError, match="empty"):
         sd.stream_generate(tiny_text.model(), tokenizer(), "")
+    options: Any = {"temperature": 1.0}
     with pytest.raises(TypeError, match="temperature"):
-        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, temperature=1.0)
+        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, **options)

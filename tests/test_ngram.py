@@ -94,7 +94,7 @@ def tokens(draft: Draft) -> list[int]:
 def test_tables_equal_a_count_over_the_text(text: list[int], orders: list[int], limit: int) -> None:
     """For every text and orders 1 to 8, the draft is that of the scan, a point mass."""
     draft = begin(text, min_order=orders[0], max_order=orders[1], num_draft=8).propose(limit)
-    assert tokens(draft) == scan(text, *orders, limit)
+    assert tokens(draft) == scan(text, orders[0], orders[1], limit)
     assert draft.logprobs is None
 
 

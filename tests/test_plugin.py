@@ -26,7 +26,7 @@ from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uni
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from tiny_model_folder import write_model_folder
 
-steps = importlib.import_module("mlx_lm.generate")
+steps: Any = importlib.import_module("mlx_lm.generate")
 NAMES = ("generate_step", "speculative_generate_step")
 PROMPT = "the cat in the hat and the other cat in the hat"
 NUM_TOKENS = 80

@@ -48,7 +48,8 @@ def test_a_name_with_options_makes_what_the_class_would() -> None:
     assert make_drafter("ngram:max_order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
     assert make_drafter("ngram:stochastic=true") == sd.NGramDrafter(stochastic=True)
     model = tiny_text.model()
-    assert make_drafter("model", model=model).model is model
+    drafter: Any = make_drafter("model", model=model)
+    assert drafter.model is model
 
 
 def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
@@ -81,7 +82,8 @@ def test_several_drafters_are_one_that_tries_them_in_order() -> None:
     ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()
     assert first_of([]) is first_of([None]) is None
     assert first_of([None, ngram]) is ngram
-    assert first_of([ngram, None, lookup]).drafters == (ngram, lookup)
+    both: Any = first_of([ngram, None, lookup])
+    assert both.drafters == (ngram, lookup)
 
 
 @pytest.mark.parametrize(

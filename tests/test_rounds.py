@@ -111,7 +111,7 @@ class KeepAll:
     name = "keep all"
     seen: list[bool] = field(default_factory=list, compare=False)
 
-    def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Verdict:
+    def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Any:
         self.seen.append(rows.greedy)
         return Verdict(mx.array(len(draft)), rows.tokens[-1])
 

@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -144,7 +145,7 @@ def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
     """Two models alike but for the rows of padding at the end of their embeddings."""
     wide = tiny.build("qwen2", vocab_size=WIDE)
     narrow = tiny.build("qwen2", vocab_size=NARROW)
-    weights = dict(tiny.tree_flatten(wide.parameters()))
+    weights = dict(tree_flatten(wide.parameters()))
     rows = weights["model.embed_tokens.weight"]
     rows[NARROW:] = rows[NARROW:] * 0.5
     wide.load_weights(list(weights.items()))
@@ -230,7 +231,7 @@ def test_logits_are_cut_or_padded_with_no_mass(have: int, want: int | None) -> N
 def test_a_draft_outside_the_targets_vocabulary_never_comes_from_a_model() -> None:
     """The wider model's own favourite may be an id that the target lacks; it proposes another."""
     target, draft = widths(NARROW, WIDE)
-    loud = dict(tiny.tree_flatten(draft.parameters()))
+    loud = dict(tree_flatten(draft.parameters()))
     rows = loud["model.embed_tokens.weight"]
     rows[NARROW:] = rows[NARROW:] * 100
     draft.load_weights(list(loud.items()))

@@ -429,7 +429,7 @@ GARBAGE = {
 def test_another_kind_of_file_is_an_error_that_names_it(kind: str, tmp_path: Path) -> None:
     """ValueError with the path and what to do, whatever is wrong with the file."""
     path = tmp_path / "garbage.json"
-    content = GARBAGE[kind]
+    content: Any = GARBAGE[kind]
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError, match=r"garbage\.json is not a saved Tuning.*Delete it"):
         Tuning.load(path)

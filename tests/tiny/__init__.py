@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import math
 import re
 from functools import cache
@@ -60,8 +59,7 @@ OVERRIDES: dict[str, dict[str, tuple[float, float]]] = _merged("OVERRIDES")
 @cache
 def architecture_files() -> list[str]:
     """Names of the modules of mlx_lm.models that define a whole model."""
-    package = importlib.util.find_spec("mlx_lm.models")
-    folders = [Path(folder) for folder in package.submodule_search_locations]
+    folders = [Path(folder) for folder in importlib.import_module("mlx_lm.models").__path__]
     files = [file for folder in folders for file in folder.glob("*.py")]
     return sorted(file.stem for file in files if _defines_model(file.read_text()))
 
@@ -78,7 +76,8 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any
     """
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
-    model = module.Model(module.ModelArgs.from_dict(copy.deepcopy({**CONFIGS[name], **changes})))
+    config = copy.deepcopy({**CONFIGS[name], **changes})
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     weights = randomised(model, OVERRIDES.get(name, {}))
     model.update(tree_unflatten(_cast(model, weights, dtype)))
     model.eval()
