@@ -1,11 +1,24 @@
-"""Rules by name, and the rule that chooses among them."""
+"""Rules by name, and the rule that chooses among them.
+
+A package that declares
+
+    [project.entry-points."specdec_mlx.rules"]
+    my-rule = "my_package:MyRule"
+
+gives its rule a name in `rule=` and on the command line. A built-in name stays with the built-in
+rule, any other with the package whose name comes first.
+"""
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
 
-from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.errors import MissingPackageError, UnknownNameError
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
@@ -58,35 +71,88 @@ LOSSY: dict[str, Callable[..., AcceptanceRule]] = {"lenient": Lenient, "typical"
 """Rules that change it; asked for by name only."""
 
 RULES = {**LOSSLESS, **LOSSY}
-"""What `rule=` knows, by name."""
+"""The built-in rules, by name."""
+
+GROUP = "specdec_mlx.rules"
+"""Entry points by which packages give their rules a name."""
 
 
 def rule_names() -> list[str]:
-    """Names that `rule=` takes."""
-    return list(RULES)
+    """Names that `rule=` takes: the built-in ones, and those of installed packages."""
+    return [*RULES, *_installed()]
 
 
 def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
     """The rule that a caller passed as `rule`.
 
-    choice: a rule, or NAME or NAME:key=value,..., such as "lenient:lenience=0.5" and
-    "typical:epsilon=0.09,delta=0.3". Raises UnknownNameError, and ValueError for options that the
-    rule does not take.
+    Args:
+        choice: a rule, or NAME or NAME:key=value,..., such as "lenient:lenience=0.5" and
+            "typical:epsilon=0.09,delta=0.3".
+
+    Raises:
+        UnknownNameError: no rule has this name.
+        ValueError: options that the rule does not take, or something that is no rule.
+        MissingPackageError: the package that brings the rule cannot be imported.
     """
     if not isinstance(choice, str):
-        if isinstance(choice, AcceptanceRule) and not isinstance(choice, type):
-            return choice
-        raise ValueError(f"rule={choice!r}: expected a name or an instance of an AcceptanceRule.")
+        return _checked(choice, choice)
     name, options = split_spec(choice)
-    if name not in RULES:
-        raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(RULES)}.")
+    kind = RULES.get(name) or _load(name)
     try:
-        return RULES[name](**options)
+        return _checked(choice, kind(**options))
     except TypeError as error:
-        raise ValueError(f"Rule {choice!r}: {_reason(name, options, error)}.") from error
+        raise ValueError(f"Rule {choice!r}: {_reason(name, kind, options, error)}.") from error
 
 
-def _reason(name: str, options: dict[str, object], error: TypeError) -> str:
+def _checked(choice: object, rule: object) -> AcceptanceRule:
+    """The rule, if it is one."""
+    if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):
+        return rule
+    raise ValueError(f"rule={choice!r}: expected a name or an instance of an AcceptanceRule.")
+
+
+def _load(name: str) -> Callable[..., AcceptanceRule]:
+    """What makes the rule of an installed package."""
+    if name not in _installed():
+        raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
+    entry = _installed()[name]
+    try:
+        kind: Callable[..., AcceptanceRule] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingPackageError(
+            f"Rule {name!r} of {_package(entry)} cannot be loaded: {error}. Install it anew."
+        ) from error
+    return kind
+
+
+@functools.cache
+def _installed() -> dict[str, EntryPoint]:
+    """Entry points by name, looked up once in a process, since that reads every package's metadata.
+
+    A UserWarning names those that want a name that is taken.
+    """
+    known: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=_package):
+        owner = "specdec-mlx" if entry.name in RULES else _package(known.get(entry.name, entry))
+        if owner == _package(entry):
+            known[entry.name] = entry
+            continue
+        warnings.warn(
+            f"specdec_mlx: rule {entry.name!r} of {_package(entry)} is left out, since {owner} has "
+            "one of that name. Uninstall one of them, or give the rule itself instead of its name.",
+            stacklevel=2,
+        )
+    return known
+
+
+def _package(entry: EntryPoint) -> str:
+    """Name of the distribution that an entry point came with."""
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
+def _reason(
+    name: str, kind: Callable[..., Any], options: dict[str, object], error: TypeError
+) -> str:
     """Why a rule could not be made."""
-    takes_none = not getattr(RULES[name], "__dataclass_fields__", None)
+    takes_none = not getattr(kind, "__dataclass_fields__", None)
     return f"{name} takes no options" if options and takes_none else str(error)

@@ -185,7 +185,7 @@ class _Check:
                 if not was_interrupted:
                     break
                 points += 1
-        return f"interrupt: exact after each of {points} interruptions"
+        return f"interrupt: exact after whole passes, and after {points} interruptions"
 
     def _interrupt(self, cache: Any, width: int, at: int) -> bool:
         """A pass that is interrupted in place of its change `at`; whether it has so many."""

@@ -1,0 +1,1 @@
+"""Other people's extensions, a file each: they import only what is public."""

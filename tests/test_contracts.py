@@ -1,0 +1,462 @@
+"""What the contracts admit, with scripted targets, and what they refuse.
+
+No target of ours verifies trees or can be read yet; the loop must not stand in the way of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+import scripted
+import specdec_mlx as sd
+import strategies
+import tiny
+from scripted_target import (
+    ChainCache,
+    RecurrentTokenCache,
+    ScriptedTarget,
+    TappedTarget,
+    TokenCache,
+    rounds_of,
+)
+from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.loop import Generation, Token
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.types import ROOT, Draft, DraftContext, FeatureRows, Features, Target
+
+PROMPT = [900, 901, 902, 903, 904, 905, 906]
+TEXT = list(range(10, 60))
+WRONG = 999
+
+TREE = Draft([10, WRONG, 11, 11, WRONG, 12], parents=[ROOT, ROOT, 1, 0, 0, 3])
+"""The text begins with 10, 11, 12: nodes 0, 3 and 5. Node 2 is an 11 on a wrong branch."""
+
+
+class Given:
+    """A drafter that proposes given drafts, one a round; and a session that remembers."""
+
+    def __init__(self, drafts: Sequence[Draft]) -> None:
+        self.drafts = rounds_of(drafts)
+        self.observed: list[int] = []
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Given:
+        self.prompt = list(prompt)
+        return self
+
+    def propose(self, limit: int) -> Draft:
+        return next(self.drafts)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.observed += tokens
+
+
+def generation(
+    target: Target, drafter: Any, *, max_tokens: int = 12, most: int = 6
+) -> tuple[Generation, list[Any]]:
+    """The loop over a target of one's own, and the caller's list of caches."""
+    sequence = SequenceState(list(PROMPT), len(PROMPT), max_tokens)
+    caches: list[Any] = []
+    drafting = Drafting(
+        drafter, Fixed(most), target, sequence, keeps_cache=True, stream=generation_stream
+    )
+    loop = Generation(
+        target,
+        sequence,
+        drafting,
+        SpeculationStats(),
+        generation_stream,
+        prefill_step_size=3,
+        callers_cache=caches,
+    )
+    return loop, caches
+
+
+def run(target: Target, drafter: Any, **options: Any) -> list[Token]:
+    loop, _ = generation(target, drafter, **options)
+    return list(loop.run(DraftContext(vocab_size=1000)))
+
+
+# Trees --------------------------------------------------------------------------------------------
+
+
+def test_of_a_tree_the_rows_of_the_nodes_named_are_kept() -> None:
+    """Siblings between them go: after each round the cache holds the text and nothing else."""
+    target = ScriptedTarget(TEXT)
+    loop, caches = generation(target, Given([TREE]))
+    held = []
+    for _ in loop.run(DraftContext()):
+        held.append(list(target.cache.tokens))
+    assert caches == [target.cache]
+    assert target.cache.tokens == [*PROMPT, *TEXT[:12]]
+    # the next pass, over the pending 13, is under way while 10, 11, 12 and 13 are handed out
+    assert held[:4] == [[*PROMPT, 10, 11, 12, 13]] * 4
+
+
+def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
+    """Tokens and parents; what is kept of it is emitted as drafted, each with its own row."""
+    target = ScriptedTarget(TEXT)
+    items = run(target, Given([TREE]))
+    assert target.drafts == [TREE]
+    assert [item.token for item in items] == TEXT[:12]
+    assert [item.origin for item in items[:5]] == ["draft", "draft", "draft", "correction", "plain"]
+    # row 0 follows the text, row i + 1 node i: of nodes 0, 3 and 5
+    assert [item.logprobs.item() for item in items[:4]] == [0, 1, 4, 6]
+    stats = items[-1].stats
+    assert (stats.drafted, stats.accepted) == (6, 3)
+
+
+def test_a_tree_is_cut_from_its_end() -> None:
+    """A drafter that ignores the limit: the first nodes are a tree, since parents come first."""
+    target = ScriptedTarget(TEXT)
+    items = run(target, Given([TREE]), most=4)
+    assert target.drafts == [TREE.head(4)]
+    assert target.drafts[0].parents == [ROOT, ROOT, 1, 0]
+    assert [item.origin for item in items[:3]] == ["draft", "draft", "correction"]
+    assert [item.token for item in items] == TEXT[:12]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+def test_a_path_is_cut_where_no_more_tokens_are_wanted(max_tokens: int) -> None:
+    """And the caller's caches hold exactly those."""
+    target = ScriptedTarget(TEXT)
+    items = run(
+        target, Given([Draft([WRONG, 10, 11], parents=[ROOT, ROOT, 1])]), max_tokens=max_tokens
+    )
+    assert [item.token for item in items] == TEXT[:max_tokens]
+    assert target.cache.tokens == [*PROMPT, *TEXT[:max_tokens]]
+
+
+def test_closing_in_the_middle_of_a_path_leaves_what_was_handed_out() -> None:
+    """Some of the nodes that were kept go too."""
+    target = ScriptedTarget(TEXT)
+    loop, _ = generation(target, Given([TREE]))
+    items = loop.run(DraftContext())
+    assert [next(items).token for _ in range(2)] == [10, 11]
+    items.close()
+    assert target.cache.tokens == [*PROMPT, 10, 11]
+
+
+def test_chains_and_trees_take_turns() -> None:
+    """Also where nothing of a tree is kept, all of it, and only its first branch."""
+    drafts = [
+        Draft([10, WRONG]),
+        Draft([WRONG, WRONG], parents=[ROOT, ROOT]),
+        Draft([13, 14], parents=[ROOT, 0]),
+        Draft([WRONG, 16, 17], parents=[ROOT, ROOT, 1]),
+        Draft([19, WRONG], parents=[ROOT, ROOT]),
+    ]
+    target = ScriptedTarget(TEXT)
+    items = run(target, Given(drafts), max_tokens=20)
+    assert target.drafts == drafts
+    assert [item.token for item in items] == TEXT[:20]
+    assert items[-1].stats.accepted == 1 + 0 + 2 + 2 + 1
+    assert target.cache.tokens == [*PROMPT, *TEXT[:20]]
+
+
+def test_a_cache_that_cannot_gather_is_named() -> None:
+    """A path that skips nodes; one that does not is as good as a chain."""
+    target = ScriptedTarget(TEXT, ChainCache())
+    assert len(run(target, Given([Draft([10, 11, WRONG], parents=[ROOT, 0, 0])]))) == 12
+    target = ScriptedTarget(TEXT, ChainCache())
+    with pytest.raises(sd.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
+        run(target, Given([Draft([WRONG, 10], parents=[ROOT, ROOT])]))
+    assert target.cache.tokens == PROMPT
+
+
+@given(draft=strategies.tree_drafts())
+def test_the_head_of_a_tree_is_a_tree(draft: Draft) -> None:
+    """Tokens, parents, evidence and distributions stay together; no parent is cut off."""
+    assert draft.logprobs is not None
+    assert draft.evidence is not None
+    assert draft.parents is not None
+    for n in range(len(draft) + 2):
+        head = draft.head(n)
+        size = min(n, len(draft))
+        assert len(head) == size
+        assert list(head.tokens) == list(draft.tokens[:size])
+        assert list(head.evidence) == list(draft.evidence[:size])
+        assert head.logprobs.tolist() == draft.logprobs[:size].tolist()
+        assert list(head.parents) == list(draft.parents[:size])
+        assert all(ROOT <= parent < i for i, parent in enumerate(head.parents))
+
+
+# States that are read -----------------------------------------------------------------------------
+
+
+class Reader(Given):
+    """Wants to read the target, and notes when it was shown what."""
+
+    features = Features(layers=(2, 5), head_input=True, top=3)
+
+    def __init__(self, drafts: Sequence[Draft] = ()) -> None:
+        super().__init__(drafts)
+        self.seen: list[int] = []
+        self.sizes: list[int] = []
+
+    def see(self, features: FeatureRows) -> None:
+        tokens = features.layers[2][:, 0] - 2000
+        assert features.layers.keys() == {2, 5}
+        assert features.layers[5][:, 0].tolist() == (tokens + 5000).tolist()
+        assert features.head_input[:, 0].tolist() == (-tokens).tolist()
+        assert features.top_tokens.tolist() == [[token] * 3 for token in tokens.tolist()]
+        self.seen += tokens.tolist()
+        self.sizes.append(len(tokens))
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        # all but the last token observed have been fed, and so have been seen
+        super().observe(tokens)
+        assert self.seen == [*self.prompt, *self.observed][:-1]
+
+
+READER_DRAFTS = [
+    Draft([10, 11]),
+    Draft(),
+    Draft([WRONG, WRONG]),
+    Draft([15, WRONG, WRONG]),
+    Draft(),
+    Draft(),
+    Draft([19, 20, 21]),
+    Draft([WRONG]),
+]
+
+
+@pytest.mark.parametrize("make_cache", [TokenCache, RecurrentTokenCache])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 9, 25])
+def test_a_reader_sees_each_position_once_and_in_order(
+    make_cache: type[TokenCache], max_tokens: int
+) -> None:
+    """Before its token is observed; also where rejected and replayed positions are fed again."""
+    reader, target = Reader(READER_DRAFTS), TappedTarget(TEXT, make_cache())
+    items = run(target, reader, max_tokens=max_tokens)
+    assert [item.token for item in items] == TEXT[:max_tokens]
+    assert target.wanted == Reader.features
+    text = [*PROMPT, *TEXT[:max_tokens]]
+    assert reader.seen == text[:-1]
+    if max_tokens == 25:
+        assert (items[-1].stats.replayed > 0) == (make_cache is RecurrentTokenCache)
+
+
+def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
+    """As it is fed, three at a time; its last token comes with the first round."""
+    reader = Reader()
+    run(TappedTarget(TEXT), reader, max_tokens=3)
+    assert reader.sizes[:2] == [3, 3]
+    assert reader.seen[:6] == PROMPT[:6]
+
+
+def test_a_reader_sees_the_nodes_kept_of_a_tree() -> None:
+    """Not their siblings."""
+    reader = Reader([TREE])
+    run(TappedTarget(TEXT), reader)
+    assert reader.seen == [*PROMPT, *TEXT[:11]]
+
+
+def test_a_reader_stopped_early_is_not_shown_what_was_not_emitted() -> None:
+    """The caches are brought in order without it."""
+    reader, target = Reader(READER_DRAFTS), TappedTarget(TEXT, RecurrentTokenCache())
+    loop, _ = generation(target, reader)
+    items = loop.run(DraftContext())
+    next(items)
+    seen = list(reader.seen)
+    items.close()
+    assert reader.seen == seen
+    assert target.cache.tokens == [*PROMPT, 10]
+
+
+def test_a_target_that_cannot_be_read_is_refused() -> None:
+    """DraftError before the prompt is read, which says what to do; so on a model of today."""
+    target = ScriptedTarget(TEXT)
+    with pytest.raises(sd.DraftError, match=r"Reader reads the target's states.*prompt-lookup"):
+        run(target, Reader())
+    assert target.cache.tokens == []
+    with pytest.raises(sd.DraftError, match="Reader reads the target's states"):
+        list(sd.speculate(model(), [1, 2, 3], Reader()))
+
+
+def test_a_reader_without_see_is_refused() -> None:
+    """It says what it wants, and has no way to take it."""
+
+    class Blind(Given):
+        features = Features(layers=(0,))
+
+    with pytest.raises(sd.DraftError, match=r"Blind wants features.*no see\(features\)"):
+        run(TappedTarget(TEXT), Blind([]))
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+VOCAB = 128
+MODEL_PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+
+
+@cache
+def model() -> nn.Module:
+    return tiny.build("qwen2")
+
+
+@cache
+def plain(num_tokens: int = 16, prompt: tuple[int, ...] = tuple(MODEL_PROMPT)) -> list[int]:
+    """What mlx-lm's own generation emits."""
+    steps = generate_step(mx.array(prompt), model(), max_tokens=num_tokens)
+    return [int(token) for token, _ in steps]
+
+
+class Proposes:
+    """Proposes right tokens in the first round, and what it was given in the second."""
+
+    def __init__(self, draft: Draft) -> None:
+        self.draft = draft
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        drafts = rounds_of([Draft(plain()[:2]), self.draft])
+        session = scripted.ScriptedSession(lambda emitted, limit: [])
+        session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
+        return session
+
+
+def assert_refused(draft: Draft, words: str, **options: Any) -> None:
+    """DraftError in the round where it happens; what was emitted before can be continued."""
+    caches, got = make_prompt_cache(model()), []
+    with pytest.raises(sd.DraftError, match=words):
+        for item in sd.speculate(
+            model(),
+            MODEL_PROMPT,
+            Proposes(draft),
+            max_tokens=16,
+            prompt_cache=caches,
+            draft_length=4,
+            **options,
+        ):
+            got.append(item.token)
+    assert got == plain()[:3]
+    assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
+    again = sd.speculate(model(), [9], max_tokens=4, prompt_cache=caches)
+    assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))
+
+
+@pytest.mark.parametrize(
+    "parents",
+    [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []],
+    ids=str,
+)
+def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
+    """Too few, too many, a token before its parent or its own, below the root."""
+    assert_refused(Draft([1, 2, 3], parents=parents), "parents are .*; expected 3 indices")
+
+
+@pytest.mark.parametrize("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]], ids=str)
+def test_a_tree_is_refused_by_a_model_that_verifies_chains(parents: list[int]) -> None:
+    """Also one that is a chain: nobody reads the parents yet."""
+    assert_refused(Draft([1, 2, 3], parents=parents), "proposed a tree.*Leave parents out")
+
+
+IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
+    "too large by one": (lambda: mx.array([1, VOCAB]), "token 128; the target has 0 to 127"),
+    "far too large": (lambda: mx.array([1, 2**30]), "token 1073741824; the target has"),
+    "largest": (lambda: mx.array([2**32 - 1], mx.uint32), "token 4294967295; the target has"),
+    "beyond 32 bits": (lambda: mx.array([2**32 + 5], mx.int64), "token 4294967301; the target has"),
+    "negative": (lambda: mx.array([1, -1, 2]), "token -1; the target has"),
+    "very negative": (lambda: mx.array([-(2**31)]), "token -2147483648; the target has"),
+    "not computed yet": (lambda: mx.array([1, 2]) + VOCAB, "token 129; the target has"),
+    "two dimensions": (lambda: mx.array([[1, 2]]), r"array of shape \(1, 2\)"),
+    "a column": (lambda: mx.array([[1], [2]]), r"array of shape \(2, 1\)"),
+    "array of floats": (lambda: mx.array([1.0, 2.0]), "type mlx.core.float32"),
+    "array of bools": (lambda: mx.array([True, False]), "type mlx.core.bool"),
+    "NumPy": (lambda: np.array([1, 2]), r"proposed a ndarray.*\.tolist\(\)"),
+    "NumPy, two dimensions": (lambda: np.array([[1, 2]]), "proposed a ndarray"),
+    "NumPy numbers": (lambda: list(np.array([1, 2])), "expected a sequence of ints"),
+    "floats": (lambda: [1.0, 2.0], "expected a sequence of ints"),
+    "bools": (lambda: [True, False], "expected a sequence of ints"),
+    "text": (lambda: "ab", "expected a sequence of ints"),
+    "too large, a list": (lambda: [1, VOCAB], "token 128; the target has"),
+    "negative, a list": (lambda: [-1], "token -1; the target has"),
+}
+
+
+def pure_sampler(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+pure_sampler.pure = True  # type: ignore[attr-defined]
+
+SAMPLERS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "penalised": {"logits_processors": [lambda tokens, logits: logits]},
+    "opaque": {"sampling": lambda logprobs: mx.argmax(logprobs, axis=-1)},
+    "pure": {"sampling": pure_sampler},
+}
+
+
+@pytest.mark.parametrize("kind", IMPOSSIBLE)
+def test_tokens_that_are_no_ids_are_refused(kind: str) -> None:
+    """Before anything is emitted that was computed with them, whichever way tokens are drawn."""
+    make, words = IMPOSSIBLE[kind]
+    for options in SAMPLERS.values():
+        assert_refused(Draft(make()), words, **options)
+
+
+@pytest.mark.parametrize("tokens", [[1, VOCAB], [-1], [2**30]], ids=str)
+@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
+def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) -> None:
+    """Distributions are not read past their end either."""
+    even = mx.log(mx.full((len(tokens), VOCAB), 1 / VOCAB))
+    drafter = Proposes(Draft(mx.array(tokens), even))
+    with pytest.raises(sd.DraftError, match=f"token {tokens[-1]}; the target has"):
+        list(
+            sd.speculate(
+                model(),
+                MODEL_PROMPT,
+                drafter,
+                sampling=sd.Sampling(temp=1.0),
+                rule=rule,
+                draft_length=4,
+            )
+        )
+
+
+class ArrayOracle(scripted.OracleDrafter):
+    """Knows the text, and proposes it as arrays that are not computed yet."""
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = super().begin(prompt, context)
+        propose = session.propose
+        session.propose = lambda limit: Draft(mx.array(propose(limit).tokens) + 0)  # type: ignore[method-assign]
+        return session
+
+
+def test_looking_at_arrays_costs_no_further_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A round with an array for a draft waits once, as a round with a list does."""
+    from specdec_mlx import token_ids
+    from specdec_mlx.target import verifier
+
+    def waits(drafter: Any) -> tuple[int, int, int]:
+        reads, lists, evals = [], [], []
+        read_all, to_list, wait = verifier.read_all, verifier.to_list, token_ids.mx.eval
+        with monkeypatch.context() as patch:
+            patch.setattr(verifier, "read_all", lambda *a: reads.append(1) or read_all(*a))
+            patch.setattr(verifier, "to_list", lambda a: lists.append(1) or to_list(a))
+            patch.setattr(token_ids.mx, "eval", lambda *a: evals.append(1) or wait(*a))
+            items = list(
+                sd.speculate(model(), MODEL_PROMPT, drafter, max_tokens=16, draft_length=3)
+            )
+        assert [item.token for item in items] == plain()
+        assert items[-1].stats.accepted > 0
+        assert len(reads) == items[-1].stats.target_passes
+        return len(reads), len(lists), len(evals)
+
+    as_arrays = waits(ArrayOracle(plain(), VOCAB, wrong=0.3))
+    as_lists = waits(scripted.OracleDrafter(plain(), VOCAB, wrong=0.3))
+    assert as_arrays == as_lists
+    assert as_arrays[1] == 0
