@@ -110,7 +110,7 @@ def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
     assert set(rule) == {"-"}
     ways = [("prompt-lookup", "auto"), ("ngram", "auto")]
     expected = [(text, *way) for text in ("edit", "summary", "chat") for way in ways]
-    assert [tuple(row.split()[:3]) for row in rows] == [*expected, ("chat", "prompt-lookup", "4")]
+    assert [tuple(row.split()[:3]) for row in rows] == [*expected, ("chat", "ngram", "4")]
     assert all(row.endswith(" identical") for row in rows)
     assert "target passes" in done.stdout.split("text      drafter")[0]
     assert "7 of 7 texts are plain mlx-lm's, token by token." in done.stdout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +82,7 @@ def scene(
         for drafter in names
     ]
     task = Task(name, name, [0] * num_prompt)
-    return Scene(nn.Module(), task, contenders, pace, max_tokens, (END,))
+    return Scene(nn.Module(), task, task, contenders, pace, max_tokens, (END,))
 
 
 def lengths(samples: Sequence[Sample]) -> list[int]:
@@ -224,6 +224,33 @@ def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> N
     clock.now = 6
     with pytest.raises(ValueError, match=r"5 s were over .* --seconds"):
         demo.play([scene(clock)], budget, 1)
+
+
+def test_whatever_learns_has_written_something_else_before_it_is_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each contender once, the first one live; plain decoding and fixed lengths learn nothing."""
+    written: list[tuple[str, int]] = []
+
+    def way(drafter: str, draft_length: str) -> Contender:
+        def start(prompt: list[int], max_tokens: int, seed: int) -> Iterator[Emitted]:
+            written.append((drafter, prompt[0]))
+            yield from [Emitted(0)] * max_tokens
+
+        return Contender(drafter, draft_length, start)
+
+    monkeypatch.setattr(demo, "show_live", lambda scene, *rest: written.append(("live", 0)))
+    plain, lookup, ngram = way(PLAIN, ""), way("lookup", "auto"), way("ngram", "auto")
+    edit = replace(scene(Clock()), contenders=[plain, lookup, ngram])
+    chat = replace(edit, contenders=[plain, lookup, ngram, way("ngram", "4")])
+    pair = replace(edit, contenders=[plain, way("model", "auto"), way("model", "4")])
+    rehearsals = [replace(edit.task, prompt=[i]) for i in (1, 1, 2)]
+    scenes = [
+        replace(one, rehearsal=task)
+        for one, task in zip((edit, chat, pair), rehearsals, strict=True)
+    ]
+    demo.rehearse(scenes, None, "auto", Budget(1, Clock()))
+    assert written == [("live", 0), ("ngram", 1), ("model", 2)]
 
 
 # --- the report ---------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +68,15 @@ PROMPTS = {
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
 LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
-LIVE_TOKENS = 40
-LIVE_SHARE = 0.15  # of the time
+REHEARSAL_TOKENS = 40
+REHEARSAL_SHARE = 0.15  # of the time
 
 PAIR = "lab pair"
 PAIR_TOPIC = "power"
 PAIR_TOKENS = 192  # of one letter each
 
 DRAFTERS = ("prompt-lookup", "ngram")
-CONTRAST = "4"  # the fixed draft length, what most programs take
+CONTRAST = "4"  # a fixed draft length, such as most programs take
 
 
 def run_demo(
@@ -113,13 +112,12 @@ def run_demo(
     scenes = make_scenes(model, tokenizer, draft_length, max_tokens)
     if is_default:
         scenes.append(pair_scene(draft_length))
-    shown = fit(scenes, seconds * (1 - LIVE_SHARE))
+    shown = fit(scenes, seconds * (1 - REHEARSAL_SHARE))
     least = sum(scene.least_seconds for scene in shown)
-    budget = Budget(max(seconds, least / (1 - LIVE_SHARE)))
+    budget = Budget(max(seconds, least / (1 - REHEARSAL_SHARE)))
     say(announcement(scenes, shown, budget.seconds))
     with wired_limit([scene.model for scene in shown], [generation_stream]):
-        live = live_scene(shown[0], tokenizer)
-        show_live(live, tokenizer, draft_length, budget.part(LIVE_SHARE * budget.seconds))
+        rehearse(shown, tokenizer, draft_length, budget.part(REHEARSAL_SHARE * budget.seconds))
         samples = play(shown, budget, repeats)
     rows = [row for scene in shown for row in compare(scene, samples)]
     print(f"{format_table(rows)}\n\n{legend(rows, shown, samples)}", flush=True)
@@ -143,11 +141,12 @@ def make_scenes(
     """
     pace = measure_pace(model)
     ways = [plain(model), *(our_way(model, tokenizer, name, draft_length) for name in DRAFTERS)]
-    contrast = our_way(model, tokenizer, DRAFTERS[0], CONTRAST)
+    contrast = our_way(model, tokenizer, DRAFTERS[-1], CONTRAST)
     return [
         Scene(
             model,
             Task(name, name, encode_chat(tokenizer, prompt)),
+            Task("live", "live", encode_chat(tokenizer, LIVE_PROMPT)),
             [*ways, contrast] if name == "chat" and draft_length == "auto" else ways,
             pace,
             max_tokens,
@@ -170,22 +169,21 @@ def our_way(
 
 
 def pair_scene(draft_length: str) -> Scene:
-    """The trained pair that ships, on a text of its own kind that it was not trained on."""
+    """The trained pair that ships, on a text of its own kind that it was not trained on.
+
+    Its tokens take so little time that the whole text is always worth it.
+    """
     target, draft, tokenizer = load_pair()
-    prompt = next(text for name, _, text in held_out_openings() if name == PAIR_TOPIC)
+    opening, later = (
+        Task(PAIR, PAIR, list(tokenizer.encode(text)))
+        for topic, _, text in held_out_openings()
+        if topic == PAIR_TOPIC
+    )
     lengths = dict.fromkeys((draft_length, CONTRAST))
     ways = [our_way(target, tokenizer, "model", length, draft) for length in lengths]
-    task = Task(PAIR, PAIR, list(tokenizer.encode(prompt)))
-    return Scene(target, task, [plain(target), *ways], measure_pace(target), PAIR_TOKENS)
-
-
-def live_scene(scene: Scene, tokenizer: Any) -> Scene:
-    """A short text for each drafter, from which "auto" learns what passes cost here."""
-    return replace(
-        scene,
-        task=Task("live", "live", encode_chat(tokenizer, LIVE_PROMPT)),
-        contenders=scene.contenders[1 : 1 + len(DRAFTERS)],
-        max_tokens=min(LIVE_TOKENS, scene.max_tokens),
+    return Scene(
+        *(target, opening, later, [plain(target), *ways], measure_pace(target), PAIR_TOKENS),
+        least_tokens=PAIR_TOKENS,
     )
 
 
@@ -235,15 +233,24 @@ def announcement(scenes: Sequence[Scene], shown: Sequence[Scene], limit: float) 
 # --- the run ------------------------------------------------------------------------------------
 
 
-def show_live(live: Scene, tokenizer: Any, draft_length: str, budget: Budget) -> None:
-    """Stream a text with the first drafter; accepted draft tokens are underlined on a terminal.
+def rehearse(scenes: Sequence[Scene], tokenizer: Any, draft_length: str, budget: Budget) -> None:
+    """Let "auto" learn what passes cost here, on texts that are not compared; the first live."""
+    show_live(scenes[0], tokenizer, draft_length, budget)
+    rehearsed = [scenes[0].contenders[1]]
+    for scene in scenes:
+        new = [c for c in scene.contenders if c.draft_length == "auto" and c not in rehearsed]
+        settings = Settings(REHEARSAL_TOKENS, end_tokens=scene.end_tokens)
+        runs = [Run(contender, scene.rehearsal, settings, 0) for contender in new]
+        take_turns(runs, may_go_on=budget.fits_again)
+        rehearsed += new
 
-    The other drafters write it unseen: "auto" learns from it what passes cost.
-    """
+
+def show_live(scene: Scene, tokenizer: Any, draft_length: str, budget: Budget) -> None:
+    """Stream a text with the first drafter; accepted draft tokens are underlined on a terminal."""
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
     print(f"Live, with {DRAFTERS[0]}{' (accepted drafts underlined)' if on else ''}:\n")
     responses = stream_generate(
-        *(live.model, tokenizer, live.task.prompt, live.max_tokens),
+        *(scene.model, tokenizer, scene.rehearsal.prompt, min(REHEARSAL_TOKENS, scene.max_tokens)),
         drafter=DRAFTERS[0],
         draft_length=int(draft_length) if draft_length.isdecimal() else draft_length,
     )
@@ -254,26 +261,20 @@ def show_live(live: Scene, tokenizer: Any, draft_length: str, budget: Budget) ->
             if not budget.fits_again():
                 break
     print(f"\n\n{response.stats}\n", flush=True)
-    settings = Settings(live.max_tokens, end_tokens=live.end_tokens)
-    others = [Run(contender, live.task, settings, 0) for contender in live.contenders[1:]]
-    take_turns(others, may_go_on=budget.fits_again)
 
 
 def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
-    """All texts, then all again while there is time; no text takes another one's.
+    """All texts, each as often as its time allows; what one leaves over is for the next.
 
     Raises ValueError if there was no time for any.
     """
     samples: list[Sample] = []
-    for repeat in range(repeats):
-        if not budget.fits_again():
-            break
-        for i, scene in enumerate(scenes):
-            if budget.left < (scene.least_seconds if samples else 0):
-                say(f"  {scene.task.id}: left out, its time is over")
-                continue
-            seconds = time_for_first(scenes[i:], budget.left)
-            samples += play_once(scene, budget.part(seconds), repeat)
+    for i, scene in enumerate(scenes):
+        if budget.left < (scene.least_seconds if samples else 0):
+            say(f"  {scene.task.id}: left out, its time is over")
+            continue
+        seconds = time_for_first(scenes[i:], budget.left)
+        samples += play_scene(scene, budget.part(seconds), repeats)
     if not samples:
         raise ValueError(
             f"{budget.seconds:.0f} s were over before the first text. Give more, with --seconds."
@@ -281,14 +282,24 @@ def play(scenes: Sequence[Scene], budget: Budget, repeats: int) -> list[Sample]:
     return samples
 
 
-def play_once(scene: Scene, budget: Budget, repeat: int) -> list[Sample]:
-    """One text by all contenders in turns; all stop at the same token when its time is over."""
+def play_scene(scene: Scene, budget: Budget, repeats: int) -> list[Sample]:
+    """One text by all contenders in turns, again while there is time.
+
+    When it is over, all stop at the same token.
+    """
     settings = Settings(scene.max_tokens, end_tokens=scene.end_tokens)
-    runs = [Run(contender, scene.task, settings, repeat) for contender in scene.contenders]
-    take_turns(runs, repeat, budget.fits_again)
-    samples = [run.sample() for run in runs]
-    tokens = samples[0].tokens
+    samples: list[Sample] = []
+    for repeat in range(repeats):
+        before = budget.spent
+        runs = [Run(contender, scene.task, settings, repeat) for contender in scene.contenders]
+        take_turns(runs, repeat, budget.fits_again)
+        samples += [run.sample() for run in runs]
+        if budget.left < budget.spent - before:
+            break
+    if not (tokens := samples[0].tokens):
+        return []
     is_whole = len(tokens) == scene.max_tokens or tokens[-1] in scene.end_tokens
-    cut = "" if is_whole else f", cut from {scene.max_tokens}: its time was over"
-    say(f"  {scene.task.id}: {len(tokens)} tokens in {budget.spent:.0f} s{cut}")
+    times = f", {repeat + 1} times" if repeat else ""
+    cut = "" if is_whole else f"; cut from {scene.max_tokens}, since its time was over"
+    say(f"  {scene.task.id}: {len(tokens)} tokens{times}, in {budget.spent:.0f} s{cut}")
     return samples

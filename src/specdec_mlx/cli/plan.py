@@ -85,18 +85,22 @@ class Scene:
     Attributes:
         model: the target.
         task: its prompt.
+        rehearsal: another text, from which "auto" learns what passes cost before it is timed.
         contenders: plain decoding, then what is compared with it, the most important first.
         pace: what the model's passes cost here.
         max_tokens: most tokens of the text.
         end_tokens: ids that end it.
+        least_tokens: length below which the text is not worth being shown.
     """
 
     model: nn.Module
     task: Task
+    rehearsal: Task
     contenders: Sequence[Contender]
     pace: Pace
     max_tokens: int
     end_tokens: Collection[int] = ()
+    least_tokens: int = LEAST_TOKENS
 
     def seconds(self, num_tokens: int) -> float:
         """What so many tokens take, were all contenders as slow as plain decoding."""
@@ -106,7 +110,7 @@ class Scene:
     @property
     def least_seconds(self) -> float:
         """What a text takes that is just long enough."""
-        return self.seconds(min(LEAST_TOKENS, self.max_tokens))
+        return self.seconds(min(self.least_tokens, self.max_tokens))
 
     @property
     def most_seconds(self) -> float:
