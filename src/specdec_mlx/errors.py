@@ -9,7 +9,7 @@ class PromptError(ValueError):
 
 
 class DraftError(ValueError):
-    """A drafter broke its contract: impossible tokens, or a law that is none."""
+    """A drafter broke its contract: impossible tokens, or no distribution."""
 
 
 class LogitsError(ArithmeticError):

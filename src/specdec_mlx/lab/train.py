@@ -179,7 +179,7 @@ def cross_entropy(model: nn.Module, tokens: Int[mx.array, "batch window"]) -> mx
 def distillation(
     draft: nn.Module, target: nn.Module, tokens: Int[mx.array, "batch window"]
 ) -> mx.array:
-    """Mean over positions of KL(p || q) + TV(p, q), p the target's law and q the draft model's.
+    """Mean over positions of KL(p || q) + TV(p, q), p the target's and q the draft's.
 
     The divergence teaches fast; 1 - TV = sum(min(p, q)) is what speculation lives on, the chance
     of acceptance (Leviathan et al. 2023, corollary 3.6).
@@ -251,8 +251,8 @@ def agreement(target: nn.Module, draft: nn.Module, stream: np.ndarray, window: i
     count = 0
     for start in range(0, len(stream) - window, half):
         tokens = mx.array(stream[start : start + window + 1])
-        laws = [nn.log_softmax(model(tokens[None, :-1]))[0, half:] for model in (target, draft)]
-        sums += np.array(compare(laws[0], laws[1], tokens[1 + half :])).sum(axis=1)
+        p, q = (nn.log_softmax(model(tokens[None, :-1]))[0, half:] for model in (target, draft))
+        sums += np.array(compare(p, q, tokens[1 + half :])).sum(axis=1)
         count += window - half
     bits, draft_bits, greedy, acceptance = (float(x) for x in sums / max(1, count))
     return Agreement(bits, draft_bits, greedy, acceptance, count)

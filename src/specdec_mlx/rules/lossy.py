@@ -33,8 +33,8 @@ class Lenient(Rejection):
 
     What holds all the same: given the text before it, no token is emitted with a chance above
     p(x) / l, nor above p(x) if q(x) <= p(x). After a rejection the residual is that of
-    `Rejection`; of all laws to take there it leaves the smallest distance to p, the sum of
-    min(q, p/l) - p over q > p. With a greedy target, no token emitted is less than l times as
+    `Rejection`; of all that could be drawn from there it leaves the smallest distance to p, the sum
+    of min(q, p/l) - p over q > p. With a greedy target, no token emitted is less than l times as
     likely as the likeliest.
     """
 
@@ -87,7 +87,7 @@ class Typical(CoinRule):
 
     A draft token is kept iff $p(x) > \min(\epsilon, \delta e^{-H(p)})$, H the entropy in nats,
     however it was drawn; the token after the last one kept is drawn from p. With a greedy target,
-    whose law is a one-hot, that is exact match.
+    whose distribution is a one-hot, that is exact match.
 
     What holds all the same: a token at or below the threshold is never kept from a draft, and is
     emitted with a chance of at most p(x); one above it, with less than p(x) / threshold. The
@@ -106,7 +106,7 @@ class Typical(CoinRule):
                 raise ValueError(f"Typical({name}={value!r}): expected a number in [0, 1).")
 
     def threshold(self, target_probs: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
-        """What p(x) must be above; [...] for laws [..., V]."""
+        """What p(x) must be above; [...] for probabilities [..., V]."""
         xp = library_of(target_probs)
         entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
         return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
@@ -128,5 +128,5 @@ class Typical(CoinRule):
         draft_probs: Float[Array, "rows-1 vocab"],
         num_accepted: Array | int,
     ) -> Float[Array, " vocab"]:
-        """The target's law after the last token kept; [V]."""
+        """The target's distribution after the last token kept; [V]."""
         return row(target_probs, num_accepted)

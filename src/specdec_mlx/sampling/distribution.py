@@ -1,6 +1,6 @@
-"""Logits to the law of the next token: the same law as `mlx_lm.sample_utils.make_sampler`.
+"""Logits to the distribution of the next token, as `mlx_lm.sample_utils.make_sampler` has it.
 
-Acceptance, residual and bonus token must all use one law (Leviathan et al. 2023, section 2.2), so
+Acceptance, residual and bonus token must all use the same (Leviathan et al. 2023, section 2.2), so
 temperature and filters are turned into it once, here, with mlx-lm's own filter functions in
 mlx-lm's order: top-p, min-p, XTC, top-k on log-probabilities at temperature 1, the temperature
 last.
@@ -21,7 +21,7 @@ Sampler = Callable[[mx.array], mx.array]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to draw a token, as a law and as a sampler.
+    """How to draw a token, as a distribution and as a sampler.
 
     The arguments and their meaning are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts
     all mass on the argmax. An instance is itself a mlx-lm sampler: called with log-probabilities
@@ -52,7 +52,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the law has all its mass on one token."""
+        """Whether the distribution has all its mass on one token."""
         return self.temp == 0
 
     def log_distribution(
@@ -62,14 +62,14 @@ class Sampling:
 
         logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on
         the first argmax, as in mlx-lm. XTC removes the top choices with probability
-        `xtc_probability`, one coin a position; the law is the mixture over that coin.
+        `xtc_probability`, one coin a position; the distribution is the mixture over that coin.
         """
         if self.greedy:
             return _point_mass(logprobs)
         return _normalize(self._unnormalized(logprobs))
 
     def _unnormalized(self, logprobs: mx.array) -> mx.array:
-        """The law but for a constant in each row: enough to draw from, in fewer operations."""
+        """Logits of the distribution: enough to draw from, in fewer operations."""
         x = logprobs.astype(mx.float32)
         if 0 < self.top_p < 1:
             x = apply_top_p(_normalize(x), self.top_p)
@@ -88,7 +88,7 @@ class Sampling:
         logprobs: Float[mx.array, "*batch vocab"],
         gumbel: Float[mx.array, "*batch vocab"] | None,
     ) -> Integer[mx.array, "*batch"]:
-        """Token ids [...] drawn from the law with given Gumbel noise [..., V]; greedy needs none.
+        """Token ids [...] drawn with given standard Gumbel noise [..., V]; greedy needs none.
 
         Greedy takes the argmax in the dtype given, as mlx-lm does, so that ties fall alike.
         """
@@ -135,7 +135,7 @@ def _normalize(x: mx.array) -> mx.array:
 
 
 def _point_mass(logprobs: mx.array) -> mx.array:
-    """Log-law with all mass on the first argmax."""
+    """Log-probabilities with all mass on the first argmax."""
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
 

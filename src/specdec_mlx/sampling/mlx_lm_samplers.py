@@ -1,4 +1,4 @@
-"""The law behind a sampler that mlx-lm's `make_sampler` made, and how far its penalties look back.
+"""What mlx-lm's `make_sampler` made a sampler from, and how far its penalties look back.
 
 mlx-lm's samplers are closures: they can be called and not asked. What they were made from stands in
 their cells, so the arguments can be read back; whether they were read rightly is seen by making the
@@ -23,7 +23,7 @@ BIAS_CELLS = {"indices", "values"}
 
 
 def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
-    """Law that a sampler draws from: of ours, of mlx-lm's own, and of None, which is greedy.
+    """What a sampler draws from: one of ours, of mlx-lm's own, or None, which is greedy.
 
     None for any other callable, which then has to be taken as it is, and for arguments that
     `Sampling` refuses.

@@ -6,7 +6,7 @@ with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978).
 
 What the drafts and the coins of a round are drawn from is keyed by the round's first position and
 an index, never by the absolute position of the token alone: a rejected draft has already had its
-say in the verdict, so drawing its successor from the same numbers would bias the law.
+say in the verdict, so drawing its successor from the same numbers would bias the distribution.
 """
 
 from __future__ import annotations
