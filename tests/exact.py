@@ -317,7 +317,7 @@ class RoundsOfLength(Rounds):
         for i in range(num_rounds):
             longer = []
             for text, weight, policy in branches:
-                num_draft = min(policy.limit(cheap=False), len(self.lengths) - 1)
+                num_draft = min(policy.limit("it", cheap=False), len(self.lengths) - 1)
                 if i:
                     self.chosen.add(num_draft)
                 for (tokens, n), chance in outcomes[num_draft][state_after(0, text)].items():
@@ -340,6 +340,7 @@ class RoundsOfLength(Rounds):
             fed=num_draft + 1,
             tokens=tokens,
             seconds=self.seconds(num_draft),
+            part="it" if num_draft else "",
         )
 
 

@@ -37,7 +37,8 @@ from exact import (
     up_to,
 )
 from specdec_mlx import UnknownNameError
-from specdec_mlx.draft_length.policy import Auto, DraftLength, Heuristic
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.rules.acceptance import (
     RULES,
     Lenient,
@@ -367,6 +368,7 @@ def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength
 
     The last one is the first draft after a plain round, so that the next verdict matters.
     """
+    policy.limit("it", cheap=False)
     for i in range(202):
         num_draft = i % 4
         accepted = num_draft if i % 8 < 4 else 0
@@ -379,6 +381,7 @@ def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength
                 fed=num_draft + 1,
                 tokens=tokens,
                 seconds=seconds(num_draft),
+                part="it" if num_draft else "",
             )
         )
     return policy

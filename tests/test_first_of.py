@@ -24,23 +24,24 @@ NUM_TOKENS = 30
 
 @dataclass
 class Limits:
-    """A draft length that gives cheap drafters one limit and dear ones another.
+    """A draft length that gives cheap drafters one limit and expensive ones another.
 
     keep: longest part of a cheap draft that is worth verifying. records: the rounds.
     """
 
     cheap: int
-    dear: int
+    expensive: int
     keep: int = 99
     records: list[RoundRecord] = field(default_factory=list)
-    asked_last: bool = False
+    cheap_parts: set[str] = field(default_factory=set)
 
-    def limit(self, cheap: bool) -> int:
-        self.asked_last = cheap
-        return self.cheap if cheap else self.dear
+    def limit(self, part: str, cheap: bool) -> int:
+        if cheap:
+            self.cheap_parts.add(part)
+        return self.cheap if cheap else self.expensive
 
-    def cut(self, draft: sd.Draft) -> int:
-        return min(self.keep, len(draft)) if self.asked_last else len(draft)
+    def cut(self, part: str, draft: sd.Draft) -> int:
+        return min(self.keep, len(draft)) if part in self.cheap_parts else len(draft)
 
     def record(self, round_: RoundRecord) -> None:
         self.records.append(round_)
@@ -94,48 +95,51 @@ def nothing() -> scripted.ScriptedDrafter:
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Continued(d, [1, 2]), sd.FirstOf])
-def test_cheap_ones_go_on_where_dear_ones_do_not_pay(
+def test_cheap_ones_go_on_where_expensive_ones_do_not_pay(
     wrap: Any, model: Any, text: list[int]
 ) -> None:
-    """With a limit of 0 for the dear one, it is not asked, and the cheap one drafts as it would."""
+    """An expensive one with a limit of 0 is not asked, and the cheap one drafts as it would."""
     for order in (0, 1):
-        cheap, dear = Known(text, cheap=True), Known(text, cheap=False)
-        drafter = wrap(sd.FirstOf(*[(dear, cheap), (cheap, dear)][order]))
-        length = Limits(cheap=6, dear=0)
+        cheap, expensive = Known(text, cheap=True), Known(text, cheap=False)
+        drafter = wrap(sd.FirstOf(*[(expensive, cheap), (cheap, expensive)][order]))
+        length = Limits(cheap=6, expensive=0)
         assert emitted(model, drafter, length) == text[:NUM_TOKENS]
-        assert dear.limits == []
+        assert expensive.limits == []
         assert max(cheap.limits) == 6
         assert sum(record.accepted for record in length.records) > NUM_TOKENS / 2
 
 
 def test_each_is_asked_within_its_own_limit(model: Any, text: list[int]) -> None:
-    """The cheap one may draft further than the dear one, whichever comes first."""
-    cheap, dear = Known(text[:12], cheap=True), Known(text, cheap=False)
-    assert emitted(model, sd.FirstOf(cheap, dear), Limits(cheap=9, dear=2)) == text[:NUM_TOKENS]
+    """The cheap one may draft further than the expensive one, whichever comes first."""
+    cheap, expensive = Known(text[:12], cheap=True), Known(text, cheap=False)
+    assert (
+        emitted(model, sd.FirstOf(cheap, expensive), Limits(cheap=9, expensive=2))
+        == text[:NUM_TOKENS]
+    )
     assert max(cheap.limits) == 9
-    assert set(dear.limits) <= {2, 1}  # 1 where no more are wanted
-    assert 2 in dear.limits
+    assert set(expensive.limits) <= {2, 1}  # 1 where no more are wanted
+    assert 2 in expensive.limits
 
 
 def test_a_draft_that_is_not_worth_verifying_leaves_the_turn_to_the_next(
     model: Any, text: list[int]
 ) -> None:
     """Else a look-up that nearly always finds something weak would shut a draft model out."""
-    cheap, dear = Known([7] * 99, cheap=True), Known(text, cheap=False)
-    length = Limits(cheap=9, dear=3, keep=0)
-    assert emitted(model, sd.FirstOf(cheap, dear), length) == text[:NUM_TOKENS]
+    cheap, expensive = Known([7] * 99, cheap=True), Known(text, cheap=False)
+    length = Limits(cheap=9, expensive=3, keep=0)
+    assert emitted(model, sd.FirstOf(cheap, expensive), length) == text[:NUM_TOKENS]
     assert all(record.accepted == record.drafted for record in length.records)
     assert sum(record.drafted for record in length.records) > NUM_TOKENS / 2
 
 
-def test_a_dear_one_that_does_not_pay_leaves_the_plain_gear_alone(
+def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
     model: Any, text: list[int]
 ) -> None:
     """Passes overlap as in plain decoding while the cheap one has nothing."""
-    length = Limits(cheap=6, dear=0)
+    length = Limits(cheap=6, expensive=0)
     emitted(model, sd.FirstOf(Known([], cheap=True), Known(text, cheap=False)), length)
     assert sum(record.ahead for record in length.records) >= NUM_TOKENS - HOPEFUL
-    waiting = Limits(cheap=6, dear=1)
+    waiting = Limits(cheap=6, expensive=1)
     emitted(model, sd.FirstOf(Known([], cheap=True), Known(text, cheap=False)), waiting)
     assert not any(record.ahead for record in waiting.records)
 

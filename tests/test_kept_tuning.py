@@ -13,6 +13,8 @@ import pytest
 import tiny
 from specdec_mlx.draft_length.store import kept_tuning, tuning_path
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
 
 
@@ -24,8 +26,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def learn(model: Any) -> None:
     for _ in range(3):
-        tuning_for(model).of("x").costs.observe(0, 0.01)
-        tuning_for(model).of("x").costs.observe(4, 0.013)
+        tuning_for(model).of("x").costs.add(0, 0.01)
+        tuning_for(model).of("x").costs.add(4, 0.013)
 
 
 def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> None:
@@ -88,4 +90,4 @@ def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) 
     files = list((tmp_path / "cache").glob("tuning/*.json"))
     assert len(files) == (0 if flags else 1)
     for file in files:
-        assert Tuning.load(file).of("PromptLookupDrafter").costs.plain
+        assert Tuning.load(file).of(key_of(PromptLookupDrafter())).costs.plain

@@ -507,10 +507,10 @@ def test_records_reach_the_draft_length() -> None:
         def __init__(self) -> None:
             self.records: list[RoundRecord] = []
 
-        def limit(self, cheap: bool) -> int:
+        def limit(self, part: str, cheap: bool) -> int:
             return len(self.records)
 
-        def cut(self, draft: sd.Draft) -> int:
+        def cut(self, part: str, draft: sd.Draft) -> int:
             return len(draft)
 
         def record(self, round_: RoundRecord) -> None:

@@ -139,12 +139,12 @@ def test_a_draft_model_without_a_way_back_is_not_stored_wrongly() -> None:
     drafter = Kept(sd.ModelDrafter(small), store)
     prompt = [5, 17, 99, 3]
     list(sd.speculate(model, prompt, drafter, max_tokens=11, draft_length=3))
-    caches, rest = store.fetch_nearest_cache(drafter.key, [*prompt, 1])
+    caches, rest = store.fetch_nearest_cache(drafter.cache_key, [*prompt, 1])
     assert caches is None or len(rest) >= 1
     for _, held in [store._lru._lrus["assistant"][0]]:
         fresh = small.make_cache()
         small(mx.array([held]), cache=fresh)
-        stored = store._trie.get(drafter.key, held).prompt_cache
+        stored = store._trie.get(drafter.cache_key, held).prompt_cache
         for one, other in zip(fresh, stored, strict=True):
             for ours, theirs in zip(one.cache, other.cache, strict=True):
                 assert mx.allclose(ours, theirs, atol=1e-5).item()

@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.draft_length.tuning import AcceptanceHistory, RoundCosts, Tuning, tuning_for
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.tuning import Tuning, short_name, tuning_for
 from specdec_mlx.drafters.evidence import Evidence
+from specdec_mlx.types import key_of
 
 seconds = st.floats(1e-6, 1e3)
 lengths = st.integers(1, 20)
@@ -31,10 +34,10 @@ def measured(plain: float = 0.01, **ratios: float) -> RoundCosts:
     """
     costs = RoundCosts()
     for _ in range(3):
-        costs.observe(0, plain)
+        costs.add(0, plain)
     for name, ratio in ratios.items():
         for _ in range(2):
-            costs.observe(int(name[1:]), plain * ratio)
+            costs.add(int(name[1:]), plain * ratio)
     return costs
 
 
@@ -57,7 +60,7 @@ def test_lengths_not_measured_lie_near_the_line_through_those_that_were() -> Non
     costs = measured()
     for _ in range(7):
         for length in (3, 9):
-            costs.observe(length, 0.01 * (1.1 + 0.15 * length))
+            costs.add(length, 0.01 * (1.1 + 0.15 * length))
     for length in (4, 6, 14):
         assert costs.ratio(length) == pytest.approx(1.1 + 0.15 * length, rel=0.1)
 
@@ -82,9 +85,9 @@ def test_three_rounds_in_seven_may_be_disturbed(factor: float) -> None:
     """Medians: another program that takes the machine for a moment changes nothing."""
     costs = RoundCosts()
     for i in range(7):
-        costs.observe(0, 0.01 * (factor if i % 2 else 1.0))
+        costs.add(0, 0.01 * (factor if i % 2 else 1.0))
     for i in range(7):
-        costs.observe(4, 0.013 * (factor if i % 2 else 1.0))
+        costs.add(4, 0.013 * (factor if i % 2 else 1.0))
     assert costs.ratio(4) == pytest.approx(1.3)
 
 
@@ -92,10 +95,10 @@ def test_a_single_round_at_a_new_width_does_not_count() -> None:
     """It may compile kernels, which says nothing of the next; of two the quicker counts."""
     costs = measured()
     before = costs.ratio(4)
-    costs.observe(4, 5.0)
+    costs.add(4, 5.0)
     assert costs.ratio(4) == before
     assert not costs.is_measured(4)
-    costs.observe(4, 0.012)
+    costs.add(4, 0.012)
     assert costs.ratio(4) == pytest.approx(1.2)
 
 
@@ -106,7 +109,7 @@ def test_a_single_round_counts_where_it_is_no_dearer_than_others(
     """Nothing was compiled in it: a token of the draft cost what it does at another length."""
     costs = RoundCosts()
     for num_drafted, cost in [(0, 1.0), (2, 2.2), (2, 2.0), (3, seconds)]:
-        costs.observe(num_drafted, cost)
+        costs.add(num_drafted, cost)
     assert costs.is_measured(3) is is_known
     if is_known:
         assert costs.ratio(3) == seconds
@@ -122,21 +125,21 @@ def test_a_dear_draft_is_tried_again_after_long_as_if_it_were_cheaper() -> None:
     """So that one bad moment of the machine does not count for ever."""
     costs = measured(k1=3.0)
     for _ in range(255):
-        costs.observe(0, 0.01)
-    assert costs.hoped_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
-    costs.observe(0, 0.01)
+        costs.add(0, 0.01)
+    assert costs.optimistic_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
+    costs.add(0, 0.01)
     prior = RoundCosts().ratio(1)
-    assert costs.hoped_ratio(1) == pytest.approx((3.0 + prior) / 2)
-    costs.observe(1, 0.03)
-    assert costs.hoped_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
+    assert costs.optimistic_ratio(1) == pytest.approx((3.0 + prior) / 2)
+    costs.add(1, 0.03)
+    assert costs.optimistic_ratio(1) == costs.ratio(1) == pytest.approx(3.0)
 
 
 def test_a_retry_that_was_cheaper_is_believed_at_once() -> None:
     """The bad moment is over."""
     costs = measured(k1=3.0)
     for _ in range(256):
-        costs.observe(0, 0.01)
-    costs.observe(1, 0.012)
+        costs.add(0, 0.01)
+    costs.add(1, 0.012)
     assert costs.ratio(1) == pytest.approx(1.2)
 
 
@@ -144,15 +147,15 @@ def test_what_is_cheaper_than_the_prior_stays_so() -> None:
     """The prior may be dearer than the machine."""
     costs = measured(k4=1.0)
     for _ in range(300):
-        costs.observe(0, 0.01)
-    assert costs.hoped_ratio(4) == 1
+        costs.add(0, 0.01)
+    assert costs.optimistic_ratio(4) == 1
 
 
 def test_old_rounds_fade() -> None:
     """A machine that got slower at wide passes is believed after some rounds."""
     costs = measured(k4=1.1)
     for _ in range(20):
-        costs.observe(4, 0.02)
+        costs.add(4, 0.02)
     assert costs.ratio(4) == pytest.approx(2.0)
 
 
@@ -161,14 +164,14 @@ def test_plain_rounds_are_measured_first_and_again_after_many_drafts() -> None:
     costs = RoundCosts()
     for _ in range(3):
         assert costs.needs_plain
-        costs.observe(0, 0.01)
+        costs.add(0, 0.01)
     assert not costs.needs_plain
     for _ in range(128):
         assert not costs.needs_plain
-        costs.observe(4, 0.012)
+        costs.add(4, 0.012)
     assert costs.needs_plain
     for _ in range(3):
-        costs.observe(0, 0.02)
+        costs.add(0, 0.02)
     assert not costs.needs_plain
 
 
@@ -176,11 +179,11 @@ def test_nothing_is_learned_of_drafts_before_a_plain_round_was_measured() -> Non
     """There is nothing to compare with; nor of rounds that took no time."""
     costs = RoundCosts()
     before = costs.ratio(4)
-    costs.observe(4, 99.0)
+    costs.add(4, 99.0)
     assert costs.ratio(4) == before
     costs = measured(k1=1.1)
     before = costs.ratio(4)
-    costs.observe(4, 0.0)
+    costs.add(4, 0.0)
     assert costs.ratio(4) == before
 
 
@@ -191,7 +194,7 @@ def test_a_round_never_costs_less_than_a_plain_one(
     """Whatever was measured, every length's ratio is finite and at least 1."""
     costs = RoundCosts()
     for num_drafted, time in rounds:
-        costs.observe(num_drafted, time)
+        costs.add(num_drafted, time)
     assert 1 <= costs.ratio(length) < float("inf")
     assert 1 <= costs.worst_ratio(length) < float("inf")
     assert costs.ratio(0) == 1
@@ -219,8 +222,8 @@ def test_what_was_seen_outweighs_the_prior(evidence: int) -> None:
     for share in (0, 0.25, 0.5, 0.75, 1):
         history, coins = AcceptanceHistory(), random.Random(1)
         for _ in range(400):
-            history.observe(evidence, 0, coins.random() < share)
-        history.form = share
+            history.learn(evidence, 0, coins.random() < share)
+        history.recent = share
         assert history.chance(evidence, 0) == pytest.approx(share, abs=0.15)
 
 
@@ -228,7 +231,7 @@ def test_a_few_trials_do_not() -> None:
     """One rejection is no proof: the chance stays well above 0."""
     history = AcceptanceHistory()
     prior = history.chance(10, 0)
-    history.observe(10, 0, False)
+    history.learn(10, 0, False)
     assert 0.5 * prior < history.chance(10, 0) < prior
 
 
@@ -236,10 +239,10 @@ def test_old_trials_are_forgotten() -> None:
     """After 150 trials of another text, what 10,000 said before hardly counts."""
     history = AcceptanceHistory()
     for _ in range(10_000):
-        history.observe(3, 0, True)
+        history.learn(3, 0, True)
     assert history.chance(3, 0) > 0.95
     for _ in range(150):
-        history.observe(3, 0, False)
+        history.learn(3, 0, False)
     assert history.chance(3, 0) < 0.1
 
 
@@ -248,7 +251,7 @@ def test_a_position_never_tried_takes_the_estimate_over_all_positions() -> None:
     history = AcceptanceHistory()
     prior = history.chance(4, 9)
     for _ in range(60):
-        history.observe(4, 0, False)
+        history.learn(4, 0, False)
     assert history.chance(4, 9) < 0.5 * prior
 
 
@@ -256,9 +259,9 @@ def test_a_position_of_its_own_record_is_not_the_average() -> None:
     """Right at first and wrong later is told apart."""
     history = AcceptanceHistory()
     for _ in range(400):
-        history.observe(4, 0, True)
-        history.observe(4, 9, False)
-    history.form = 0.5
+        history.learn(4, 0, True)
+        history.learn(4, 9, False)
+    history.recent = 0.5
     assert history.chance(4, 0) > 0.85
     assert history.chance(4, 9) < 0.15
 
@@ -269,10 +272,10 @@ def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
     for _ in range(20):
         for right in (True, False):
             for _ in range(10):
-                history.observe(4, 0, right)
-    history.form = 0.95
+                history.learn(4, 0, right)
+    history.recent = 0.95
     good = history.chance(4, 0)
-    history.form = 0.05
+    history.recent = 0.05
     assert good > history.chance(4, 0) + 0.3
 
 
@@ -281,10 +284,10 @@ def test_form_tells_predictable_texts_from_others() -> None:
     history = AcceptanceHistory()
     for _ in range(10):  # texts in turn: one predictable, one not
         for right in [True] * 10 + [False] * 10:
-            history.observe(3, 0, right)
+            history.learn(3, 0, right)
     in_bad_form = history.chance(3, 0)
     for _ in range(5):
-        history.observe(20, 0, True)  # other evidence, the same text
+        history.learn(20, 0, True)  # other evidence, the same text
     assert history.chance(3, 0) > in_bad_form + 0.1
 
 
@@ -293,8 +296,8 @@ def test_kinds_of_evidence_learn_apart_and_by_classes() -> None:
     history = AcceptanceHistory()
     before = {match: history.chance(match, 0) for match in (2, 20)}
     for _ in range(100):
-        history.observe(20, 0, False)
-        history.form = 0.5
+        history.learn(20, 0, False)
+        history.recent = 0.5
     assert history.chance(30, 0) == history.chance(20, 0)
     odds = {match: chance / (1 - chance) for match, chance in before.items()}
     after = {m: history.chance(m, 0) / (1 - history.chance(m, 0)) for m in (2, 20)}
@@ -306,8 +309,8 @@ def test_each_feature_is_learned(feature: str) -> None:
     """What followed regularly is told from what seldom did, whatever the match was."""
     history = AcceptanceHistory()
     for _ in range(200):
-        history.observe(Evidence(3, **{feature: 2}), 0, True)
-        history.observe(Evidence(3, **{feature: 5}), 0, False)
+        history.learn(Evidence(3, **{feature: 2}), 0, True)
+        history.learn(Evidence(3, **{feature: 5}), 0, False)
     sure = history.chance(Evidence(8, **{feature: 2}), 0)
     assert sure > history.chance(Evidence(8, **{feature: 5}), 0) + 0.3
 
@@ -316,14 +319,14 @@ def test_costs_are_learned_by_the_length_of_the_context() -> None:
     """A longer context starts from what the shorter ones cost, and learns apart."""
     learned = Tuning().of("any")
     for _ in range(3):
-        learned.costs.observe(0, 0.01)
-        learned.costs.observe(4, 0.014)
+        learned.costs.add(0, 0.01)
+        learned.costs.add(4, 0.014)
     learned.context = 40_000
     assert learned.costs.needs_plain
     assert learned.costs.ratio(4) == pytest.approx(1.4)
     for _ in range(7):
-        learned.costs.observe(0, 0.05)
-        learned.costs.observe(4, 0.055)
+        learned.costs.add(0, 0.05)
+        learned.costs.add(4, 0.055)
     assert learned.costs.ratio(4) == pytest.approx(1.1)
     learned.context = 100
     assert learned.costs.ratio(4) == pytest.approx(1.4)
@@ -334,7 +337,7 @@ def test_a_chance_is_never_certain(trials: list[tuple[int, int, bool]]) -> None:
     """Strictly between 0 and 1, whatever was seen."""
     history = AcceptanceHistory()
     for trial in trials:
-        history.observe(*trial)
+        history.learn(*trial)
     assert all(0 < history.chance(e, p) < 1 for e in (0, 1, 5, 50) for p in (0, 3, 20))
 
 
@@ -343,18 +346,20 @@ def learned() -> Tuning:
     for kind in ("PromptLookupDrafter", "ModelDrafter"):
         costs, history = tuning.of(kind).costs, tuning.of(kind).acceptance
         for i in range(9):
-            costs.observe(0, 0.01 + 0.001 * i)
-            costs.observe(4, 0.02)
-            history.observe(i, i, i % 3 > 0)
-        tuning.drafters[kind].acceptance.form = AcceptanceHistory().form  # of the text, not saved
-    tuning.of("ModelDrafter").costs.observe(9, 0.05)
+            costs.add(0, 0.01 + 0.001 * i)
+            costs.add(4, 0.02)
+            history.learn(i, i, i % 3 > 0)
+        tuning.drafters[
+            kind
+        ].acceptance.recent = AcceptanceHistory().recent  # of the text, not saved
+    tuning.of("ModelDrafter").costs.add(9, 0.05)
     return tuning
 
 
 def answers(tuning: Tuning) -> Any:
     """All that a tuning says of a new text."""
     for kind in ("PromptLookupDrafter", "ModelDrafter", "NeverSeen"):
-        tuning.of(kind).acceptance.form = 0.5
+        tuning.of(kind).acceptance.recent = 0.5
     return [
         (
             [tuning.of(kind).costs.ratio(k) for k in range(20)],
@@ -374,8 +379,8 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     assert answers(loaded) == answers(original)
     for tuning in (loaded, original):
         for _ in range(5):
-            tuning.of("ModelDrafter").costs.observe(4, 0.09)
-            tuning.of("ModelDrafter").acceptance.observe(3, 1, False)
+            tuning.of("ModelDrafter").costs.add(4, 0.09)
+            tuning.of("ModelDrafter").acceptance.learn(3, 1, False)
     assert answers(loaded) == answers(original)
     assert answers(loaded) != answers(learned())
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
@@ -464,7 +469,7 @@ def test_a_new_model_in_an_old_ones_place_starts_afresh() -> None:
         model = nn.Linear(2, 2)
         tuning = tuning_for(model)
         assert not tuning.drafters
-        tuning.of("x").costs.observe(0, 1.0)
+        tuning.of("x").costs.add(0, 1.0)
         del model, tuning
 
 
@@ -483,11 +488,12 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
 
     given_one = sd.Tuning()
     run(tuning=given_one)
-    assert set(given_one.drafters) == {"PromptLookupDrafter"}
+    key = key_of(sd.PromptLookupDrafter(min_ngram=1))
+    assert set(given_one.drafters) == {short_name(key)}
     assert not own.drafters
     run()
     run()
-    assert set(own.drafters) == {"PromptLookupDrafter"}
-    assert own.of("PromptLookupDrafter").costs.plain
+    assert set(own.drafters) == {short_name(key)}
+    assert own.of(key).costs.plain
     assert tuning_for(model) is own
     mx.clear_cache()

@@ -43,6 +43,8 @@ from specdec_mlx.types import (
     LogitsProcessor,
     Origin,
     RoundRecord,
+    key_of,
+    keyed_parts,
 )
 
 HOPE_MEMORY = 0.8
@@ -141,7 +143,7 @@ def speculate(
     )
     generation = Generation(
         verifier=verifier,
-        length=make_draft_length(draft_length, type(drafter).__name__, tuning or tuning_for(model)),
+        length=make_draft_length(draft_length, tuning or tuning_for(model)),
         prompt=prompt,
         max_tokens=max_tokens,
         prefill_step_size=prefill_step_size,
@@ -159,12 +161,16 @@ def speculate(
 
 @dataclass
 class _UnderWay:
-    """A pass that was launched, and the host time that it took to get there."""
+    """A pass that was launched, and the host time that it took to get there.
+
+    part: key of the drafter whose draft it verifies.
+    """
 
     block: Block
     draft_seconds: float
     launch_seconds: float
     is_ahead: bool = False
+    part: str = ""
 
     @property
     def seconds(self) -> float:
@@ -191,6 +197,7 @@ class Generation:
     stream: Any
     callers_cache: list[Any] | None
     session: DraftSession | None = None
+    key: str = ""
     stats: SpeculationStats = field(default_factory=SpeculationStats)
     num_read: int = 0
     num_handed_out: int = 0
@@ -214,6 +221,7 @@ class Generation:
             if drafter is not None:
                 vocab_size = self.verifier.find_vocab_size()
                 self.session = drafter.begin(self.text, replace(context, vocab_size=vocab_size))
+                self.key = key_of(drafter)
             self.last_read_at = time.perf_counter()
             current = self.launch_with_draft()
             resumed = time.perf_counter()
@@ -263,14 +271,15 @@ class Generation:
         if not self.more_to_come():
             return None
         started = time.perf_counter()
-        draft = self.propose()
+        draft, part = self.propose()
         self.choose_gear(len(draft) > 0)
         drafted = time.perf_counter()
         pending = self.text[self.tape.position :]
         embeddings = self.embeddings_from(self.tape.position, len(pending))
         with mx.stream(self.stream):
             block = self.verifier.launch(pending, draft, self.num_read, embeddings)
-        return _UnderWay(block, drafted - started, time.perf_counter() - drafted)
+        launch_seconds = time.perf_counter() - drafted
+        return _UnderWay(block, drafted - started, launch_seconds, part=part)
 
     def run_ahead(self, block: Block) -> _UnderWay | None:
         """In the plain gear, start the pass after this one before its token is read."""
@@ -282,37 +291,36 @@ class Generation:
             ahead = self.verifier.launch(block.next_token, Draft(), self.num_read + 1)
         return _UnderWay(ahead, 0.0, time.perf_counter() - started, is_ahead=True)
 
-    def propose(self) -> Draft:
-        """A draft for the text so far, no longer than is worth verifying."""
-        for part, limit in self.parts():
-            draft = self.ask(part, limit)
+    def propose(self) -> tuple[Draft, str]:
+        """A draft for the text so far, no longer than is worth verifying, and whose it is."""
+        for key, part, limit in self.parts():
+            draft = self.ask(key, part, limit)
             if len(draft):
-                return draft
-        return Draft()
+                return draft, key
+        return Draft(), ""
 
-    def parts(self) -> Iterator[tuple[DraftSession, int]]:
+    def parts(self) -> Iterator[tuple[str, DraftSession, int]]:
         """The sessions to ask now, in order, each with the most tokens that it may draft."""
-        for part in self.sessions():
-            if limit := self.draft_limit(is_cheap(part)):
-                yield part, limit
+        for key, part in self.sessions():
+            if limit := self.draft_limit(key, is_cheap(part)):
+                yield key, part, limit
 
-    def sessions(self) -> Sequence[DraftSession]:
-        """The drafter's session, or those that it is made of."""
-        whole = [] if self.session is None else [self.session]
-        return getattr(self.session, "parts", whole)
+    def sessions(self) -> Sequence[tuple[str, DraftSession]]:
+        """The drafter's session, or those that it is made of, each with its drafter's key."""
+        return [] if self.session is None else keyed_parts(self.session, self.key)
 
-    def ask(self, part: DraftSession, limit: int) -> Draft:
+    def ask(self, key: str, part: DraftSession, limit: int) -> Draft:
         """A session's draft, cut to what is worth verifying if that may be done."""
         with mx.stream(self.stream):
             draft = part.propose(limit).head(limit)
-        return draft if draft.logprobs is not None else draft.head(self.length.cut(draft))
+        return draft if draft.logprobs is not None else draft.head(self.length.cut(key, draft))
 
-    def draft_limit(self, cheap: bool) -> int:
+    def draft_limit(self, key: str, cheap: bool) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
 
-        cheap: whether the proposal costs nothing.
+        key: of the drafter that is asked. cheap: whether the proposal costs nothing.
         """
-        limit = self.length.limit(cheap)
+        limit = self.length.limit(key, cheap)
         if self.embeddings_from(self.tape.position, 1) is not None:
             return 0
         if self.max_tokens >= 0:
@@ -358,6 +366,7 @@ class Generation:
             steady=launched.is_ahead == is_ahead and self.away < seconds / 2,
             ahead=launched.is_ahead,
             context=context,
+            part=launched.part,
         )
         self.last_read_at = now
         self.length.record(record)
@@ -376,8 +385,8 @@ class Generation:
             return self.launch_with_draft()
         self.choose_gear(
             any(
-                len(self.ask(part, limit)) > 0 if is_cheap(part) else True
-                for part, limit in self.parts()
+                len(self.ask(key, part, limit)) > 0 if is_cheap(part) else True
+                for key, part, limit in self.parts()
             )
         )
         return ahead
@@ -389,7 +398,7 @@ class Generation:
         before its token, which costs the first token of the next draft; waiting costs the overlap.
         """
         self.hope = HOPE_MEMORY * self.hope + (1 - HOPE_MEMORY) * found
-        may_wait = self.hope >= LITTLE_HOPE and any(map(is_cheap, self.sessions()))
+        may_wait = self.hope >= LITTLE_HOPE and any(is_cheap(part) for _, part in self.sessions())
         self.plain_gear = not found and not may_wait
 
     def hand_out(self, origins: list[Origin], logprobs: mx.array) -> Iterator[Token]:

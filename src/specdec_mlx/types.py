@@ -7,7 +7,7 @@ Throughout, K is the number of draft tokens in a round and V the target's vocabu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -82,6 +82,7 @@ class RoundRecord:
         a shift of gears some backends count two, and then next to none.
     ahead: whether it was launched before the round before it was read, in the plain gear.
     context: positions on the caches before the pass.
+    part: key of the drafter whose draft it verified, one of several under `FirstOf`; "" for none.
     """
 
     drafted: int
@@ -95,6 +96,7 @@ class RoundRecord:
     steady: bool = True
     ahead: bool = False
     context: int = 0
+    part: str = ""
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,8 @@ class DraftSession(Protocol):
     Optional members: `cheap`, true if proposing is microseconds of host work that may be thrown
     away, so that the loop may look for a draft while a pass runs; `close(length)`, called once at
     the end, when the first `length` tokens of prompt + observed are all that the caller has;
-    `parts`, sessions that are asked in its place, in order, until one has a draft.
+    `parts`, sessions that are asked in its place, in order, until one has a draft, and
+    `part_keys`, the key of each.
     """
 
     def propose(self, limit: int) -> Draft:
@@ -176,6 +179,36 @@ class Drafter(Protocol):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation after `prompt` [n] token ids."""
         ...
+
+
+@runtime_checkable
+class Keyed(Protocol):
+    """A drafter that says itself what it is called where costs and acceptance are remembered."""
+
+    @property
+    def key(self) -> str:
+        """Content and options that matter; equal for equals, in every process."""
+        ...
+
+
+def key_of(drafter: Any) -> str:
+    """A drafter's own key; else its class with its module, and for a dataclass its fields."""
+    if isinstance(drafter, Keyed):
+        return drafter.key
+    kind = type(drafter)
+    own = repr(drafter) if is_dataclass(drafter) else kind.__qualname__
+    return f"{kind.__module__}.{own}"
+
+
+def keyed_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
+    """The sessions to ask in a session's place, each with a key; by default itself, with its own.
+
+    Parts that have no keys are numbered.
+    """
+    if not hasattr(session, "parts"):
+        return [(key, session)]
+    numbered = [f"{key}, {i}" for i in range(len(session.parts))]
+    return list(zip(getattr(session, "part_keys", numbered), session.parts, strict=True))
 
 
 @runtime_checkable

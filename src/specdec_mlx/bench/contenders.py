@@ -13,6 +13,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.draft_length import policy
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import make_drafter, parse_options
@@ -196,8 +197,5 @@ def drafter_from_spec(
 
 
 def parse_draft_length(text: str) -> int | str:
-    """An int where it is one, else the policy's name; 0 for an empty text."""
-    try:
-        return int(text or 0)
-    except ValueError:
-        return text
+    """As `draft_length.policy.parse_draft_length`; 0 for an empty text, beside no drafter."""
+    return policy.parse_draft_length(text or "0")

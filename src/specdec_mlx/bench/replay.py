@@ -218,7 +218,7 @@ def _replayed(
         yield replay_text(
             text,
             drafter,
-            make_draft_length(parse_draft_length(length), type(drafter).__name__, tuning),
+            make_draft_length(parse_draft_length(length), tuning),
             cost,
             max_tokens=int(record.settings["max_tokens"]),
             vocab_size=int(record.settings["vocab_size"]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, key_of, keyed_parts
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,15 @@ class FirstOf:
             raise ValueError("FirstOf() has nothing to try. Give at least one drafter.")
         object.__setattr__(self, "drafters", drafters)
 
+    @property
+    def key(self) -> str:
+        """The keys of its parts, in order."""
+        return f"FirstOf({', '.join(map(key_of, self.drafters))})"
+
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
-        return FirstOfSession([drafter.begin(prompt, context) for drafter in self.drafters])
+        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        return FirstOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
 
     def check(self, context: DraftContext) -> None:
         """Let each of them refuse the target."""
@@ -38,17 +44,19 @@ class FirstOf:
 
 
 class FirstOfSession:
-    """One generation, seen by all of the drafters."""
+    """One generation, seen by all of the drafters.
 
-    def __init__(self, sessions: Sequence[DraftSession]) -> None:
-        """Take the sessions in the order in which they are tried."""
+    parts: the sessions in order, for a loop that asks each within a limit of its own; those of
+    which one is made instead of it. part_keys: the key of each.
+    """
+
+    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
+        """Take the sessions in the order in which they are tried, with their drafters' keys."""
         self.sessions = list(sessions)
+        keyed = [p for s, key in zip(sessions, keys, strict=True) for p in keyed_parts(s, key)]
+        self.part_keys = [key for key, _ in keyed]
+        self.parts = [part for _, part in keyed]
         self.cheap = all(getattr(session, "cheap", False) for session in sessions)
-
-    @property
-    def parts(self) -> list[DraftSession]:
-        """The sessions in order, for a loop that asks each within a limit of its own."""
-        return [part for session in self.sessions for part in getattr(session, "parts", [session])]
 
     def propose(self, limit: int) -> Draft:
         """The first draft that is not empty.

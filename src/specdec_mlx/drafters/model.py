@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
@@ -42,6 +43,12 @@ class ModelDrafter:
         """Refuse a temperature that is none."""
         if self.draft_temp is not None and not self.draft_temp >= 0:
             raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
+
+    @property
+    def key(self) -> str:
+        """The model by its content, and how it drafts."""
+        content = fingerprint(self.model)
+        return f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.rollback import leaves
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, key_of, keyed_parts
 
 _texts: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
@@ -56,6 +56,11 @@ class Continued:
     drafter: Drafter
     earlier: Sequence[int]
 
+    @property
+    def key(self) -> str:
+        """The drafter's own: what was learned about it holds here too."""
+        return key_of(self.drafter)
+
     def check(self, context: DraftContext) -> None:
         """Let the drafter refuse the target."""
         if hasattr(self.drafter, "check"):
@@ -66,22 +71,19 @@ class Continued:
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
-        return ContinuedSession(session, len(self.earlier))
+        return ContinuedSession(session, len(self.earlier), self.key)
 
 
 class ContinuedSession:
     """A session whose text is longer, by the earlier turns, than the loop knows."""
 
-    def __init__(self, session: DraftSession, num_earlier: int) -> None:
-        """Pass everything on to `session`."""
+    def __init__(self, session: DraftSession, num_earlier: int, key: str) -> None:
+        """Pass everything on to `session`, whose drafter has `key`; its parts are asked for it."""
         self.session = session
         self.num_earlier = num_earlier
         self.cheap = getattr(session, "cheap", False)
-
-    @property
-    def parts(self) -> list[DraftSession]:
-        """The session's own parts, or itself."""
-        return list(getattr(self.session, "parts", [self.session]))
+        self.part_keys = [key for key, _ in keyed_parts(session, key)]
+        self.parts = [part for _, part in keyed_parts(session, key)]
 
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""
@@ -117,7 +119,12 @@ class Kept:
     store: LRUPromptCache
 
     @property
-    def key(self) -> tuple[str, int]:
+    def key(self) -> str:
+        """The drafter's own: what was learned about it holds here too."""
+        return self.drafter.key
+
+    @property
+    def cache_key(self) -> tuple[str, int]:
         """What the model's caches are stored under."""
         return "draft model", id(self.drafter.model)
 
@@ -129,7 +136,7 @@ class Kept:
         """Begin after the prompt, of which the caches that are found hold a part."""
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
-        caches, rest = self.store.fetch_nearest_cache(self.key, list(prompt))
+        caches, rest = self.store.fetch_nearest_cache(self.cache_key, list(prompt))
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
@@ -157,4 +164,4 @@ class KeptSession:
             tape.rewind_to(min(tape.position, length - len(self.held)))
             if tape.position > 0:
                 text = [*self.held, *self.session.text[: tape.position]]
-                self.kept.store.insert_cache(self.kept.key, text, self.caches)
+                self.kept.store.insert_cache(self.kept.cache_key, text, self.caches)

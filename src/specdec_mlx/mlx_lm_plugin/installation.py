@@ -31,7 +31,7 @@ from specdec_mlx.sampling.mlx_lm_samplers import law_of
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.verifier import is_pure
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
+from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, key_of
 
 DEFAULT_DRAFTER = "prompt-lookup"
 DEFAULT_MAX_TOKENS = 256
@@ -77,10 +77,9 @@ class Speculation:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
         earlier = text_on(prompt_cache)
-        kind = type(drafter).__name__
         learned = tuning_for(model)
         length = make_draft_length(
-            self.draft_length if draft_length is None else draft_length, kind, learned
+            self.draft_length if draft_length is None else draft_length, learned
         )
         law = law_of(sampler)
         tokens = speculate(
@@ -98,7 +97,9 @@ class Speculation:
         if not all(is_pure(f) for f in processors):
             max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
             tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
-        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(kind))
+        return self._accounted(
+            tokens, [*earlier, *to_list(prompt)], prompt_cache, learned.of(_key(drafter))
+        )
 
     def _accounted(
         self,
@@ -118,6 +119,12 @@ class Speculation:
             remember(prompt_cache, text)
             plain = learned.costs.plain
             self.plain_seconds = sorted(plain)[len(plain) // 2] if plain else None
+
+
+def _key(drafter: Drafter | None) -> str:
+    """What the drafter that is asked first is called where costs are remembered."""
+    parts = getattr(drafter, "drafters", None)
+    return _key(parts[0]) if parts else key_of(drafter)
 
 
 class _InForce:

@@ -213,11 +213,10 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
         drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
-        kind = type(drafter).__name__
         if drafter is not None:
             drafter = keeping_caches(drafter, self.prompt_cache)
         earlier = text_on(prompt_cache)
-        length = make_draft_length(requested.draft_length, kind, tuning_for(model))
+        length = make_draft_length(requested.draft_length, tuning_for(model))
         responses = stream_generate(
             model,
             drafter=Continued(drafter, earlier) if earlier and drafter is not None else drafter,

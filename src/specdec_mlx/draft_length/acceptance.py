@@ -1,0 +1,92 @@
+"""How often a draft token is accepted, by what speaks for it: a logistic regression, online."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from specdec_mlx.drafters.evidence import Evidence
+
+MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
+"""Lower ends of the classes of matches, in tokens."""
+
+POSITION_EDGES = (1, 2, 4, 8)
+"""Lower ends of the classes of positions in a draft."""
+
+RECENT_EDGES = (0.2, 0.4, 0.6, 0.8)
+"""Lower ends of the classes of recent acceptance."""
+
+UNKNOWN = 0.5
+"""Recent acceptance at the beginning of a text."""
+
+RECENT_MEMORY = 0.7
+"""Decay of the moving average of "this draft token was right": texts turn quickly."""
+
+LEARNING_RATE = 0.035
+"""Step of the log-odds towards a trial's outcome."""
+
+PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
+    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13),
+    "position": (0.42, 0.35, 0.46, 0.13, 0.15),
+    "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
+    "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
+    "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+}
+"""What is believed before anything was learned, by feature and class."""
+
+
+def class_of(value: float, edges: Sequence[float]) -> int:
+    """Number of edges at or below the value."""
+    return bisect_right(edges, value)
+
+
+@dataclass
+class AcceptanceHistory:
+    """How often a draft token was accepted, given that all before it were: a logistic regression.
+
+    The chance of acceptance is 1 / (1 + exp(-z)), z the sum of one weight for each feature: the
+    evidence, the position in the draft and the recent acceptance. Every trial moves those weights
+    a little (stochastic gradient on the log-likelihood), so that old trials fade.
+
+    weights: feature -> log-odds by class. recent: share of the tokens tried lately that were
+    accepted; the same evidence means more in a text that has been predictable.
+    """
+
+    weights: dict[str, list[float]] = field(
+        default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
+    )
+    recent: float = UNKNOWN
+
+    def begin_text(self) -> None:
+        """Forget how predictable the last text was; what was learned of evidence stays."""
+        self.recent = UNKNOWN
+
+    def learn(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
+        """Learn from one token of a draft that was tried or could be scored afterwards.
+
+        Args:
+            evidence: what spoke for the token; a plain int is `Evidence.match`.
+            position: place of the token in its draft, from 0.
+            accepted: whether it was the token that came.
+        """
+        step = LEARNING_RATE * (accepted - self.chance(evidence, position))
+        for weights, index in self._active(evidence, position):
+            weights[index] += step
+        self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
+
+    def chance(self, evidence: Evidence | int, position: int) -> float:
+        """Chance that the token at a position is accepted if those before it were."""
+        log_odds = sum(weights[index] for weights, index in self._active(evidence, position))
+        return 1 / (1 + math.exp(-log_odds))
+
+    def _active(self, evidence: Evidence | int, position: int) -> Iterator[tuple[list[float], int]]:
+        """The weights that count, as lists and places in them."""
+        if not isinstance(evidence, Evidence):
+            evidence = Evidence(evidence)
+        yield self.weights["match"], class_of(evidence.match, MATCH_EDGES)
+        yield self.weights["position"], class_of(position, POSITION_EDGES)
+        yield self.weights["recent"], class_of(self.recent, RECENT_EDGES)
+        yield self.weights["after one"], evidence.after_one
+        yield self.weights["after two"], evidence.after_two

@@ -1,0 +1,185 @@
+"""What a round that drafts K tokens costs, in plain rounds: medians, and a line between them."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NUM_SAMPLES = 7
+"""Rounds that a median is taken over: other programs use the machine too."""
+
+MIN_PLAIN_SAMPLES = 3
+"""Plain rounds to measure before anything is drafted: the first ones after a start are slow."""
+
+PLAIN_EXPIRES = 128
+"""Drafting rounds after which plain ones are measured again: the machine's pace changes."""
+
+PRIOR_LENGTHS = (1, 8)
+"""Draft lengths at which the prior line is held against what was measured."""
+
+PRIOR_WEIGHT = 0.5
+"""For how many rounds each of those counts."""
+
+STALE_AFTER = 256
+"""Plain rounds in a row after which the costs of drafting may be out of date."""
+
+STALE_DISCOUNT = 0.5
+"""Share of a measured cost's excess over the prior that is forgiven then."""
+
+
+@dataclass
+class RoundCosts:
+    """Seconds of a round that drafts K tokens, relative to a plain one.
+
+    Everything between two readings of a result counts: drafting, the pass, replays of recurrent
+    caches, and the overlap that pipelined decoding has and a speculative round has not. Measured
+    lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them and
+    a prior best. Where nothing was drafted for long, drafts are taken for cheaper than they were,
+    so that one bad moment of the machine does not count for ever.
+
+    step, slope: the prior line; see `Tuning.for_model`. plain: seconds of plain rounds. ratios: K
+    -> rounds that drafted K, over plain ones.
+    """
+
+    step: float = 0.05
+    slope: float = 0.05
+    plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    ratios: dict[int, deque[float]] = field(default_factory=dict)
+    _line: tuple[float, float] | None = None
+    _plain_in_a_row: int = 0
+    _plain_wanted: int = MIN_PLAIN_SAMPLES
+    _since_plain: int = 0
+
+    def add(self, num_drafted: int, seconds: float) -> None:
+        """Add a round whose seconds are those of one pass."""
+        if seconds <= 0:
+            return
+        if num_drafted == 0:
+            self._add_plain(seconds)
+        elif self.plain:
+            self._add_drafting(num_drafted, self.relative(num_drafted, seconds))
+
+    def _add_plain(self, seconds: float) -> None:
+        self.plain.append(seconds)
+        self._plain_wanted = max(0, self._plain_wanted - 1)
+        self._since_plain = 0
+        self._plain_in_a_row += 1
+
+    def _add_drafting(self, num_drafted: int, relative: float) -> None:
+        samples = self.ratios.setdefault(num_drafted, deque(maxlen=NUM_SAMPLES))
+        if self.is_stale and relative < _typical(samples or [0.0]):
+            samples.extend([relative] * NUM_SAMPLES)
+        samples.append(relative)
+        self._line = None
+        self._since_plain += 1
+        if self._since_plain == PLAIN_EXPIRES:
+            self._plain_wanted = MIN_PLAIN_SAMPLES
+        self._plain_in_a_row = 0
+
+    def relative(self, num_drafted: int, seconds: float) -> float:
+        """Seconds in plain rounds, of which some were measured; K + 2 at most.
+
+        A round brings K + 1 tokens at most, so that anything more expensive is as good as K + 2.
+        """
+        return min(seconds / statistics.median(self.plain), num_drafted + 2.0)
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether plain rounds have to be measured before a ratio means anything."""
+        return self._plain_wanted > 0
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether nothing was drafted for so long that the costs of drafting may have changed."""
+        return self._plain_in_a_row >= STALE_AFTER
+
+    def ratio(self, num_drafted: int) -> float:
+        """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
+        if num_drafted == 0:
+            return 1.0
+        if self.is_measured(num_drafted):
+            return max(1.0, _typical(self.ratios[num_drafted]))
+        step, slope = self.line()
+        shorter = [_typical(self.ratios[k]) for k in self.ratios if k < num_drafted]
+        return max(1.0, 1.0 + step + slope * num_drafted, *shorter)
+
+    def rough_ratio(self, num_drafted: int) -> float:
+        """The same, by a single round where there was no second one; it may be too high."""
+        if self.is_measured(num_drafted) or num_drafted not in self.ratios:
+            return self.ratio(num_drafted)
+        return max(1.0, *self.ratios[num_drafted])
+
+    def optimistic_ratio(self, num_drafted: int) -> float:
+        """The same; where the costs are stale, nearer to the prior."""
+        ratio, prior = self.ratio(num_drafted), 1.0 + self.step + self.slope * num_drafted
+        if num_drafted and self.is_stale and ratio > prior:
+            ratio -= STALE_DISCOUNT * (ratio - prior)
+        return ratio
+
+    def worst_ratio(self, num_drafted: int) -> float:
+        """The same, if each token of a length not measured cost as much as any that was."""
+        if self.is_measured(num_drafted):
+            return self.ratio(num_drafted)
+        highest = self._most_expensive_token()
+        return 1.0 + num_drafted * (1.0 if highest is None else highest)
+
+    def is_measured(self, num_drafted: int) -> bool:
+        """Whether a length was tried twice: the first round at a new width may compile kernels.
+
+        Once is enough where it cost no more a token than another length does.
+        """
+        samples = list(self.ratios.get(num_drafted, []))
+        if len(samples) != 1:
+            return len(samples) > 1
+        highest = self._most_expensive_token()
+        return highest is not None and samples[0] <= 1.0 + num_drafted * highest
+
+    def _most_expensive_token(self) -> float | None:
+        """Cost of a draft token where it was highest, of lengths tried twice; None before that."""
+        tried_twice = {k: samples for k, samples in self.ratios.items() if len(samples) > 1}
+        per_token = [(_typical(samples) - 1.0) / k for k, samples in tried_twice.items()]
+        return max(0.0, *per_token) if per_token else None
+
+    def line(self) -> tuple[float, float]:
+        """Step and slope that fit the measured lengths and the prior, by weighted least squares."""
+        if self._line is None:
+            points = [
+                (k, _typical(samples) - 1.0, float(len(samples)))
+                for k, samples in self.ratios.items()
+                if self.is_measured(k)
+            ]
+            points += [(k, self.step + self.slope * k, PRIOR_WEIGHT) for k in PRIOR_LENGTHS]
+            self._line = _fit(points)
+        return self._line
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured, ready for JSON."""
+        return {
+            "plain": list(self.plain),
+            "ratios": {str(length): list(samples) for length, samples in self.ratios.items()},
+        }
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `as_dict` gave; the machine's pace today is yet to be measured."""
+        self.plain.extend(float(seconds) for seconds in saved["plain"])
+        for length, ratios in saved["ratios"].items():
+            self.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
+
+
+def _typical(samples: Sequence[float]) -> float:
+    """Median; of two the smaller: a round is more often disturbed than quicker than it can be."""
+    return min(samples) if len(samples) == 2 else statistics.median(samples)
+
+
+def _fit(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
+    """Intercept and slope, neither below 0, of the least-squares line through (x, y, weight)."""
+    total = sum(w for _, _, w in points)
+    mean_x = sum(w * x for x, _, w in points) / total
+    mean_y = sum(w * y for _, y, w in points) / total
+    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
+    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread
+    slope = max(0.0, slope)
+    return max(0.0, mean_y - slope * mean_x), slope

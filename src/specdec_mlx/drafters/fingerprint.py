@@ -1,0 +1,40 @@
+"""What tells one model's content from another's, without reading all of its weights."""
+
+from __future__ import annotations
+
+import hashlib
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten
+
+from specdec_mlx.per_model import PerModel
+
+NUM_SAMPLES = 4
+"""Values that are read of each parameter: enough to tell fine-tuned models from each other."""
+
+
+def _fingerprint(model: nn.Module) -> str:
+    """Digest of a model's class, and of its parameters' names, shapes, types and a few values."""
+    parameters = sorted(tree_flatten(model.parameters()))
+    digest = hashlib.sha256(type(model).__module__.encode())
+    for name, array in parameters:
+        digest.update(f"{name} {array.shape} {array.dtype}\n".encode())
+    samples = [_sample(array) for _, array in parameters if array.size]
+    if samples:
+        digest.update(np.array(mx.concatenate(samples)).tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _sample(array: mx.array) -> mx.array:
+    """Values [n] in float32 from places spread over a parameter, first and last too; lazy."""
+    if not array.ndim:
+        array = array[None]
+    places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
+    indices = np.unravel_index(places, array.shape)
+    return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)
+
+
+fingerprint = PerModel(_fingerprint)
+"""A model's fingerprint, computed once for each loaded model; the same in every process."""
