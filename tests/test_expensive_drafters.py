@@ -116,9 +116,10 @@ def tokens_until_back(
 def test_a_good_model_is_back_soon_after_a_bad_text(
     begins_well: bool, lengths: tuple[int, int], token_cost: float, share: float
 ) -> None:
-    """Within 100 tokens in seven cases of nine, and then at the best pace, however short texts are.
+    """Within 100 tokens, and then at the best pace, however short the generations are.
 
-    What a paused model waited for belongs to its history; no generation begins to wait anew.
+    What a paused model waited for belongs to its history; no generation begins to wait anew. A
+    model that never paid before may take 400.
     """
     times, late = [], []
     for seed in range(9):
@@ -132,7 +133,7 @@ def test_a_good_model_is_back_soon_after_a_bad_text(
         coins = random.Random(seed)
         times.append(tokens_until_back(world, tuning, lambda: coins.randint(*lengths), 1200))  # noqa: B023
         late += world.records[-200:]
-    assert sorted(times)[6] <= 100
+    assert max(times) <= (100 if begins_well else 400)
     reach = [share**k for k in range(LENGTHS[-1] + 1)]
     best = min((1 + token_cost * k) / sum(reach[: k + 1]) for k in LENGTHS)
     assert seconds(late) / emitted(late) < 1.04 * best
