@@ -264,7 +264,11 @@ def make_speculation(
     """Speculation for the arguments of `install`, checked now rather than at the first token."""
     make_draft_length(draft_length)
     make_rule(rule)
-    return Speculation(choose_drafter(None, drafter), draft_length, rule, tokenizer)
+    if isinstance(drafter, nn.Module):
+        chosen = choose_drafter(None, drafter)
+    else:
+        chosen = choose_drafter(drafter, None)
+    return Speculation(chosen, draft_length, rule, tokenizer)
 
 
 def install(
