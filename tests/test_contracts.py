@@ -436,27 +436,24 @@ class ArrayOracle(scripted.OracleDrafter):
         return session
 
 
-def test_looking_at_arrays_costs_no_further_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round with an array for a draft waits once, as a round with a list does."""
+@pytest.mark.parametrize("kind", [ArrayOracle, scripted.OracleDrafter], ids=["arrays", "lists"])
+def test_looking_at_a_draft_costs_no_further_wait(
+    kind: type[scripted.OracleDrafter], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round waits once, whether its draft is a list or an array; so does the prefill."""
     from specdec_mlx import token_ids
     from specdec_mlx.target import verifier
 
-    def waits(drafter: Any) -> tuple[int, int, int]:
-        reads, lists, evals = [], [], []
-        read_all, to_list, wait = verifier.read_all, verifier.to_list, token_ids.mx.eval
-        with monkeypatch.context() as patch:
-            patch.setattr(verifier, "read_all", lambda *a: reads.append(1) or read_all(*a))
-            patch.setattr(verifier, "to_list", lambda a: lists.append(1) or to_list(a))
-            patch.setattr(token_ids.mx, "eval", lambda *a: evals.append(1) or wait(*a))
-            items = list(
-                sd.speculate(model(), MODEL_PROMPT, drafter, max_tokens=16, draft_length=3)
-            )
-        assert [item.token for item in items] == plain()
-        assert items[-1].stats.accepted > 0
-        assert len(reads) == items[-1].stats.target_passes
-        return len(reads), len(lists), len(evals)
-
-    as_arrays = waits(ArrayOracle(plain(), VOCAB, wrong=0.3))
-    as_lists = waits(scripted.OracleDrafter(plain(), VOCAB, wrong=0.3))
-    assert as_arrays == as_lists
-    assert as_arrays[1] == 0
+    drafter = kind(plain(), VOCAB, wrong=0.3)
+    options: dict[str, Any] = {"max_tokens": 16, "draft_length": 3}
+    list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))  # measures the model
+    reads, lists, evals = [], [], []
+    read_all, to_list, wait = verifier.read_all, verifier.to_list, token_ids.mx.eval
+    monkeypatch.setattr(verifier, "read_all", lambda *a: reads.append(1) or read_all(*a))
+    monkeypatch.setattr(verifier, "to_list", lambda a: lists.append(1) or to_list(a))
+    monkeypatch.setattr(token_ids.mx, "eval", lambda *a: evals.append(1) or wait(*a))
+    items = list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
+    passes = items[-1].stats.target_passes
+    assert [item.token for item in items] == plain()
+    assert items[-1].stats.accepted > 0
+    assert (len(reads), len(lists), len(evals)) == (passes, 0, passes + 1)
