@@ -191,6 +191,20 @@ def test_on_a_machine_that_becomes_slow_a_turn_of_all_is_the_most_that_is_too_mu
     assert clock.now <= seconds + slower * CYCLE * 0.5
 
 
+def test_a_text_for_which_too_little_time_is_left_is_not_begun(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The one before it took longer to read than was measured."""
+    clock = Clock()
+    pace = Pace(step=0.01, position=0.1)
+    slow, quick = (scene(clock, name, pace, slower) for name, slower in (("a", 33), ("b", 1)))
+    assert quick.least_seconds > 1
+    samples = demo.play([slow, quick], Budget(100, clock), 1)
+    assert 99 < clock.now <= 100
+    assert {sample.id for sample in samples} == {"a"}
+    assert "b: left out" in capsys.readouterr().err
+
+
 def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[str]) -> None:
     """With less and less time; all contenders stop at the same token, and it is said."""
 
