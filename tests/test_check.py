@@ -728,7 +728,7 @@ def test_flags_reach_the_check(
     assert cli.main(["check", *flags.split()]) == 0
     assert given == {
         "drafter": sd.NGramDrafter(max_order=3),
-        "sampling": sd.Sampling(0.7, 0.9, 0.1, top_k=5),
+        "sampler": sd.Sampling(0.7, 0.9, 0.1, top_k=5),
         "rule": "coupled",
         "draft_length": 3,
         "prompts": ["Hello."],
@@ -745,7 +745,7 @@ def test_flags_reach_the_check(
         (["--temp", "-1"], "Sampling(temp=-1.0)"),
         (["--drafter", "nobody"], "Unknown drafter 'nobody'"),
         (["--drafter", "none"], "nothing to check without a drafter"),
-        (["--drafter", "model"], "needs a model. Name it with --draft-model"),
+        (["--drafter", "model"], "needs --draft-model MODEL"),
         (["--rule", "nobody"], "Unknown rule 'nobody'"),
         (["--budget", "0"], "budget=0"),
         (["--draft-length", "0"], "draft_length=0"),

@@ -255,7 +255,7 @@ def test_options_stand_behind_the_name(spec, rule):
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     assert parser.parse_args(["--rule", spec]).rule == spec
-    assert parser.parse_args([]).rule == "auto"
+    assert parser.parse_args([]).rule is None  # then the rule is "auto"
 
 
 @pytest.mark.parametrize(

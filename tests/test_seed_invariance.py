@@ -68,7 +68,7 @@ def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple
     """Tokens of a generation, and its stats."""
     options = dict(request)
     penalty = options.pop("penalty", None)
-    sampling = sd.Sampling(**options.pop("sampling"))
+    sampling = sd.Sampling(**options.pop("sampler"))
     items = list(
         sd.speculate(
             target(),

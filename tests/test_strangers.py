@@ -109,7 +109,7 @@ def tokens(items: list[sd.Token]) -> list[int]:
 
 def oracle(sampling: sd.Sampling, wrong: float = 0.0) -> scripted.OracleDrafter:
     """Knows the text that plain decoding writes."""
-    text = tokens(run(None, sampling=sampling, max_tokens=NUM_TOKENS + 10))
+    text = tokens(run(None, sampler=sampling, max_tokens=NUM_TOKENS + 10))
     return scripted.OracleDrafter(text, VOCAB, wrong=wrong)
 
 
@@ -137,7 +137,7 @@ def test_the_rule_is_asked_at_temperature_1() -> None:
     """A draft model that is the target itself: each token is kept with chance `share`."""
     same = sd.ModelDrafter(target())
     for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
-        items = run(same, rule=Reluctant(share=share), sampling=sd.Sampling(temp=1.0))
+        items = run(same, rule=Reluctant(share=share), sampler=sd.Sampling(temp=1.0))
         assert items[-1].stats.drafted > 0
         assert least <= items[-1].stats.acceptance_rate <= most
 
@@ -226,8 +226,8 @@ def test_a_model_with_that_cache_drafts_losslessly(
     model.make_cache = lambda: [BlockCache() for _ in model.layers]
     drafter = oracle(SAMPLINGS[sampling], wrong=0.4)
     caches = make_prompt_cache(model)
-    items = run(drafter, model, sampling=SAMPLINGS[sampling], prompt_cache=caches)
-    assert tokens(items) == tokens(run(None, sampling=SAMPLINGS[sampling]))
+    items = run(drafter, model, sampler=SAMPLINGS[sampling], prompt_cache=caches)
+    assert tokens(items) == tokens(run(None, sampler=SAMPLINGS[sampling]))
     stats = items[-1].stats
     assert 0 < stats.accepted < stats.drafted
     assert (stats.replayed == 0) == is_registered

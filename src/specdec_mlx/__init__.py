@@ -1,11 +1,11 @@
 """Speculative decoding for mlx-lm: the same text, sooner."""
 
-from specdec_mlx.cli.backends import without_mlx as _without_mlx
+from specdec_mlx.cli import backends as _backends
 
 try:
     import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
 except ImportError as _error:
-    raise _without_mlx(_error) from None
+    raise _backends.without_mlx(_error) from None
 
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength

@@ -98,12 +98,8 @@ def stream_generate(
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
-    check_model(model, tokenizer)
+    tokenizer = _checked(model, tokenizer, max_tokens)
     chosen = choose_drafter(drafter, draft_model)
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,
@@ -129,15 +125,10 @@ def stream_generate(
         counterfactual=counterfactual,
         stream=stream,
     )
-    return respond(
-        tokens,
-        tokenizer,
-        models=[model, *models_of(chosen)],
-        num_prompt=len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings),
-        max_tokens=max_tokens,
-        stream=stream,
-        drafter=drafter if isinstance(drafter, str) else _kind(chosen),
-    )
+    num_prompt = len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings)
+    name = drafter if isinstance(drafter, str) else _kind(chosen)
+    models = [model, *models_of(chosen)]
+    return respond(tokens, tokenizer, models, num_prompt, max_tokens, stream, name)
 
 
 def generate(
@@ -239,8 +230,14 @@ def generate(
     return Text.of(printed(responses) if verbose else responses)
 
 
-def check_model(model: Any, tokenizer: Any) -> None:
-    """Say what to do about a model that is not loaded. Raises ValueError."""
+def _checked(model: Any, tokenizer: Any, max_tokens: int) -> TokenizerWrapper:
+    """mlx-lm's wrapper around the tokenizer.
+
+    Raises:
+        ValueError: for no tokens, and a model or tokenizer that is not loaded.
+    """
+    if max_tokens == 0:
+        raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
     if not isinstance(model, nn.Module):
         name = repr(model) if isinstance(model, str | Path) else type(model).__name__
         raise ValueError(
@@ -251,6 +248,7 @@ def check_model(model: Any, tokenizer: Any) -> None:
         raise ValueError(
             f"tokenizer={str(tokenizer)!r}: expected the tokenizer that mlx_lm.load(...) gave."
         )
+    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
 def choose_sampler(

@@ -164,38 +164,22 @@ def speculate(
         max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start
     )
     account = Counterfactual() if counterfactual else None
-    verifier = Verifier(
-        ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None),
-        NextToken(
-            Sampling() if sampler is None else sampler,
-            logits_processors or (),
-            Noise.from_global_state() if seed is None else Noise(seed),
-        ),
-        rule,
-        account,
-    )
+    model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
+    noise = Noise.from_global_state() if seed is None else Noise(seed)
+    next_token = NextToken(sampler or Sampling(), logits_processors or (), noise)
+    verifier = Verifier(model_pass, next_token, rule, account)
     check_ids(prompt, verifier.vocab_size())
     context = verifier.draft_context(tokenizer, draft_cache)
     if isinstance(drafter, Checks):
         drafter.check(context)
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
-    drafting = Drafting(
-        drafter,
-        make_draft_length(draft_length, tuning or tuning_for(model)),
-        verifier,
-        sequence,
-        keeps_cache=prompt_cache is not None,
-        stream=stream,
-    )
+    length = make_draft_length(draft_length, tuning or tuning_for(model))
+    keeps_cache = prompt_cache is not None
+    drafting = Drafting(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)
+    stats = SpeculationStats(counterfactual=account)
+    on_progress = prompt_progress_callback or (lambda done, total: None)
     generation = Generation(
-        verifier,
-        sequence,
-        drafting,
-        SpeculationStats(counterfactual=account),
-        stream,
-        prefill_step_size,
-        prompt_progress_callback or (lambda done, total: None),
-        prompt_cache,
+        verifier, sequence, drafting, stats, stream, prefill_step_size, on_progress, prompt_cache
     )
     return generation.run(context)
 
