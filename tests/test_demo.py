@@ -23,7 +23,9 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli.demo_texts import PAIR, Show, after_rehearsal
 from specdec_mlx.cli.plan import (
     LEAST_TOKENS,
+    MARGIN,
     Budget,
+    EnoughTime,
     Pace,
     Scene,
     fit,
@@ -101,8 +103,8 @@ def lengths(samples: Sequence[Sample]) -> list[int]:
 
 def test_a_scenes_estimate_is_all_contenders_at_plain_decodings_pace() -> None:
     """Prompts and tokens of each."""
-    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=20)
-    assert one.most_seconds == 3 * (10 * 0.5 + 20 * 2.0)
+    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=50)
+    assert one.most_seconds == 3 * (10 * 0.5 + 50 * 2.0)
     assert one.least_seconds == 3 * (10 * 0.5 + LEAST_TOKENS * 2.0)
     assert replace(one, max_tokens=4).least_seconds == 3 * (10 * 0.5 + 4 * 2.0)
 
@@ -129,18 +131,34 @@ def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: li
     assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
 
 
-def test_a_budget_asks_for_time_to_do_it_once_more() -> None:
-    """By what happened since it was last asked."""
+def test_turns_need_as_much_time_as_the_last_ones_and_a_margin() -> None:
+    """The first of all is always taken; the second is expected to take what the plan says."""
+    clock = Clock()
+    enough = EnoughTime(Budget(100, clock), expected=4)
+    assert enough()
+    clock.now = 94.9  # the prompts took long
+    assert enough()
+    clock.now = 97  # 2.1 seconds for everybody's turn, and 3 are left
+    assert enough()
+    clock.now = 98  # 1 second, and 2 are left
+    assert enough()
+    clock.now = 99  # 1 second, and 1 is left
+    assert not enough()
+    late = EnoughTime(Budget(100, clock), expected=4)
+    assert late()
+    clock.now += 95.1
+    assert not late()
+    assert not EnoughTime(Budget(0, clock), expected=0)()
+
+
+def test_a_part_of_a_budget_is_no_more_than_what_is_left() -> None:
+    """Both go on together."""
     clock = Clock()
     budget = Budget(10, clock)
-    assert budget.fits_again()
-    clock.now = 4
-    assert budget.fits_again()
-    clock.now = 7.5
-    assert not budget.fits_again()
-    assert (budget.spent, budget.left) == (7.5, 2.5)
-    assert Budget(5, clock).part(9).seconds == 5
-    assert not Budget(0, clock).fits_again()
+    clock.now = 6
+    assert (budget.spent, budget.left) == (6, 4)
+    assert budget.part(3).seconds == 3
+    assert budget.part(9).seconds == 4
 
 
 def test_the_pace_of_a_model_is_measured() -> None:
@@ -162,7 +180,10 @@ def test_the_pace_of_a_model_is_measured() -> None:
 def test_no_more_time_is_spent_than_was_said(
     step: float, num_prompts: list[int], slower: float, seconds: float, repeats: int
 ) -> None:
-    """Whatever the machine's pace, if nothing takes longer than plain decoding was measured to."""
+    """Whatever the machine's pace, if nothing takes longer than plain decoding was measured to.
+
+    And each text that is shown has at least two turns behind its first token.
+    """
     clock = Clock()
     scenes = [
         scene(clock, str(i), Pace(step, step / 8), slower, n) for i, n in enumerate(num_prompts)
@@ -172,7 +193,8 @@ def test_no_more_time_is_spent_than_was_said(
     samples = demo.play(show(*shown), Budget(limit, clock), repeats)
     assert clock.now <= limit * (1 + 1e-9)
     assert {s.id for s in samples if s.repeat == 0} == {s.task.id for s in shown}
-    assert min(lengths(samples)) >= 1
+    first = [s for s in samples if s.repeat == 0]
+    assert min(lengths(first)) > 2 * TURN_TOKENS
 
 
 @given(slower=st.floats(1, 20), seconds=st.floats(50, 600))
@@ -184,6 +206,26 @@ def test_on_a_machine_that_becomes_slow_everybodys_turn_is_the_most_that_is_too_
     changed = scene(clock, pace=Pace(0.5, 0.05), slower=slower)
     demo.play(show(changed), Budget(seconds, clock), 1)
     assert clock.now <= seconds + slower * CYCLE * 0.5
+
+
+@given(st.lists(st.floats(1.0, MARGIN), min_size=64, max_size=64), st.floats(100, 600))
+def test_a_pace_that_changes_by_no_more_than_the_margin_breaks_no_promise(
+    changes: list[float], seconds: float
+) -> None:
+    """Every turn of all is slower than the last by up to the margin."""
+    clock = Clock()
+    slowing = scene(clock, pace=Pace(0.1, 0.0), ways=1)
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Iterator[Emitted]:
+        step = 0.1
+        for i in range(max_tokens):
+            step *= changes[i // TURN_TOKENS] if i % TURN_TOKENS == 1 and i > 1 else 1
+            clock.now += step
+            yield Emitted(0)
+
+    slowing = replace(slowing, contenders=[Contender(PLAIN, "", start)], max_tokens=512)
+    demo.play(show(slowing), Budget(seconds, clock), 1)
+    assert clock.now <= seconds
 
 
 def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) -> None:

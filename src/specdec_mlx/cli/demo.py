@@ -26,12 +26,12 @@ from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import MISSING, choose_num_threads
 from specdec_mlx.cli.demo_report import compare, format_table, legend
 from specdec_mlx.cli.demo_texts import Show, pair_that_ships, three_prompts
-from specdec_mlx.cli.plan import Budget, fit
+from specdec_mlx.cli.plan import Budget, EnoughTime, fit
 from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.models import load_model
 
 REHEARSAL_TOKENS = 40
-REHEARSAL_SHARE, PAIR_SHARE = 0.15, 0.15
+REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
 """Most of the time that may go into the rehearsals, and into the pair that ships."""
 
 
@@ -179,7 +179,7 @@ def rehearsal(
     with closing(responses):
         for response in responses:
             yield response
-            if not budget.fits_again():
+            if budget.left <= 0:
                 return
 
 
@@ -201,10 +201,11 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     Raises ValueError if there was no time at all.
     """
     samples: list[Sample] = []
+    turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)
     for repeat in range(repeats):
         before = budget.spent
         runs = [run for scene in show.scenes for run in scene.runs(repeat)]
-        take_turns(runs, repeat, budget.fits_again)
+        take_turns(runs, repeat, EnoughTime(budget, turn_seconds))
         samples += [run.sample() for run in runs]
         if budget.left < budget.spent - before:
             break

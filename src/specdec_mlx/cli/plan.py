@@ -21,8 +21,11 @@ PLAIN_PASSES = 5
 PROMPT_POSITIONS = 32
 """Positions of the pass that a prompt's cost is estimated from."""
 
-LEAST_TOKENS = 2 * TURN_TOKENS
+LEAST_TOKENS = 3 * TURN_TOKENS
 """Length of a text below which no speed can be told: a heuristic."""
+
+MARGIN = 1.25
+"""Time that turns are given, relative to what the last ones took: a heuristic."""
 
 
 @dataclass
@@ -37,7 +40,6 @@ class Budget:
     seconds: float
     clock: Callable[[], float] = time.perf_counter
     _began: float = field(init=False)
-    _asked: float | None = None
 
     def __post_init__(self) -> None:
         """Start."""
@@ -57,12 +59,33 @@ class Budget:
         """A budget of its own, of no more than what is left."""
         return Budget(min(seconds, self.left), self.clock)
 
-    def fits_again(self) -> bool:
-        """Whether there is time for what was done since the last call once more."""
-        now = self.spent
-        latest = 0.0 if self._asked is None else now - self._asked
-        self._asked = now
-        return 0 < self.seconds - now >= latest
+
+@dataclass
+class EnoughTime:
+    """Whether there is time for everybody's next turn; asked before each.
+
+    The first turns read the prompts and are always taken. The second take what was expected, and
+    each later one as long as the one before it; a machine's pace changes, hence the margin.
+
+    Attributes:
+        budget: what there is.
+        expected: seconds of everybody's second turn.
+    """
+
+    budget: Budget
+    expected: float
+    _num_asked: int = 0
+    _asked_at: float = 0.0
+
+    def __call__(self) -> bool:
+        """Ask."""
+        now = self.budget.spent
+        if self._num_asked >= 2:
+            self.expected = now - self._asked_at
+        self._asked_at = now
+        self._num_asked += 1
+        needed = MARGIN * self.expected if self._num_asked > 1 else 0.0
+        return self.budget.left > 0 and needed <= self.budget.left
 
 
 @dataclass(frozen=True)
