@@ -114,7 +114,7 @@ def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
     assert all(row.endswith(" identical") for row in rows)
     assert "target passes" in done.stdout.split("text      drafter")[0]
     assert "7 of 7 texts are plain mlx-lm's, token by token." in done.stdout
-    assert "in at most 900 s: a text live, then edit, summary, chat" in done.stderr
+    assert "in at most 900 s: a text live, then edit, summary, chat; each" in done.stderr
     assert not {c for c in done.stdout + done.stderr if c in "\r\b\033"}
 
 

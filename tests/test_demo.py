@@ -14,20 +14,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import tiny
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
-from specdec_mlx.cli import blas, demo, demo_report
+from specdec_mlx.cli import blas, demo, demo_report, demo_texts
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.cli.demo_texts import PAIR, Show, after_rehearsal
 from specdec_mlx.cli.plan import (
     LEAST_TOKENS,
+    MARGIN,
     Budget,
+    EnoughTime,
     Pace,
     Scene,
     fit,
     measure_pace,
-    time_for_first,
 )
+from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.errors import UnknownNameError
 from tiny_model_folder import write_model_folder
 
 END = 9
@@ -81,7 +87,11 @@ def scene(
         for drafter in names
     ]
     task = Task(name, name, [0] * num_prompt)
-    return Scene(nn.Module(), task, task, contenders, pace, max_tokens, (END,))
+    return Scene(task, contenders, pace, max_tokens, (END,))
+
+
+def show(*scenes: Scene) -> Show:
+    return Show(nn.Module(), None, {}, [0], scenes)
 
 
 def lengths(samples: Sequence[Sample]) -> list[int]:
@@ -93,8 +103,8 @@ def lengths(samples: Sequence[Sample]) -> list[int]:
 
 def test_a_scenes_estimate_is_all_contenders_at_plain_decodings_pace() -> None:
     """Prompts and tokens of each."""
-    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=20)
-    assert one.most_seconds == 3 * (10 * 0.5 + 20 * 2.0)
+    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=50)
+    assert one.most_seconds == 3 * (10 * 0.5 + 50 * 2.0)
     assert one.least_seconds == 3 * (10 * 0.5 + LEAST_TOKENS * 2.0)
     assert replace(one, max_tokens=4).least_seconds == 3 * (10 * 0.5 + 4 * 2.0)
 
@@ -121,36 +131,38 @@ def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: li
     assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
 
 
-@given(st.lists(st.floats(0.01, 5), min_size=1, max_size=4), st.floats(0, 400))
-def test_the_times_of_all_scenes_are_what_is_left(steps: list[float], spare: float) -> None:
-    """Each has what it needs at least, and nothing remains after the last."""
-    scenes = [scene(Clock(), pace=Pace(step, 0.1)) for step in steps]
-    left = spare + sum(s.least_seconds for s in scenes)
-    for i, one in enumerate(scenes):
-        seconds = time_for_first(scenes[i:], left)
-        assert seconds >= one.least_seconds
-        left -= seconds
-    assert left == pytest.approx(0.0, abs=1e-6)
+def test_turns_need_as_much_time_as_the_last_ones_and_a_margin() -> None:
+    """The first of all is always taken; the second is expected to take what the plan says."""
+    clock = Clock()
+    enough = EnoughTime(Budget(100, clock), expected=4)
+    assert enough()
+    clock.now = 94.9  # the prompts took long
+    assert enough()
+    clock.now = 97  # 2.1 seconds for everybody's turn, and 3 are left
+    assert enough()
+    clock.now = 98  # 1 second, and 2 are left
+    assert enough()
+    clock.now = 99  # 1 second, and 1 is left
+    assert not enough()
+    late = EnoughTime(Budget(100, clock), expected=4)
+    assert late()
+    clock.now += 95.1
+    assert not late()
+    assert not EnoughTime(Budget(0, clock), expected=0)()
 
 
-def test_a_budget_asks_for_time_to_do_it_once_more() -> None:
-    """By what happened since it was last asked."""
+def test_a_part_of_a_budget_is_no_more_than_what_is_left() -> None:
+    """Both go on together."""
     clock = Clock()
     budget = Budget(10, clock)
-    assert budget.fits_again()
-    clock.now = 4
-    assert budget.fits_again()
-    clock.now = 7.5
-    assert not budget.fits_again()
-    assert (budget.spent, budget.left) == (7.5, 2.5)
-    assert Budget(5, clock).part(9).seconds == 5
-    assert not Budget(0, clock).fits_again()
+    clock.now = 6
+    assert (budget.spent, budget.left) == (6, 4)
+    assert budget.part(3).seconds == 3
+    assert budget.part(9).seconds == 4
 
 
 def test_the_pace_of_a_model_is_measured() -> None:
     """Seconds, of something that has layers and a cache."""
-    import tiny
-
     pace = measure_pace(tiny.build("llama"))
     assert 0 < pace.position < pace.step
 
@@ -159,49 +171,74 @@ def test_the_pace_of_a_model_is_measured() -> None:
 
 
 @given(
-    steps=st.lists(st.floats(0.01, 2), min_size=1, max_size=4),
+    step=st.floats(0.01, 2),
+    num_prompts=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     slower=st.floats(0.1, 1.0),
     seconds=st.floats(1, 600),
     repeats=st.integers(1, 4),
 )
 def test_no_more_time_is_spent_than_was_said(
-    steps: list[float], slower: float, seconds: float, repeats: int
+    step: float, num_prompts: list[int], slower: float, seconds: float, repeats: int
 ) -> None:
-    """Whatever the machine's pace, if nothing takes longer than plain decoding was measured to."""
+    """Whatever the machine's pace, if nothing takes longer than plain decoding was measured to.
+
+    And each text that is shown has at least two turns behind its first token.
+    """
     clock = Clock()
-    scenes = [scene(clock, str(i), Pace(s, s / 8), slower) for i, s in enumerate(steps)]
+    scenes = [
+        scene(clock, str(i), Pace(step, step / 8), slower, n) for i, n in enumerate(num_prompts)
+    ]
     shown = fit(scenes, seconds)
     limit = max(seconds, sum(s.least_seconds for s in shown))
-    samples = demo.play(shown, Budget(limit, clock), repeats)
+    samples = demo.play(show(*shown), Budget(limit, clock), repeats)
     assert clock.now <= limit * (1 + 1e-9)
+    assert {s.id for s in samples if s.repeat == 0} == {s.task.id for s in shown}
     first = [s for s in samples if s.repeat == 0]
-    assert {s.id for s in first} == {s.task.id for s in shown}
-    assert min(lengths(first)) > TURN_TOKENS
+    assert min(lengths(first)) > 2 * TURN_TOKENS
 
 
 @given(slower=st.floats(1, 20), seconds=st.floats(50, 600))
-def test_on_a_machine_that_becomes_slow_a_turn_of_all_is_the_most_that_is_too_much(
+def test_on_a_machine_that_becomes_slow_everybodys_turn_is_the_most_that_is_too_much(
     slower: float, seconds: float
 ) -> None:
-    """Of the text that is being written; later ones are left out."""
+    """Before each there is time for another one like the last."""
     clock = Clock()
-    scenes = [scene(clock, name, Pace(0.5, 0.05), slower) for name in ("a", "b", "c")]
-    demo.play(scenes, Budget(seconds, clock), 1)
+    changed = scene(clock, pace=Pace(0.5, 0.05), slower=slower)
+    demo.play(show(changed), Budget(seconds, clock), 1)
     assert clock.now <= seconds + slower * CYCLE * 0.5
 
 
-def test_a_text_for_which_too_little_time_is_left_is_not_begun(
-    capsys: pytest.CaptureFixture[str],
+@given(st.lists(st.floats(1.0, MARGIN), min_size=64, max_size=64), st.floats(100, 600))
+def test_a_pace_that_changes_by_no_more_than_the_margin_breaks_no_promise(
+    changes: list[float], seconds: float
 ) -> None:
-    """The one before it took longer to read than was measured."""
+    """Every turn of all is slower than the last by up to the margin."""
     clock = Clock()
-    pace = Pace(step=0.01, position=0.1)
-    slow, quick = (scene(clock, name, pace, slower) for name, slower in (("a", 33), ("b", 1)))
-    assert quick.least_seconds > 1
-    samples = demo.play([slow, quick], Budget(100, clock), 1)
-    assert 99 < clock.now <= 100
-    assert {sample.id for sample in samples} == {"a"}
-    assert "b: left out" in capsys.readouterr().err
+    slowing = scene(clock, pace=Pace(0.1, 0.0), ways=1)
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Iterator[Emitted]:
+        step = 0.1
+        for i in range(max_tokens):
+            step *= changes[i // TURN_TOKENS] if i % TURN_TOKENS == 1 and i > 1 else 1
+            clock.now += step
+            yield Emitted(0)
+
+    slowing = replace(slowing, contenders=[Contender(PLAIN, "", start)], max_tokens=512)
+    demo.play(show(slowing), Budget(seconds, clock), 1)
+    assert clock.now <= seconds
+
+
+def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) -> None:
+    """So that none is judged by fewer of them; unless it had come to its end."""
+    clock = Clock()
+    scenes = [scene(clock, "a"), scene(clock, "b", ends_after=20), scene(clock, "c")]
+    samples = demo.play(show(*scenes), Budget(450, clock), 1)
+    a, b, c = ({len(s.tokens) for s in samples if s.id == name} for name in "abc")
+    assert (a, b) == (c, {21})
+    (length,) = a
+    assert 21 < length < 64
+    said = capsys.readouterr().err
+    assert f"a {length}, b 21, c {length} tokens; cut, since the time was over" in said
 
 
 def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[str]) -> None:
@@ -209,7 +246,7 @@ def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[s
 
     def play(seconds: float) -> list[Sample]:
         clock = Clock()
-        return demo.play([scene(clock)], Budget(seconds, clock), 3)
+        return demo.play(show(scene(clock)), Budget(seconds, clock), 3)
 
     whole = 3 * 64
     assert lengths(play(3 * whole + CYCLE)) == [64] * 9
@@ -218,14 +255,13 @@ def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[s
     assert "cut" not in capsys.readouterr().err
     (length,) = set(lengths(play(whole / 2)))
     assert 16 <= length < 64
-    assert f"text: {length} tokens" in (said := capsys.readouterr().err)
-    assert "cut from 64" in said
+    assert f": text {length} tokens; cut, since" in capsys.readouterr().err
 
 
 def test_a_text_that_ends_by_itself_was_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
     """The end token is the last one."""
     clock = Clock()
-    samples = demo.play([scene(clock, ends_after=20)], Budget(900, clock), 1)
+    samples = demo.play(show(scene(clock, ends_after=20)), Budget(900, clock), 1)
     assert lengths(samples) == [21] * 3
     assert "cut" not in capsys.readouterr().err
 
@@ -235,35 +271,54 @@ def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> N
     clock = Clock()
     budget = Budget(5, clock)
     clock.now = 6
-    with pytest.raises(ValueError, match=r"5 s were over .* --seconds"):
-        demo.play([scene(clock)], budget, 1)
+    with pytest.raises(ValueError, match=r"over before the first text. .* --seconds"):
+        demo.play(show(scene(clock)), budget, 1)
 
 
-def test_whatever_learns_has_written_something_else_before_it_is_timed(
+def test_every_drafter_has_written_something_else_before_it_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each contender once, the first one live; plain decoding and fixed lengths learn nothing."""
-    written: list[tuple[str, int]] = []
+    """On its own model and tokenizer, the first one live; what it learns stays with the model."""
+    written: list[tuple[Any, ...]] = []
 
-    def way(drafter: str, draft_length: str) -> Contender:
-        def start(prompt: list[int], max_tokens: int, seed: int) -> Iterator[Emitted]:
-            written.append((drafter, prompt[0]))
-            yield from [Emitted(0)] * max_tokens
+    def stream(*arguments: Any, drafter: Any, draft_length: Any) -> Iterator[str]:
+        written.append((*arguments[1:], drafter, draft_length))
+        yield from "ab"
 
-        return Contender(drafter, draft_length, start)
-
-    monkeypatch.setattr(demo, "show_live", lambda scene, *rest: written.append(("live", 0)))
-    plain, lookup, ngram = way(PLAIN, ""), way("lookup", "auto"), way("ngram", "auto")
-    edit = replace(scene(Clock()), contenders=[plain, lookup, ngram])
-    chat = replace(edit, contenders=[plain, lookup, ngram, way("ngram", "4")])
-    pair = replace(edit, contenders=[plain, way("model", "auto"), way("model", "4")])
-    rehearsals = [replace(edit.task, prompt=[i]) for i in (1, 1, 2)]
-    scenes = [
-        replace(one, rehearsal=task)
-        for one, task in zip((edit, chat, pair), rehearsals, strict=True)
+    monkeypatch.setattr(demo, "stream_generate", stream)
+    monkeypatch.setattr(demo, "show_live", lambda name, it: written.append((name, list(it))))
+    main = Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], [])
+    pair = Show(nn.Module(), "letters", {"model": "C"}, [2], [])
+    demo.rehearse([main, pair], "auto", Budget(1, Clock()))
+    n = demo.REHEARSAL_TOKENS
+    assert written == [
+        ("tokens", [1], n, "A", "auto"),
+        ("lookup", ["a", "b"]),
+        ("tokens", [1], n, "B", "auto"),
+        ("letters", [2], n, "C", "auto"),
     ]
-    demo.rehearse(scenes, None, "auto", Budget(1, Clock()))
-    assert written == [("live", 0), ("ngram", 1), ("model", 2)]
+
+
+def test_each_text_begins_with_what_the_rehearsal_taught_and_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is learned from one text is not known to the others, which are written meanwhile."""
+    model, ours, taken = tiny.build("llama"), demo_texts.ours, []
+
+    def spied(*args: Any, tuning: Tuning, **kwargs: Any) -> Contender:
+        taken.append(tuning)
+        return ours(*args, tuning=tuning, **kwargs)
+
+    monkeypatch.setattr(demo_texts, "ours", spied)
+    taught = tuning_for(model)
+    taught.of("the rehearsal's")
+    way = after_rehearsal(model, None, PromptLookupDrafter(), "prompt-lookup", "auto")
+    for _ in range(2):
+        assert len(list(way.start([1, 2, 3, 1, 2, 3], 12, 0))) == 12
+    for tuning in taken:
+        assert set(tuning.drafters) > {"the rehearsal's"}
+    assert taken[0] is not taken[1]
+    assert set(taught.drafters) == {"the rehearsal's"}
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -286,7 +341,7 @@ def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range
 
 
 def rows_of(samples: Sequence[Sample]) -> list[demo_report.Row]:
-    return demo_report.compare(scene(Clock(), ways=2), samples)
+    return demo_report.compare(nn.Module(), scene(Clock(), ways=2), samples)
 
 
 def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
@@ -400,7 +455,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The table is a check, not a decoration."""
-    ours = demo.ours
+    ours = demo_texts.ours
 
     def spoiled(*args: Any, **kwargs: Any) -> Contender:
         honest = ours(*args, **kwargs)
@@ -411,7 +466,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
 
         return replace(honest, start=start)
 
-    monkeypatch.setattr(demo, "ours", spoiled)
+    monkeypatch.setattr(demo_texts, "ours", spoiled)
     assert cli.main(["demo", "--model", str(folder), "--max-tokens", "8", *WITHOUT_HASTE]) == 1
     out = capsys.readouterr().out
     assert out.count(" DIFFERENT\n") == 7
@@ -424,8 +479,8 @@ def test_the_demo_model_comes_with_the_pair_that_ships(
     """With a model of one's own it is not shown."""
     monkeypatch.setattr("specdec_mlx.lab.demo_model.demo_model_path", lambda: folder)
     assert cli.main(["demo", "--max-tokens", "8", *WITHOUT_HASTE]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(demo.PAIR)]
-    assert [row[len(demo.PAIR) :].split()[:2] for row in rows] == [
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(PAIR)]
+    assert [row[len(PAIR) :].split()[:2] for row in rows] == [
         ["model", "auto"],
         ["model", "4"],
     ]
@@ -433,5 +488,5 @@ def test_the_demo_model_comes_with_the_pair_that_ships(
 
 def test_an_unknown_draft_length_is_refused(folder: Path) -> None:
     """By the name that was given, before anything is generated."""
-    with pytest.raises(ValueError, match="'sometimes'"):
+    with pytest.raises(UnknownNameError, match="'sometimes'"):
         demo.run_demo(folder, draft_length="sometimes")

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from specdec_mlx.bench.contenders import PLAIN
 from specdec_mlx.bench.identity import find_differences
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.timing import Sample
+from specdec_mlx.cli.demo_texts import Show
 from specdec_mlx.cli.plan import Scene
 
 
@@ -43,18 +45,24 @@ class Row:
     same_text: bool
 
 
-def compare(scene: Scene, samples: Sequence[Sample]) -> list[Row]:
-    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
+def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[Row]:
+    """A row for each contender but plain decoding, with which it is compared repeat by repeat.
+
+    Args:
+        model: the target, asked how near a tie each difference is.
+        scene: a text.
+        samples: all that was written, this text among it.
+    """
     own = [sample for sample in samples if sample.id == scene.task.id]
     unexcused = set()
     for repeat in {sample.repeat for sample in own}:
         beside = [replace(sample, repeat=0) for sample in own if sample.repeat == repeat]
-        parted = find_differences(scene.model, [scene.task], beside)
+        parted = find_differences(model, [scene.task], beside)
         unexcused |= {difference.key for difference in parted if not difference.excused}
     bases = {sample.repeat: sample for sample in own if sample.drafter == PLAIN}
     return [
         make_row([s for s in own if s.key == contender.key], bases, contender.key not in unexcused)
-        for contender in (scene.contenders[1:] if own else ())
+        for contender in scene.contenders[1:]
     ]
 
 
@@ -103,9 +111,15 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def legend(rows: Sequence[Row], scenes: Sequence[Scene], samples: Sequence[Sample]) -> str:
-    """What the table comes to, how to read it, and what it was measured on."""
-    first = scenes[0]
+def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
+    """What the table comes to, how to read it, and what it was measured on.
+
+    Args:
+        rows: of the table.
+        show: what stands first in it.
+        samples: of that show.
+    """
+    first = show.scenes[0]
     paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN and s.id == first.task.id]
     step = statistics.median([pace for pace in paces if pace] or [first.pace.step])
     num_same = sum(row.same_text for row in rows)
@@ -118,7 +132,7 @@ def legend(rows: Sequence[Row], scenes: Sequence[Scene], samples: Sequence[Sampl
         f"{1 + max(sample.repeat for sample in samples)}.",
         "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
         f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
-        f"{describe_dtype(first.model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
+        f"{describe_dtype(show.model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
     ]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:  # one is this program

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.bench.contenders import Contender
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.timing import TURN_TOKENS
+from specdec_mlx.bench.timing import TURN_TOKENS, Run, Settings
 
 PLAIN_PASSES = 5
 """Plain passes that a median is taken over."""
@@ -21,8 +21,11 @@ PLAIN_PASSES = 5
 PROMPT_POSITIONS = 32
 """Positions of the pass that a prompt's cost is estimated from."""
 
-LEAST_TOKENS = 2 * TURN_TOKENS
+LEAST_TOKENS = 3 * TURN_TOKENS
 """Length of a text below which no speed can be told: a heuristic."""
+
+MARGIN = 1.25
+"""Time that turns are given, relative to what the last ones took: a heuristic."""
 
 
 @dataclass
@@ -37,7 +40,6 @@ class Budget:
     seconds: float
     clock: Callable[[], float] = time.perf_counter
     _began: float = field(init=False)
-    _asked: float | None = None
 
     def __post_init__(self) -> None:
         """Start."""
@@ -57,12 +59,33 @@ class Budget:
         """A budget of its own, of no more than what is left."""
         return Budget(min(seconds, self.left), self.clock)
 
-    def fits_again(self) -> bool:
-        """Whether there is time for what was done since the last call once more."""
-        now = self.spent
-        latest = 0.0 if self._asked is None else now - self._asked
-        self._asked = now
-        return 0 < self.seconds - now >= latest
+
+@dataclass
+class EnoughTime:
+    """Whether there is time for everybody's next turn; asked before each.
+
+    The first turns read the prompts and are always taken. The second take what was expected, and
+    each later one as long as the one before it; a machine's pace changes, hence the margin.
+
+    Attributes:
+        budget: what there is.
+        expected: seconds of everybody's second turn.
+    """
+
+    budget: Budget
+    expected: float
+    _num_asked: int = 0
+    _asked_at: float = 0.0
+
+    def __call__(self) -> bool:
+        """Ask."""
+        now = self.budget.spent
+        if self._num_asked >= 2:
+            self.expected = now - self._asked_at
+        self._asked_at = now
+        self._num_asked += 1
+        needed = MARGIN * self.expected if self._num_asked > 1 else 0.0
+        return self.budget.left > 0 and needed <= self.budget.left
 
 
 @dataclass(frozen=True)
@@ -83,39 +106,38 @@ class Scene:
     """A text that is written in several ways side by side.
 
     Attributes:
-        model: the target.
         task: its prompt.
-        rehearsal: another text, from which "auto" learns what passes cost before it is timed.
         contenders: plain decoding, then what is compared with it, the most important first.
         pace: what the model's passes cost here.
         max_tokens: most tokens of the text.
         end_tokens: ids that end it.
-        least_tokens: length below which the text is not worth being shown.
     """
 
-    model: nn.Module
     task: Task
-    rehearsal: Task
     contenders: Sequence[Contender]
     pace: Pace
     max_tokens: int
     end_tokens: Collection[int] = ()
-    least_tokens: int = LEAST_TOKENS
 
     def seconds(self, num_tokens: int) -> float:
         """What so many tokens take, were all contenders as slow as plain decoding."""
         prompt = len(self.task.prompt) * self.pace.position
-        return len(self.contenders) * (prompt + num_tokens * self.pace.step)
+        return len(self.contenders) * (prompt + min(num_tokens, self.max_tokens) * self.pace.step)
 
     @property
     def least_seconds(self) -> float:
         """What a text takes that is just long enough."""
-        return self.seconds(min(self.least_tokens, self.max_tokens))
+        return self.seconds(LEAST_TOKENS)
 
     @property
     def most_seconds(self) -> float:
         """What the whole text takes."""
         return self.seconds(self.max_tokens)
+
+    def runs(self, repeat: int) -> list[Run]:
+        """All contenders, before their first token."""
+        settings = Settings(self.max_tokens, end_tokens=self.end_tokens)
+        return [Run(contender, self.task, settings, repeat) for contender in self.contenders]
 
 
 def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
@@ -130,18 +152,6 @@ def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
     while len(shown) > 1 and sum(scene.least_seconds for scene in shown) > seconds:
         shown.pop()
     return shown
-
-
-def time_for_first(scenes: Sequence[Scene], left: float) -> float:
-    """Seconds of what is left that are for the first scene, if all are still to come.
-
-    What it needs at least, and its share of what nobody needs.
-    """
-    first = scenes[0]
-    spare = left - sum(scene.least_seconds for scene in scenes)
-    wanted = [scene.most_seconds - scene.least_seconds for scene in scenes]
-    share = wanted[0] / sum(wanted) if sum(wanted) else 1.0
-    return first.least_seconds + share * max(0.0, spare)
 
 
 def measure_pace(model: nn.Module) -> Pace:
