@@ -23,6 +23,7 @@ from specdec_mlx.draft_length.policy import (
     Fixed,
     Heuristic,
     make_draft_length,
+    parse_draft_length,
 )
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.errors import UnknownNameError
@@ -462,6 +463,22 @@ def test_lengths_that_mean_nothing_are_refused(choice: Any) -> None:
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UnknownNameError, match="auto, heuristic"):
         make_draft_length("automatic")
+
+
+@pytest.mark.parametrize(
+    ("text", "choice"), [("0", 0), ("4", 4), ("auto", "auto"), ("heuristic", "heuristic")]
+)
+def test_what_was_typed_is_read(text: str, choice: int | str) -> None:
+    """And makes a policy."""
+    assert parse_draft_length(text) == choice
+    make_draft_length(parse_draft_length(text))
+
+
+@pytest.mark.parametrize("text", ["", "-1", "2.5", "automatic", "4 5", "True", "Auto"])
+def test_what_means_nothing_is_refused_in_one_sentence(text: str) -> None:
+    """One parser for the command line, the server and the benchmark."""
+    with pytest.raises(ValueError, match=r"^'.*': expected an int >= 0, auto or heuristic$"):
+        parse_draft_length(text)
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.4, 1.1])

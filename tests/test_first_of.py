@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +14,10 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from specdec_mlx.bench.cost import linear_cost
+from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.bench.recorded import replay_text
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.types import RoundRecord, models_of
 
@@ -85,7 +89,7 @@ def emitted(model: Any, drafter: Any, length: Any) -> list[int]:
     return [token.token for token in tokens]
 
 
-HOPEFUL = 16
+NUM_WAITED = 16
 """Rounds that a text waits for its first draft before it runs ahead, and some."""
 
 
@@ -137,10 +141,74 @@ def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
     """Passes overlap as in plain decoding while the cheap one has nothing."""
     length = Limits(cheap=6, expensive=0)
     emitted(model, sd.FirstOf(Known([], cheap=True), Known(text, cheap=False)), length)
-    assert sum(record.ahead for record in length.records) >= NUM_TOKENS - HOPEFUL
+    assert sum(record.ahead for record in length.records) >= NUM_TOKENS - NUM_WAITED
     waiting = Limits(cheap=6, expensive=1)
     emitted(model, sd.FirstOf(Known([], cheap=True), Known(text, cheap=False)), waiting)
     assert not any(record.ahead for record in waiting.records)
+
+
+class Billed:
+    """The automatic draft length, told what its rounds would cost; sums it up.
+
+    token_cost: of a draft token of parts that are not cheap, in plain rounds. num_expensive: rounds
+    with such a draft.
+    """
+
+    def __init__(self, token_cost: float) -> None:
+        self.auto, self.token_cost, self.seconds = Auto(), token_cost, 0.0
+        self.num_expensive = 0
+        self.expensive: set[str] = set()
+        self.cut = self.auto.cut
+
+    def limit(self, part: str, cheap: bool) -> int:
+        self.expensive |= set() if cheap else {part}
+        return self.auto.limit(part, cheap)
+
+    def record(self, round_: RoundRecord) -> None:
+        is_expensive = round_.part in self.expensive
+        seconds = 1 + (0.02 + self.token_cost * is_expensive) * round_.drafted
+        self.seconds += seconds
+        self.num_expensive += is_expensive
+        self.auto.record(replace(round_, seconds=seconds, steady=True))
+
+
+@pytest.mark.parametrize("token_cost", [0.15, 0.3])
+@pytest.mark.parametrize("every", [6, 12, 20])
+def test_a_useless_model_behind_a_look_up_costs_less_than_one_percent_in_the_loop(
+    every: int, token_cost: float
+) -> None:
+    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not."""
+    text = RecordedText("text", "kind", PROMPT, [i % 97 for i in range(2000)])
+
+    def look_up(start: int, limit: int) -> list[int]:
+        return text.generated[start : start + max(0, 4 - start % every)]
+
+    def billed(*drafters: sd.Drafter) -> Billed:
+        length = Billed(token_cost)
+        replay_text(
+            text, sd.FirstOf(*drafters), length, linear_cost(0), max_tokens=2000, vocab_size=128
+        )
+        return length
+
+    cheap = Scripted(look_up, cheap=True)
+    useless = Scripted(lambda start, limit: [100] * limit, cheap=False)
+    alone, both = billed(cheap), billed(cheap, useless)
+    assert alone.seconds < 1900
+    assert both.num_expensive > 5
+    assert both.seconds <= 1.01 * alone.seconds
+
+
+@dataclass(frozen=True, eq=False)
+class Scripted:
+    """A scripted drafter that says whether it is cheap."""
+
+    script: Callable[[int, int], list[int]]
+    cheap: bool
+
+    def begin(self, prompt: Sequence[int], context: sd.DraftContext) -> Any:
+        session: Any = scripted.ScriptedSession(self.script)
+        session.cheap = self.cheap
+        return session
 
 
 def test_models_inside_are_found(model: Any) -> None:
