@@ -114,14 +114,6 @@ class Numbered:
         return session
 
 
-def test_parts_without_keys_are_numbered(target: nn.Module) -> None:
-    tuning = Tuning()
-    learn(target, Numbered(), tuning)
-    learn(target, sd.FirstOf(Numbered()), tuning)
-    key = key_of(Numbered())
-    assert set(tuning.drafters) == {short_name(f"{key}, 0"), short_name(f"{key}, 1")}
-
-
 def test_the_same_content_has_the_same_key() -> None:
     """A model that was loaded twice, and drafters that were made twice."""
     drafters: list[Callable[[], Any]] = [
