@@ -39,7 +39,7 @@ class Question:
 
     target_logprobs: [K+1, V]. tokens: [K]. draft_logprobs: [K, V], None for a point mass.
     sampler: how the target draws; a callable that is no `Sampling` gives no distribution.
-    seed, position: of the noise; position is that of row 0 among the tokens generated.
+    seed: of all noise.
     is_extreme: whether a distribution excludes tokens or equals another.
     """
 
@@ -48,7 +48,6 @@ class Question:
     draft_logprobs: np.ndarray | None
     sampler: Callable[[mx.array], mx.array] = AT_ONE
     seed: int = 0
-    position: int = 0
     is_extreme: bool = False
 
     def __str__(self) -> str:
@@ -67,7 +66,7 @@ class Question:
     def rows(self, logprobs: mx.array | None = None) -> Rows:
         """The target, as the loop shows it."""
         given = to_float32(self.target_logprobs) if logprobs is None else logprobs
-        return Rows(given, NextToken(self.sampler, (), Noise(self.seed)), self.position)
+        return Rows(given, NextToken(self.sampler, (), Noise(self.seed)), 0)
 
     def draft(self) -> Draft:
         """The draft, with its tokens on the device."""
@@ -85,7 +84,7 @@ class Question:
             logprobs: [K+1, V] in place of its own.
         """
         given = self.draft() if draft is None else draft
-        return rule.decide(self.rows(logprobs), given, RoundNoise(Noise(self.seed), self.position))
+        return rule.decide(self.rows(logprobs), given, RoundNoise(Noise(self.seed), 0))
 
     def target_probs(self) -> np.ndarray | None:
         """Distribution of the target's own draws, [K+1, V]; None if that is not known."""
@@ -107,22 +106,21 @@ def to_float32(array: np.ndarray) -> mx.array:
     return mx.array(array.astype(np.float32))
 
 
-def read(
-    answers: list[Verdict | Agreement], questions: list[Question]
-) -> Iterator[tuple[Question, Callable[[], Outcome]]]:
-    """Each question with a call that gives its outcome, after a single wait for all numbers.
+Answered = Iterator[tuple[Question, Callable[[], Outcome]]]
+"""Questions, each with a call that gives its outcome, or raises AnswerError if it cannot be."""
 
-    The call raises AnswerError for an outcome that cannot be.
-    """
+
+def read(answers: list[Verdict | Agreement], questions: list[Question]) -> Answered:
+    """The outcomes, after a single wait for all numbers."""
     arrays = [answer.arrays() for answer in answers]
     numbers = iter(read_all(*(array for named in arrays for array in named.values())))
     for answer, named, question in zip(answers, arrays, questions, strict=True):
         read_numbers = {name: next(numbers) for name in named}
-        yield question, partial(_outcome, answer, read_numbers, question)
+        yield question, partial(outcome_of, answer, read_numbers, question)
 
 
-def _outcome(answer: Verdict | Agreement, numbers: dict[str, Any], question: Question) -> Outcome:
-    """What an answer comes to."""
+def outcome_of(answer: Verdict | Agreement, numbers: dict[str, Any], question: Question) -> Outcome:
+    """What an answer comes to, from the numbers that were read; raises AnswerError."""
     num_drafted = len(question.tokens)
     n = numbers["verdict"][0] if "verdict" in numbers else 0
     nodes = numbers["nodes"][: max(0, n)] if "nodes" in numbers else list(range(n))
