@@ -195,8 +195,8 @@ class OutOfStep:
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
 
         def observe(tokens: list[int]) -> None:
-            session.text += tokens
-            session.tape.position = min(session.tape.position, len(session.text) - 1)
+            session.tokens += tokens
+            session.rollback.position = min(session.rollback.position, len(session.tokens) - 1)
 
         session.observe = observe
         return session

@@ -171,7 +171,7 @@ def test_the_draft_cache_is_one_or_two_tokens_behind(monkeypatch: pytest.MonkeyP
         observe(self, tokens)
         if drafted:  # the last token wanted is not drafted
             all_accepted = len(tokens) == drafted.pop() + 1
-            seen.add((all_accepted, len(self.text) - self.tape.caches[0].offset))
+            seen.add((all_accepted, len(self.tokens) - self.rollback.caches[0].offset))
 
     def noting(self: ModelSession, limit: int) -> sd.Draft:
         draft = propose(self, limit)

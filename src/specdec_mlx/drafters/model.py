@@ -69,9 +69,9 @@ class ModelDrafter:
 class ModelSession:
     """The draft model's side of one generation.
 
-    Like the target's, its state is a text and a tape: what of the text is not on the tape yet is
-    fed with the next proposal. That is the last token, or two when all K drafts were accepted,
-    since the last of them was proposed and never fed.
+    Like the target's, its state is the tokens and its caches: what is not in the caches yet is fed
+    with the next proposal. That is the last token, or two when all K drafts were accepted, since
+    the last of them was proposed and never fed.
     """
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
@@ -79,8 +79,8 @@ class ModelSession:
         self.model = drafter.model
         self.context = context
         self.callers_cache = context.draft_cache
-        self.tape = Rollback(self.callers_cache or make_prompt_cache(self.model))
-        self.text = list(prompt)
+        self.rollback = Rollback(self.callers_cache or make_prompt_cache(self.model))
+        self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.sampling = drafter.sampling_for(context.sampling)
 
@@ -89,10 +89,10 @@ class ModelSession:
         if limit == 0:
             return Draft()
         self.catch_up()
-        room = self.tape.widest_pass()
-        self.tape.checkpoint()
-        ids = to_ids(self.text[self.tape.position :])
-        seen = to_ids(self.text) if self.context.logits_processors else None
+        room = self.rollback.widest_pass()
+        self.rollback.checkpoint()
+        ids = to_ids(self.tokens[self.rollback.position :])
+        seen = to_ids(self.tokens) if self.context.logits_processors else None
         tokens: list[mx.array] = []
         laws: list[mx.array] = []
         length = limit if room is None else min(limit, 1 + room)
@@ -111,7 +111,7 @@ class ModelSession:
         """Gumbel noise [length, V] of a whole draft; None where nothing is drawn."""
         if self.sampling.greedy:
             return None
-        return self.context.draft_gumbels(len(self.text) - self.num_prompt, length)
+        return self.context.draft_gumbels(len(self.tokens) - self.num_prompt, length)
 
     def draw(self, logits: mx.array, laws: list[mx.array], noise: mx.array | None) -> mx.array:
         """A token [1], from logits [1, V] and Gumbel noise [1, V]; its law is added to `laws`."""
@@ -122,26 +122,25 @@ class ModelSession:
         return mx.argmax(law + noise, axis=-1).astype(mx.uint32)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Keep the accepted part of the last proposal on the tape, and note what was emitted."""
-        self.tape.rewind_to(min(self.tape.position, len(self.text) + len(tokens) - 1))
-        self.text += tokens
+        """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
+        self.rollback.rewind_to(min(self.rollback.position, len(self.tokens) + len(tokens) - 1))
+        self.tokens += tokens
 
     def catch_up(self) -> None:
-        """Feed the text, in chunks, but for its last token, or two.
+        """Feed the text, in chunks, but for the last one or two tokens, which `propose` feeds.
 
-        A proposal feeds those behind its mark: what is behind it is read again after a rejection,
-        by caches that can only go back to a mark.
+        Caches that cannot be trimmed return to its checkpoint and read again what follows.
         """
         step = self.context.prefill_step_size
-        while (left := len(self.text) - self.tape.position) > 2:
+        while (left := len(self.tokens) - self.rollback.position) > 2:
             self.feed_text(min(left - 1, step))
             if left - 1 > step:
-                mx.eval([cache.state for cache in self.tape.caches])
+                mx.eval([cache.state for cache in self.rollback.caches])
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
-        start = self.tape.position
-        self.feed(to_ids(self.text[start : start + size]))
+        start = self.rollback.position
+        self.feed(to_ids(self.tokens[start : start + size]))
 
     def feed(self, ids: mx.array) -> mx.array:
         """One pass of the draft model; logits [S, V], as wide as the target's.
@@ -152,16 +151,16 @@ class ModelSession:
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        logits = self.tape.forward(self.model, ids)
+        logits = self.rollback.forward(self.model, ids)
         return fit_width(logits, self.context.vocab_size)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.tape.rewind_to(min(self.tape.position, length))
+        self.rollback.rewind_to(min(self.rollback.position, length))
         if self.callers_cache is not None:
-            while (left := length - self.tape.position) > 0:
+            while (left := length - self.rollback.position) > 0:
                 self.feed_text(min(left, self.context.prefill_step_size))
-            mx.async_eval([cache.state for cache in self.tape.caches])
+            mx.async_eval([cache.state for cache in self.rollback.caches])
 
 
 logit_width = PerModel(

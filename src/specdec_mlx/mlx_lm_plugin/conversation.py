@@ -222,9 +222,9 @@ class KeptSession:
 
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read: it is not fed for the next turn's sake."""
-        read = self.session.tape
+        read = self.session.rollback
         with suppress(CacheRollbackError):
             read.rewind_to(min(read.position, length - len(self.held)))
             if read.position > 0:
-                tokens = [*self.held, *self.session.text[: read.position]]
+                tokens = [*self.held, *self.session.tokens[: read.position]]
                 self.kept.store.insert_cache(self.kept.place, tokens, self.caches)
