@@ -7,22 +7,25 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEMO_STAMP := $(VENV)/.installed-demo
+OLD := $(PYTHON) is Python %d.%d, and 3.11 or later is needed: make $(MAKECMDGOALS) PYTHON=python3.13
+CHECK := $(PYTHON) -c 'import sys; v = sys.version_info[:2]; v < (3, 11) and sys.exit("$(OLD)" % v)'
 # Neighbours in a file share what a module's fixtures have made, and no worker is left waiting.
 PYTEST := $(BIN)/pytest -n auto --dist worksteal
 
 .PHONY: demo test test-rest test-all lint types format docs notebooks figures clean
 
 $(STAMP): pyproject.toml
+	@$(CHECK)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
 	touch $@
 
 # Not compiled ahead: of 10,000 files the demo imports few.
 $(DEMO_STAMP): pyproject.toml
+	@$(CHECK)
 	@echo "Installing what the demo needs into $(VENV) (70 MB, once)."
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check \
-		--editable ".[cpu]" scipy-openblas32
+	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --editable ".[cpu]"
 	touch $@
 
 demo: $(if $(wildcard $(STAMP)),$(STAMP),$(DEMO_STAMP))

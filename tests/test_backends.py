@@ -14,7 +14,7 @@ import mlx_lm
 import pytest
 
 import specdec_mlx
-from specdec_mlx.bench.machine import blas_in
+from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_in
 from specdec_mlx.cli import backends, doctor
 from specdec_mlx.cli.commands import main
 from specdec_mlx.errors import MissingBackendError
@@ -140,9 +140,13 @@ WRONG: dict[str, tuple[doctor.Installation, tuple[str, ...]]] = {
         ("mlx-cpu 0.32.3", "mlx's version, 0.32.4", "pip uninstall -y mlx mlx-cpu && "),
     ),
     "CUDA without a GPU": (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
-    "the wheel's BLAS": (
-        replace(RIGHT, blas="reference BLAS"),
-        ("reference BLAS", "libopenblas0-pthread", "LD_PRELOAD=libopenblas.so.0"),
+    "the wheel's BLAS, and a better one": (
+        replace(RIGHT, blas=REFERENCE_BLAS, openblas="/cache/libopenblas.so"),
+        ("reference BLAS", "export LD_PRELOAD=/cache/libopenblas.so"),
+    ),
+    "the wheel's BLAS, and no other": (
+        replace(RIGHT, blas=REFERENCE_BLAS),
+        ("reference BLAS", 'pip install "specdec-mlx[cpu]"'),
     ),
     "another mlx-lm": (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), ("0.33.0 is new",)),
 }
@@ -209,10 +213,10 @@ LINE = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
         ("/somewhere with spaces/libopenblas.so.0", "OpenBLAS"),
         ("/opt/intel/libmkl_rt.so.2", "MKL"),
         ("/usr/lib/libblis.so.4", "BLIS"),
-        ("/venv/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0", "reference BLAS"),
-        ("/venv/site-packages/numpy.libs/libopenblas64_p-r0-5007b62f.3.23.so", "reference BLAS"),
-        ("/venv/site-packages/scipy.libs/libopenblasp-r0-39a31c03.2.18.so", "reference BLAS"),
-        ("/home/me/libopenblas/code.so", "reference BLAS"),
+        ("/venv/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0", REFERENCE_BLAS),
+        ("/venv/site-packages/numpy.libs/libopenblas64_p-r0-5007b62f.3.23.so", REFERENCE_BLAS),
+        ("/venv/site-packages/scipy.libs/libopenblasp-r0-39a31c03.2.18.so", REFERENCE_BLAS),
+        ("/home/me/libopenblas/code.so", REFERENCE_BLAS),
     ],
 )
 def test_the_matrix_library_is_read_off_what_is_loaded(file: str, name: str) -> None:

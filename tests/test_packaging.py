@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterable
 from importlib import metadata
@@ -98,6 +101,35 @@ def test_the_version_is_one() -> None:
     """In the metadata, the module and the citation."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert PROJECT["version"] == specdec_mlx.__version__ == citation["version"]
+
+
+@pytest.mark.parametrize("goal", ["demo", "test"])
+def test_an_old_python_is_refused_on_one_line_before_anything_is_made(
+    goal: str, tmp_path: Path
+) -> None:
+    """The `python3` that macOS brings is one; pip would speak of versions of mlx-lm instead."""
+    old = tmp_path / "python3.10"
+    old.write_text(
+        f"#!/bin/sh\nexec {sys.executable} -c "
+        "'import sys; sys.version_info = (3, 10, 13); exec(sys.argv[2])' \"$@\"\n"
+    )
+    old.chmod(0o755)
+    folder = tmp_path / "venv"
+    not_ours = {"MAKEFLAGS", "MAKELEVEL"}  # of the make that runs the tests
+    done = subprocess.run(
+        ["make", "--silent", goal, f"PYTHON={old}", f"VENV={folder}"],
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name not in not_ours},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[0] == (
+        f"{old} is Python 3.10, and 3.11 or later is needed: make {goal} PYTHON=python3.13"
+    )
+    assert not folder.exists()
 
 
 def workflows() -> dict[str, Any]:

@@ -14,11 +14,10 @@ import mlx.core as mx
 import mlx_lm
 
 import specdec_mlx
-from specdec_mlx.bench.machine import blas_name
+from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.backends import installed, reinstall
+from specdec_mlx.cli.blas import find_openblas, needs_openblas
 from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
-
-OPENBLAS = "apt install libopenblas0-pthread && export LD_PRELOAD=libopenblas.so.0"
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,9 @@ class Installation:
     """What generates text here.
 
     runs_on: "metal", "cuda" or "cpu". device: its name. blas: the library that multiplies matrices
-    where that is a CPU, None elsewhere. backends: versions of those installed on Linux, by
-    distribution. refusal: why mlx-lm's own calls cannot be extended, None where they can.
+    where that is a CPU, None elsewhere. openblas: a better one that could be preloaded, None if
+    there is none or no need. backends: versions of those installed on Linux, by distribution.
+    refusal: why mlx-lm's own calls cannot be extended, None where they can.
     """
 
     runs_on: str
@@ -36,6 +36,7 @@ class Installation:
     backends: dict[str, str]
     mlx: str
     mlx_lm: str
+    openblas: str | None = None
     refusal: str | None = None
 
 
@@ -59,6 +60,7 @@ def inspect_installation() -> Installation:
         backends=installed() if sys.platform == "linux" else {},
         mlx=version("mlx"),
         mlx_lm=mlx_lm.__version__,
+        openblas=find_openblas() if needs_openblas() else None,
         refusal=_refusal(),
     )
 
@@ -100,10 +102,12 @@ def problems_of(found: Installation) -> Iterator[str]:
             f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU. Look at what "
             "nvidia-smi says."
         )
-    if found.blas == "reference BLAS":
+    if found.blas == REFERENCE_BLAS:
+        library = found.openblas
         yield (
             "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times "
-            f"one and no draft can pay; with OpenBLAS it can. {OPENBLAS}"
+            "one and no draft can pay; with OpenBLAS it can. "
+            + (f"export LD_PRELOAD={library}" if library else 'pip install "specdec-mlx[cpu]"')
         )
     if found.refusal is not None:
         yield found.refusal
