@@ -8,7 +8,6 @@ pace meets all alike.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -108,7 +107,7 @@ def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
         say(MISSING)
         return
     num_threads = choose_num_threads(model)
-    number = f" on {num_threads} of {os.cpu_count()} threads, as measured" if num_threads else ""
+    number = f", {num_threads} threads" if num_threads else ""
     advice = (
         f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
         if preloaded and num_threads
