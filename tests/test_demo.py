@@ -431,6 +431,7 @@ def test_with_one_it_says_how_other_programs_get_it(
     on_cpu("OpenBLAS")
     demo.say_what_multiplies(nn.Linear(2, 2), "/cache/libopenblas.so")
     said = capsys.readouterr().err
+    assert said.startswith("Matrices are multiplied by OpenBLAS on 1 thread; for programs")
     assert "LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
 
 

@@ -107,7 +107,7 @@ def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
         say(MISSING)
         return
     num_threads = choose_num_threads(model)
-    number = f", {num_threads} threads" if num_threads else ""
+    number = f" on {num_threads} thread{'s' * (num_threads > 1)}" if num_threads else ""
     advice = (
         f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
         if preloaded and num_threads
@@ -200,6 +200,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     Raises ValueError if there was no time at all.
     """
     samples: list[Sample] = []
+    began = budget.spent
     turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)
     for repeat in range(repeats):
         before = budget.spent
@@ -210,7 +211,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
             break
     if not samples[0].tokens:
         raise ValueError("The time was over before the first text. Give more with --seconds.")
-    say(what_was_written(show, samples, budget.spent))
+    say(what_was_written(show, samples, budget.spent - began))
     return samples
 
 
