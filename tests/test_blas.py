@@ -323,11 +323,11 @@ def test_occasional_waiting_counts_in_full() -> None:
 
 @pytest.fixture
 def openblas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A process with OpenBLAS on four cores; the numbers of threads that were set."""
+    """A process with OpenBLAS on eight cores; the numbers of threads that were set."""
     counts: list[int] = []
     library = SimpleNamespace(openblas_set_num_threads=counts.append)
     monkeypatch.setattr(blas.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: {0, 1, 2, 3}, raising=False)
+    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(sys, "platform", "linux")
     for name in blas.THREADS_VARIABLES:
         monkeypatch.delenv(name, raising=False)
@@ -343,10 +343,20 @@ class Layered(nn.Module):
 
 
 def test_the_number_that_is_left_set_is_the_best_one(openblas: list[int]) -> None:
-    """All of 1, 2 and 4 are tried, on the model's own matrices."""
+    """1, 2 and 4 are tried, half of the cores at most, on the model's own matrices."""
     chosen = blas.choose_num_threads(Layered(nn.Linear(8, 8)))
     assert set(openblas) == {1, 2, 4}
     assert openblas[-1] == chosen
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3])
+def test_on_few_cores_one_thread_is_taken_untried(
+    cores: int, openblas: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one would wait whenever another program runs."""
+    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert blas.choose_num_threads(Layered(nn.Linear(8, 8))) == 1
+    assert set(openblas) == {1}
 
 
 def test_the_users_number_of_threads_stays(

@@ -354,7 +354,7 @@ def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
     (row,) = rows_of(samples)
     assert row.speed == 2.0
     assert (row.tokens_per_pass, row.accepted, row.drafted) == (11 / 5, 6, 8)
-    assert row.same_text
+    assert row.verdict == "identical"
     line = demo_report.format_table([row]).splitlines()[-1]
     assert "2.00 times plain" in line
     assert line.endswith("6 of 8  identical")
@@ -369,12 +369,12 @@ def test_a_text_of_one_round_has_no_speed() -> None:
 
 @pytest.mark.parametrize("tokens", [[*range(10), 5], range(10)], ids=["another", "an early end"])
 @pytest.mark.parametrize("repeat", [0, 1])
-@pytest.mark.parametrize(("gap", "same"), [(0.5, False), (1e-6, True)])
-def test_a_text_that_differs_in_any_repeat_is_different_but_for_ties(
+@pytest.mark.parametrize(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
+def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     tokens: Sequence[int],
     repeat: int,
     gap: float,
-    same: bool,
+    verdict: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tie of the target's own logits may fall either way on a GPU."""
@@ -382,8 +382,8 @@ def test_a_text_that_differs_in_any_repeat_is_different_but_for_ties(
     samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)
-    assert row.same_text == same
-    assert demo_report.format_table([row]).endswith("identical" if same else "DIFFERENT")
+    assert row.verdict == verdict
+    assert demo_report.format_table([row]).endswith(f"  {verdict}")
 
 
 # --- the command --------------------------------------------------------------------------------
@@ -430,6 +430,7 @@ def test_with_one_it_says_how_other_programs_get_it(
     on_cpu("OpenBLAS")
     demo.say_what_multiplies(nn.Linear(2, 2), "/cache/libopenblas.so")
     said = capsys.readouterr().err
+    assert said.startswith("Matrices are multiplied by OpenBLAS on 1 thread; for programs")
     assert "LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
 
 

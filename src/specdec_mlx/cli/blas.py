@@ -126,8 +126,9 @@ def _take_over() -> str | None:
 def choose_num_threads(model: nn.Module) -> int | None:
     """Set OpenBLAS's number of threads to the one that multiplies a model's matrices soonest.
 
-    Measured for a second at most, since it hangs on who else is there: on an idle machine a second
-    thread helps, on a busy one it is waited for, up to fifty times as long as the work takes.
+    Half of the cores at most are tried: a product waits for the last of its threads, up to fifty
+    times as long as it takes where another program has that core, and one thread alone comes near
+    what the memory gives.
 
     Returns:
         The number; None where the user has chosen, no OpenBLAS is loaded, or no matrix is for it.
@@ -146,8 +147,8 @@ def choose_num_threads(model: nn.Module) -> int | None:
         for i, x in enumerate(inputs):
             mx.eval(x @ matrices[i // len(TRIAL_ROWS)].T)
 
-    available = min(len(os.sched_getaffinity(0)), MOST_THREADS)
-    counts = [2**i for i in range(available.bit_length())]
+    half = max(1, len(os.sched_getaffinity(0)) // 2)
+    counts = [2**i for i in range(min(half, MOST_THREADS).bit_length())]
     best = soonest(counts, multiply)
     set_num_threads(best)
     return best
@@ -168,6 +169,8 @@ def soonest(
     seconds = dict.fromkeys(counts, 0.0)
     for count in counts:
         work(count)  # starts its threads
+    if len(counts) == 1:
+        return counts[0]
     began = clock()
     while sum(seconds.values()) == 0.0 or clock() - began < TRIAL_SECONDS:
         for count in counts:

@@ -8,7 +8,6 @@ pace meets all alike.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -23,7 +22,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import MISSING, choose_num_threads
-from specdec_mlx.cli.demo_report import compare, format_table, legend
+from specdec_mlx.cli.demo_report import DIFFERENT, compare, format_table, legend
 from specdec_mlx.cli.demo_texts import Show, pair_that_ships, three_prompts
 from specdec_mlx.cli.plan import Budget, EnoughTime, fit
 from specdec_mlx.draft_length.policy import parse_draft_length
@@ -58,7 +57,7 @@ def run_demo(
         preloaded: the matrix library that was preloaded for this process.
 
     Returns:
-        Whether all texts were identical.
+        Whether no text was another one than plain decoding's.
     """
     name = Path(model_path).name
     say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
@@ -82,7 +81,7 @@ def run_demo(
         for row in compare(show.model, scene, written)
     ]
     print(f"{format_table(rows)}\n\n{legend(rows, main, samples)}", flush=True)
-    return all(row.same_text for row in rows)
+    return all(row.verdict != DIFFERENT for row in rows)
 
 
 def cut(show: Show, seconds: float) -> Show:
@@ -109,7 +108,7 @@ def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
         say(MISSING)
         return
     num_threads = choose_num_threads(model)
-    number = f" on {num_threads} of {os.cpu_count()} threads, as measured" if num_threads else ""
+    number = f" on {num_threads} thread{'s' * (num_threads > 1)}" if num_threads else ""
     advice = (
         f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
         if preloaded and num_threads
@@ -202,6 +201,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     Raises ValueError if there was no time at all.
     """
     samples: list[Sample] = []
+    began = budget.spent
     turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)
     for repeat in range(repeats):
         before = budget.spent
@@ -212,7 +212,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
             break
     if not samples[0].tokens:
         raise ValueError("The time was over before the first text. Give more with --seconds.")
-    say(what_was_written(show, samples, budget.spent))
+    say(what_was_written(show, samples, budget.spent - began))
     return samples
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,6 +17,13 @@ from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.timing import Sample
 from specdec_mlx.cli.demo_texts import Show
 from specdec_mlx.cli.plan import Scene
+
+IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFERENT")
+"""Plain decoding's tokens; other ones from a place on where the target's two greatest logits are
+equal up to rounding, which on a GPU may fall either way; other ones."""
+
+WIDTH = 100
+"""Columns of the lines beneath the table."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Row:
         tokens_per_pass: of the first run.
         accepted: draft tokens kept in it.
         drafted: draft tokens proposed in it.
-        same_text: whether the tokens are plain decoding's, but for ties of the target's logits.
+        verdict: on its tokens, one of `VERDICTS`.
     """
 
     text: str
@@ -42,7 +50,7 @@ class Row:
     tokens_per_pass: float
     accepted: int
     drafted: int
-    same_text: bool
+    verdict: str
 
 
 def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[Row]:
@@ -54,25 +62,26 @@ def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[R
         samples: all that was written, this text among it.
     """
     own = [sample for sample in samples if sample.id == scene.task.id]
-    unexcused = set()
+    verdicts = dict.fromkeys((sample.key for sample in own), IDENTICAL)
     for repeat in {sample.repeat for sample in own}:
         beside = [replace(sample, repeat=0) for sample in own if sample.repeat == repeat]
-        parted = find_differences(model, [scene.task], beside)
-        unexcused |= {difference.key for difference in parted if not difference.excused}
+        for difference in find_differences(model, [scene.task], beside):
+            found = TIE if difference.excused else DIFFERENT
+            verdicts[difference.key] = max(found, verdicts[difference.key], key=VERDICTS.index)
     bases = {sample.repeat: sample for sample in own if sample.drafter == PLAIN}
     return [
-        make_row([s for s in own if s.key == contender.key], bases, contender.key not in unexcused)
+        make_row([s for s in own if s.key == contender.key], bases, verdicts[contender.key])
         for contender in scene.contenders[1:]
     ]
 
 
-def make_row(own: Sequence[Sample], bases: Mapping[int, Sample], same_text: bool) -> Row:
+def make_row(own: Sequence[Sample], bases: Mapping[int, Sample], verdict: str) -> Row:
     """One contender's samples of a text in a line.
 
     Args:
         own: one for each repeat.
         bases: plain decoding's of the same text, by repeat.
-        same_text: whether their tokens are the same.
+        verdict: on their tokens, the worst of the repeats.
     """
     ratios = [
         base / pace
@@ -89,7 +98,7 @@ def make_row(own: Sequence[Sample], bases: Mapping[int, Sample], same_text: bool
         tokens_per_pass=len(first.tokens) / first.passes,
         accepted=first.accepted,
         drafted=first.drafted,
-        same_text=same_text,
+        verdict=verdict,
     )
 
 
@@ -105,8 +114,7 @@ def format_table(rows: Sequence[Row]) -> str:
         lines.append(
             f"{row.text:<10}{row.drafter:<15}{row.draft_length:<6}{row.num_tokens:>6}  "
             f"{speed:<18}{row.tokens_per_pass:>13.2f}"
-            f"{f'{row.accepted} of {row.drafted}':>13}  "
-            f"{'identical' if row.same_text else 'DIFFERENT'}"
+            f"{f'{row.accepted} of {row.drafted}':>13}  {row.verdict}"
         )
     return "\n".join(lines)
 
@@ -122,14 +130,15 @@ def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
     first = show.scenes[0]
     paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN and s.id == first.task.id]
     step = statistics.median([pace for pace in paces if pace] or [first.pace.step])
-    num_same = sum(row.same_text for row in rows)
+    num_same = sum(row.verdict == IDENTICAL for row in rows)
+    num_runs = 1 + max(sample.repeat for sample in samples)
     machine = describe_machine()
     blas = f"{machine['blas']}, " if mx.default_device() == mx.cpu else ""
     lines = [
         f"{_speeds(rows)}{num_same} of {len(rows)} texts are plain mlx-lm's, token by token.",
         "speed: tokens a second from the first token to the last, over those of plain mlx-lm "
-        f"({1 / step:.1f} a second, {first.task.id}), which took turns with it; median of "
-        f"{1 + max(sample.repeat for sample in samples)}.",
+        f"({1 / step:.1f} a second, {first.task.id}), which took turns with it; "
+        f"{'one run' if num_runs == 1 else f'median of {num_runs} runs'}.",
         "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
         f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
         f"{describe_dtype(show.model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
@@ -137,7 +146,7 @@ def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:  # one is this program
         lines.append(f"Others use this machine too (load {load:.0f}): speeds vary between runs.")
-    return "\n".join(lines)
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
 
 
 def _speeds(rows: Sequence[Row]) -> str:
