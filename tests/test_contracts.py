@@ -34,7 +34,16 @@ from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import ROOT, Draft, DraftContext, FeatureRows, Features, Target
+from specdec_mlx.types import (
+    ROOT,
+    Agreement,
+    Draft,
+    DraftContext,
+    FeatureRows,
+    Features,
+    Target,
+    Verdict,
+)
 
 PROMPT = [900, 901, 902, 903, 904, 905, 906]
 TEXT = list(range(10, 60))
@@ -374,6 +383,7 @@ IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "a column": (lambda: mx.array([[1], [2]]), r"array of shape \(2, 1\)"),
     "array of floats": (lambda: mx.array([1.0, 2.0]), "type mlx.core.float32"),
     "array of bools": (lambda: mx.array([True, False]), "type mlx.core.bool"),
+    "no dimension": (lambda: mx.array(3), r"array of shape \(\)"),
     "NumPy": (lambda: np.array([1, 2]), r"proposed a ndarray.*\.tolist\(\)"),
     "NumPy, two dimensions": (lambda: np.array([[1, 2]]), "proposed a ndarray"),
     "NumPy numbers": (lambda: list(np.array([1, 2])), "sequence of ints"),
@@ -424,6 +434,58 @@ def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) 
                 draft_length=4,
             )
         )
+
+
+@pytest.mark.parametrize("answer", [None, [1, 2], mx.array([1, 2])], ids=["None", "list", "array"])
+def test_what_is_no_draft_is_refused(answer: Any) -> None:
+    """A session has to return a `Draft`; the error names the drafter."""
+    assert_refused(answer, "proposed a (NoneType|list|array); expected a specdec_mlx.Draft")
+
+
+class AnswersWith:
+    """A rule that gives one verdict, whatever was drafted."""
+
+    name = "fixed"
+
+    def __init__(self, verdict: Any) -> None:
+        self.verdict = verdict
+
+    def decide(self, target: Any, draft: Draft, randomness: Any) -> Any:
+        return self.verdict
+
+
+def verdict(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
+    return Verdict(mx.array(n), mx.array(token), None if nodes is None else mx.array(nodes))
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": sd.Sampling(temp=1.0)}], ids=["greedy", "1"])
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (verdict(3, 5), "kept 3 tokens of a draft of 2"),
+        (verdict(-1, 5), "kept -1 tokens of a draft of 2"),
+        (verdict(1, 5, [2, 0]), "kept 1 tokens, \\[2\\], of a draft of 2"),
+        (verdict(1, VOCAB), "next token is 128; the target has 0 to 127"),
+        (verdict(1, -1), "next token is -1"),
+        (verdict(0, 2**30), "next token is 1073741824"),
+        (Agreement(mx.array([VOCAB, 1, 1])), "next token is 128"),
+        (Agreement(mx.array([1, 1])), "answered with 2 tokens for a draft of 2"),
+    ],
+    ids=str,
+)
+def test_a_verdict_that_cannot_be_is_refused(
+    answer: Any, words: str, options: dict[str, Any]
+) -> None:
+    """By name, before a wrong token is fed or emitted; the caches can be continued from."""
+    caches = make_prompt_cache(model())
+    got = []
+    drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
+    with pytest.raises(sd.VerdictError, match=words):
+        for item in sd.speculate(
+            model(), MODEL_PROMPT, drafter, rule=AnswersWith(answer), prompt_cache=caches, **options
+        ):
+            got.append(item.token)
+    assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
 
 
 class ArrayOracle(scripted.OracleDrafter):

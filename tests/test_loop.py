@@ -574,7 +574,7 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="make_prompt_cache"):
         emitted(None, prompt_cache=make_prompt_cache(model)[:1])
     with pytest.raises(ValueError, match="begin"):
-        next(sd.stream_generate(model, None, PROMPT, drafter=object()))
+        emitted(object())
 
 
 @pytest.mark.parametrize(

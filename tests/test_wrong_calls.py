@@ -44,6 +44,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sd.generate("mlx-community/Qwen3-8B-4bit", None, PROMPT),
         r"mlx_lm\.load",
     ),
+    "no tokenizer": (
+        lambda: sd.generate(pair()[0], None, PROMPT),
+        r"tokenizer=None.*mlx_lm\.load",
+    ),
     "a tokenizer by name": (
         lambda: sd.generate(pair()[0], "mlx-community/Qwen3-8B-4bit", PROMPT),
         r"tokenizer that mlx_lm\.load",

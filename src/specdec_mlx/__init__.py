@@ -27,6 +27,7 @@ from specdec_mlx.errors import (
     PromptError,
     TokenizerMismatchError,
     UnknownNameError,
+    VerdictError,
 )
 from specdec_mlx.generation import generate, stream_generate
 from specdec_mlx.loop import Token, speculate
@@ -80,6 +81,7 @@ __all__ = [
     "Tuning",
     "Typical",
     "UnknownNameError",
+    "VerdictError",
     "check",
     "drafter_names",
     "generate",

@@ -12,6 +12,10 @@ class DraftError(ValueError):
     """A drafter broke its contract: impossible tokens, or no distribution."""
 
 
+class VerdictError(ValueError):
+    """An acceptance rule broke its contract: it kept what was not drafted, or no token follows."""
+
+
 class LogitsError(ArithmeticError):
     """The target's logits are not numbers that a token can be drawn from."""
 

@@ -22,6 +22,7 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.target.inputs import check_is_drafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, models_of
 
@@ -244,10 +245,9 @@ def _checked(model: Any, tokenizer: Any, max_tokens: int) -> TokenizerWrapper:
             f"model={name}: expected a loaded model. Load it first: "
             "model, tokenizer = mlx_lm.load(...)."
         )
-    if isinstance(tokenizer, str | Path):
-        raise ValueError(
-            f"tokenizer={str(tokenizer)!r}: expected the tokenizer that mlx_lm.load(...) gave."
-        )
+    if tokenizer is None or isinstance(tokenizer, str | Path):
+        shown = None if tokenizer is None else str(tokenizer)
+        raise ValueError(f"tokenizer={shown!r}: expected the tokenizer that mlx_lm.load(...) gave.")
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
@@ -288,12 +288,8 @@ def choose_drafter(
 def _drafter(choice: Drafter | str | None) -> Drafter | None:
     if isinstance(choice, str):
         return make_drafter(choice)
-    if choice is None or isinstance(choice, Drafter):
-        return choice
-    raise ValueError(
-        f"drafter={choice!r} has no begin(prompt, context). Give a drafter, the name of one, or a "
-        "mlx-lm model as draft_model=."
-    )
+    check_is_drafter(choice)
+    return choice
 
 
 def _model_drafter(choice: nn.Module | Drafter | str | Path | None) -> Drafter | None:

@@ -33,7 +33,13 @@ from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
-from specdec_mlx.target.inputs import CacheOptions, check_ids, check_prompt, split_cache
+from specdec_mlx.target.inputs import (
+    CacheOptions,
+    check_fits,
+    check_ids,
+    check_prompt,
+    split_cache,
+)
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
@@ -41,7 +47,6 @@ from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import (
     AcceptanceRule,
-    Checks,
     Draft,
     DraftContext,
     Drafter,
@@ -170,8 +175,7 @@ def speculate(
     verifier = Verifier(model_pass, next_token, rule, account)
     check_ids(prompt, verifier.vocab_size())
     context = verifier.draft_context(tokenizer, draft_cache)
-    if isinstance(drafter, Checks):
-        drafter.check(context)
+    check_fits(drafter, context)
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
     length = make_draft_length(draft_length, tuning or tuning_for(model))
     keeps_cache = prompt_cache is not None

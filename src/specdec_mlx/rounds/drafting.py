@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.types import (
@@ -118,7 +119,8 @@ class Drafting:
     def _ask(self, part: _Part, limit: int) -> Draft:
         """A session's draft, cut to what is worth verifying if that may be done."""
         with mx.stream(self.stream):
-            draft = part.session.propose(limit).head(limit)
+            draft = part.session.propose(limit)
+        draft = _checked(draft, part.key).head(limit)
         return draft if draft.logprobs is not None else draft.head(self.length.cut(part.key, draft))
 
     def _limit(self, part: _Part) -> int:
@@ -140,3 +142,18 @@ class Drafting:
         if ceilings and min(ceilings) <= 0:
             return 0
         return min([self.length.limit(part.key, part.is_cheap), *ceilings])
+
+
+def _checked(draft: object, key: str) -> Draft:
+    """What a session returned, if it is a draft that has a length."""
+    if not isinstance(draft, Draft):
+        raise DraftError(
+            f"{key} proposed a {type(draft).__name__}; expected a specdec_mlx.Draft. Return "
+            "Draft() where there is nothing to propose."
+        )
+    if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
+        raise DraftError(
+            f"{key} proposed an array of shape (); expected token ids [K]. Use Draft([token]) for "
+            "a single one."
+        )
+    return draft

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.target.rollback import check_usable
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, Drafter
+from specdec_mlx.types import Checks, Draft, DraftContext, Drafter
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,22 @@ def split_cache(
         )
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
+
+
+def check_is_drafter(drafter: object) -> None:
+    """Raise ValueError for what is neither a drafter nor None."""
+    if drafter is not None and not isinstance(drafter, Drafter):
+        raise ValueError(
+            f"drafter={drafter!r} has no begin(prompt, context). Give a drafter, the name of one, "
+            "or a mlx-lm model as draft_model=."
+        )
+
+
+def check_fits(drafter: Drafter | None, context: DraftContext) -> None:
+    """Refuse what is no drafter, and let a drafter refuse the target that it is to draft for."""
+    check_is_drafter(drafter)
+    if isinstance(drafter, Checks):
+        drafter.check(context)
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:

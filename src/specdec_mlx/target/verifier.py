@@ -9,7 +9,7 @@ would, and no further than the first rejected token.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.errors import DraftError, LogitsError
+from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
@@ -74,8 +74,10 @@ class LazyPass:
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
         check_drafted(numbers.get("drafted", ()), self.logprobs.shape[-1])
+        _check_verdict(self.verdict, numbers, len(drafted))
         outcome = self.verdict.outcome(numbers, drafted)
         _check_logits(numbers["scales"], [0, *(i + 1 for i in outcome.kept)])
+        _check_next_token(outcome.tokens[-1], self.logprobs.shape[-1])
         if "masses" in numbers:
             _check_distribution(numbers["masses"], numbers["own"])
         if self.counterfactual is not None and len(self.draft):
@@ -299,6 +301,34 @@ def _chances(rows: Rows, drafted: mx.array, draft_logprobs: mx.array | None) -> 
     q = point_mass(drafted, probs) if draft_logprobs is None else mx.exp(draft_logprobs)
     table: mx.array = chances(probs, drafted, q)
     return table
+
+
+def _check_verdict(verdict: Verdict | Agreement, numbers: Mapping[str, Any], k: int) -> None:
+    """Raise VerdictError for a number of kept tokens, or nodes, that the draft does not have."""
+    if isinstance(verdict, Agreement):
+        num_rows = len(numbers["target_tokens"])
+        if num_rows != k + 1:
+            raise VerdictError(
+                f"The rule answered with {num_rows} tokens for a draft of {k}; "
+                "expected the target's own token at each of the K + 1 positions."
+            )
+        return
+    n = numbers["verdict"][0]
+    nodes = numbers["nodes"][:n] if "nodes" in numbers else ()
+    if not 0 <= n <= k or not all(0 <= node < k for node in nodes):
+        raise VerdictError(
+            f"The rule kept {n} tokens{f', {nodes},' if nodes else ''} of a draft of {k}; expected "
+            "a number from 0 to K, and nodes from 0 to K - 1."
+        )
+
+
+def _check_next_token(token: int, vocab_size: int) -> None:
+    """Raise VerdictError for a token that the target does not have: it would be fed next."""
+    if not 0 <= token < vocab_size:
+        raise VerdictError(
+            f"The rule's next token is {token}; the target has 0 to {vocab_size - 1}. Draw it from "
+            "the target's rows."
+        )
 
 
 def _logits_error(row: int) -> LogitsError:
