@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_mlx.bench import plots as bench_plots
-from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import read_result
+from specdec_mlx.bench.record import read_cost, read_result
 from specdec_mlx.bench.summary import ALL, Result
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.canvas import Plot
@@ -56,8 +55,8 @@ def read() -> dict[str, dict[str, Any]]:
 
 def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """File name -> figure."""
-    cost = data["benchmark"]["cost"]
-    curve = CostCurve(cost["name"], tuple(cost["positions"]), tuple(cost["seconds"]))
+    curve = read_cost(data["benchmark"]["cost"])
+    assert curve is not None
     return {"speed_by_text": speed_by_text(data), "cost": plots.cost_curve(curve)}
 
 

@@ -25,7 +25,7 @@ from specdec_mlx.bench.contenders import (
     make_contenders,
     ours,
 )
-from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
+from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, median_interval, parse_cost
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.record import Record, load_record, save_record
@@ -475,16 +475,40 @@ def test_cost_curves_from_text() -> None:
 
 
 def test_cost_meter_leaves_the_cache_as_it_was() -> None:
-    """A sweep is undone, but for the single token of the pass over one position."""
+    """A sweep is undone."""
     meter = CostMeter(narrow.model(), [1, 2, 3], widths=(1, 2, 5))
-    tape = meter._verifier.rollback
-    before = tape.position
+    rollback = meter._verifier.rollback
+    before = rollback.position
     meter.sweep()
-    assert tape.position == before + 1
-    assert {cache.offset for cache in tape.caches} == {tape.position}
+    assert rollback.position == before
+    assert {cache.offset for cache in rollback.caches} == {rollback.position}
     curve = meter.curve()
     assert curve.positions == (1, 2, 5)
     assert min(curve.seconds) > 0
+
+
+def test_the_pace_of_the_machine_does_not_show_in_a_curve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A machine that is three times as slow in every other sweep gives the same relative costs."""
+    meter = CostMeter(narrow.model(), [1, 2, 3], widths=(1, 2, 5))
+    pace = 1.0
+    monkeypatch.setattr(meter, "_time", lambda width: pace * (1 + 0.1 * (width - 1)))
+    for i in range(8):
+        pace = 3.0 if i % 2 else 1.0
+        meter.sweep()
+    curve = meter.curve()
+    assert curve.relative() == pytest.approx((1, 1.1, 1.4))
+    assert curve.low == pytest.approx(curve.seconds) == curve.high
+    assert "1.40 to 1.40" in format_cost(curve)
+
+
+def test_the_interval_of_a_median_is_that_of_the_binomial() -> None:
+    """As in tables: of 10 samples the second and the ninth, of 20 the sixth and the fifteenth."""
+    for n, rank in [(6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (20, 6), (25, 8)]:
+        samples = [float(i) for i in reversed(range(1, n + 1))]
+        assert median_interval(samples) == (rank, n + 1 - rank)
+    assert median_interval([2.0, 1.0]) == (1.0, 2.0)
 
 
 def test_machine_and_dtype_are_described() -> None:

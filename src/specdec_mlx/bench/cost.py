@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from bisect import bisect_right
@@ -38,11 +39,14 @@ class CostCurve:
         name: how a table calls it.
         positions: [n] increasing, the first is 1.
         seconds: [n] of a pass over so many positions.
+        low, high: [n] ends of a 95% interval of `seconds`; () where they are not known.
     """
 
     name: str
     positions: tuple[int, ...]
     seconds: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse points out of order and costs that are not positive."""
@@ -103,7 +107,9 @@ class CostMeter:
     """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
 
     Sweeps are meant to be spread over a benchmark, so that the curve and the rounds see the same
-    machine. A pass is measured as the loop runs it, from the feed to the read that waits.
+    machine. A pass is measured as the loop runs it, from the feed to the read that waits. The
+    machine's pace, which changes from second to second where other programs run, is taken out: each
+    pass is held against the passes over one position right before and right after it.
     """
 
     def __init__(
@@ -111,10 +117,12 @@ class CostMeter:
     ) -> None:
         """Fill the cache with `tokens`, repeated as often as needed, and run one sweep unmeasured.
 
-        tokens: some real text, since experts are chosen by it.
+        Args:
+            model: the target.
+            tokens: some real text, since experts are chosen by it.
+            widths: numbers of positions, the first 1.
         """
         self._widths = tuple(widths)
-        self._samples: dict[int, list[float]] = {width: [] for width in widths}
         self._verifier = Verifier(
             ModelPass(model, Rollback(make_prompt_cache(model))),
             NextToken(Sampling(), (), Noise(0)),
@@ -125,30 +133,67 @@ class CostMeter:
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
             mx.eval([cache.state for cache in self._verifier.rollback.caches])
+        self._begin()
         self.sweep()
-        self._samples = {width: [] for width in widths}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is measured yet."""
+        self._single: list[float] = []
+        self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
 
     def sweep(self) -> None:
-        """Time one pass of every width."""
-        for width in self._widths:
-            self._samples[width].append(self._time(width))
+        """Time one pass of every width, with one over a single position between any two."""
+        before = self._time(1)
+        self._single.append(before)
+        for width, ratios in self._ratios.items():
+            seconds, after = self._time(width), self._time(1)
+            ratios.append(2 * seconds / (before + after))
+            self._single.append(after)
+            before = after
 
     def curve(self) -> CostCurve:
-        """Medians so far."""
-        medians = [statistics.median(self._samples[width]) for width in self._widths]
-        return CostCurve(MEASURED, self._widths, tuple(medians))
+        """Medians so far, with their intervals."""
+        single = statistics.median(self._single)
+        medians = [statistics.median(ratios) for ratios in self._ratios.values()]
+        ends = [median_interval(ratios) for ratios in self._ratios.values()]
+        return CostCurve(
+            MEASURED,
+            self._widths,
+            tuple(single * ratio for ratio in (1.0, *medians)),
+            tuple(single * low for low, _ in ((1.0, 1.0), *ends)),
+            tuple(single * high for _, high in ((1.0, 1.0), *ends)),
+        )
 
     def _time(self, width: int) -> float:
-        """Seconds of one pass; afterwards the cache is as before, or a single token longer."""
+        """Seconds of one pass; afterwards the cache is as before."""
         rollback = self._verifier.rollback
         start = rollback.position
+        rollback.checkpoint()
         mx.synchronize(generation_stream)
         began = time.perf_counter()
         with mx.stream(generation_stream):
             block = self._verifier.launch(self._tokens[:1], Draft(self._tokens[1:width]), 0)
             block.read()
         seconds = time.perf_counter() - began
-        if width > 1:
-            rollback.rewind_to(start)
+        rollback.rewind_to(start)
         rollback.drop_checkpoints()
         return seconds
+
+
+def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
+    """Interval that holds the median with at least this chance, from the order of the samples.
+
+    Of n samples the number below the median is binomial (n, 1/2), whatever their distribution, so
+    that the k-th smallest and largest are its ends. With fewer than 6, no interval at 95% is that
+    wide, and the smallest and the largest are returned.
+    """
+    ordered, n = sorted(samples), len(samples)
+    tail, k = 0.0, 0
+    while k < (n - 1) // 2:
+        tail += math.comb(n, k) / 2**n
+        if tail > (1 - confidence) / 2:
+            break
+        k += 1
+    first = max(0, k - 1)
+    return ordered[first], ordered[n - 1 - first]

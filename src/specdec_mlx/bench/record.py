@@ -106,7 +106,7 @@ def load_record(path: Path | str) -> Record:
             machine=data["machine"],
             settings=data["settings"],
             texts=[RecordedText(**text) for text in data["texts"]],
-            cost=_cost(data["cost"]),
+            cost=read_cost(data["cost"]),
             results=[read_result(result) for result in data["results"]],
             differences=[Difference(**difference) for difference in data["differences"]],
         )
@@ -145,7 +145,8 @@ def or_dash(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:
+def read_cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:
     if data is None:
         return None
-    return CostCurve(str(data["name"]), tuple(data["positions"]), tuple(data["seconds"]))
+    low, high = tuple(data.get("low", ())), tuple(data.get("high", ()))
+    return CostCurve(str(data["name"]), tuple(data["positions"]), tuple(data["seconds"]), low, high)

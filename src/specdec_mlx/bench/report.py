@@ -95,6 +95,10 @@ def format_cost(curve: CostCurve) -> str:
         ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],
         ["relative", *(f"{x:.2f}" for x in curve.relative())],
     ]
+    if curve.low:
+        one = curve.seconds[0]
+        ends = zip(curve.low, curve.high, strict=True)
+        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 

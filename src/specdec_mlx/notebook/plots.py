@@ -53,6 +53,16 @@ class Curve(Protocol):
         """Where it was measured."""
         ...
 
+    @property
+    def low(self) -> Sequence[float]:
+        """Lower ends of its intervals at these positions; () for none."""
+        ...
+
+    @property
+    def high(self) -> Sequence[float]:
+        """Upper ends; () for none."""
+        ...
+
     def __call__(self, num_positions: int) -> float:
         """Cost of a pass, in any unit."""
         ...
@@ -145,6 +155,9 @@ def cost_curve(
     positions = [m for m in known if m <= MOST_POSITIONS]
     relative = [cost(m) / cost(1) for m in positions]
     ax.plot(positions, relative, "o-", color=BLUE, markersize=4, label="c(m)")
+    if cost.low:
+        ends = [[x / cost(1) for x in side[: len(positions)]] for side in (cost.low, cost.high)]
+        ax.fill_between(positions, *ends, color=BLUE, alpha=0.25, linewidth=0, label="95%")
     unit = "plain steps" if acceptance is None else "plain steps; tokens"
     label_axes(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
     highest = max(relative)
