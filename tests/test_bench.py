@@ -29,7 +29,7 @@ from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, median_int
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.record import Record, load_record, save_record
-from specdec_mlx.bench.report import format_record, markdown_table
+from specdec_mlx.bench.report import format_cost, format_record, markdown_table
 from specdec_mlx.bench.summary import ALL, Result, Speeds, bootstrap_interval, throughput_ratio
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.target.verifier import LazyPass

@@ -18,7 +18,8 @@ import specdec_mlx as sd
 import tiny
 from simulated import WRONG, alone, always, at_random, drafted, emitted, line, never, seconds
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.auto import EXPENSIVE_BUDGET, LENGTHS, Auto
+from specdec_mlx.draft_length.accounts import EXPENSIVE_BUDGET, LENGTHS
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import (
     Fixed,
     Heuristic,

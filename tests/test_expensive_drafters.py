@@ -25,13 +25,13 @@ from simulated import (
     never,
     seconds,
 )
-from specdec_mlx.draft_length.auto import (
+from specdec_mlx.draft_length.accounts import (
     EXPENSIVE_BUDGET,
     EXPLORATION_SHARE,
     LARGEST_BUDGET,
     LENGTHS,
-    Auto,
 )
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.types import Draft, Evidence, RoundRecord
 

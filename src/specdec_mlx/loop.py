@@ -46,6 +46,7 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import (
+    NO_DRAFT,
     AcceptanceRule,
     Draft,
     DraftContext,
@@ -218,6 +219,7 @@ class Generation:
         try:
             self.drafting.begin(context)
             self.prefill()
+            yield from self.first_token()
             current = self.verify(self.propose())
             while current is not None:
                 following = ahead = self.pipeline.verify_ahead(current)
@@ -236,7 +238,7 @@ class Generation:
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
         caches, end = self.target.rollback, self.sequence.prompt_length
-        started = perf_counter()
+        started, began = perf_counter(), caches.position
         self.on_progress(0, end)
         caches.checkpoint()
         while (left := end - 1 - caches.position) > 0:
@@ -250,7 +252,19 @@ class Generation:
         self.is_prefilled = True
         self.target.extend_history(self.sequence.tokens)
         self.stats.prefill_seconds = perf_counter() - started
+        self.drafting.prefilled(end - 1 - began, self.stats.prefill_seconds)
         self.clock.start()
+
+    def first_token(self) -> Iterator[Token]:
+        """Hand out the token after the prompt, before a drafter is asked for anything."""
+        current = self.verify(NO_DRAFT)
+        if current is not None:
+            outcome = self.accept(current, None)
+            try:
+                self.observe(current, outcome)
+            except Exception as error:  # of the drafter; the token is handed out first
+                self.failure = error
+            yield from self.emit(current, outcome, None)
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""

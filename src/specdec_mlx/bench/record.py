@@ -146,6 +146,7 @@ def or_dash(value: float | None, digits: int = 2) -> str:
 
 
 def read_cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:
+    """A cost curve as JSON has it; None if it was not measured."""
     if data is None:
         return None
     low, high = tuple(data.get("low", ())), tuple(data.get("high", ()))

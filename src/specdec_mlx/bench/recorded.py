@@ -23,13 +23,16 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
+    ChoosesSteps,
     Draft,
     DraftContext,
     Drafter,
+    Evidence,
     FeatureRows,
     Outcome,
     PendingPass,
     RoundRecord,
+    Step,
 )
 
 
@@ -141,13 +144,30 @@ class ModelledLength:
         self.limit: Callable[..., int] = inner.limit
         self.cut: Callable[..., int] = inner.cut
         self.seconds = 0.0
+        self._num_steps = 0
+        if isinstance(inner, ChoosesSteps):
+            self.prefilled = inner.prefilled
+            self.begin_steps: Callable[..., None] = lambda part, time_step: inner.begin_steps(
+                part, lambda: draft_seconds
+            )
+            self.goes_on = self._counted(inner.goes_on)
         self._inner = inner
         self._cost = cost
         self._draft_seconds = draft_seconds
 
+    def _counted(self, goes_on: Callable[..., Step]) -> Callable[..., Step]:
+        """The decision, asked once for each draft step that is run."""
+
+        def counted(part: str, evidence: Sequence[Evidence]) -> Step:
+            self._num_steps += 1
+            return goes_on(part, evidence)
+
+        return counted
+
     def record(self, round_: RoundRecord) -> None:
         """Pass a round on, with what it would have cost."""
-        drafting = self._draft_seconds * round_.drafted
+        drafting = self._draft_seconds * (self._num_steps or round_.drafted)
+        self._num_steps = 0
         verifying = self._cost(round_.fed)
         self.seconds += drafting + verifying
         self._inner.record(

@@ -18,6 +18,9 @@ POSITION_EDGES = (1, 2, 4, 8)
 RECENT_EDGES = (0.2, 0.4, 0.6, 0.8)
 """Lower ends of the classes of recent acceptance."""
 
+CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
+"""Lower ends of the classes of a draft model's largest probability; class 0 is "not known"."""
+
 UNKNOWN = 0.5
 """Recent acceptance at the beginning of a text."""
 
@@ -33,6 +36,7 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+    "confidence": (0.0, -2.7, -1.5, -0.9, -0.3, 0.4, 1.2, 2.0, 2.8, 3.8, 5.0),
 }
 """What is believed before anything was learned, by feature and class."""
 
@@ -90,3 +94,5 @@ class AcceptanceHistory:
         yield self.weights["recent"], class_of(self.recent, RECENT_EDGES)
         yield self.weights["after one"], evidence.after_one
         yield self.weights["after two"], evidence.after_two
+        if evidence.confidence is not None:
+            yield self.weights["confidence"], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)

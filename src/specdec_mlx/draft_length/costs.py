@@ -169,6 +169,36 @@ class RoundCosts:
             self.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
 
 
+@dataclass
+class DraftingCosts:
+    """What a draft model takes besides the passes of the target, in plain rounds: medians.
+
+    steps: of one draft step. readings: of reading one token of the text, many at a time.
+    """
+
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=2 * NUM_SAMPLES))
+    readings: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+
+    @property
+    def step(self) -> float | None:
+        """Of a draft step; None where none was measured."""
+        return statistics.median(self.steps) if self.steps else None
+
+    @property
+    def reading(self) -> float | None:
+        """Of a token that is read; None where none was measured."""
+        return statistics.median(self.readings) if self.readings else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """What was measured, ready for JSON."""
+        return {"steps": list(self.steps), "readings": list(self.readings)}
+
+    def restore(self, saved: dict[str, Any]) -> None:
+        """Take over what `as_dict` gave."""
+        self.steps.extend(map(float, saved["steps"]))
+        self.readings.extend(map(float, saved["readings"]))
+
+
 def _typical(samples: Sequence[float]) -> float:
     """Median; of two the smaller: a round is more often disturbed than quicker than it can be."""
     return min(samples) if len(samples) == 2 else statistics.median(samples)

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.costs import DraftingCosts, RoundCosts
 from specdec_mlx.per_model import PerModel
 
 FIRST_BUDGET = 0.3
@@ -35,6 +35,9 @@ class Learned:
     attention over a long context weighs on wide and narrow passes alike. context: positions on the
     caches at the latest round. exploration_budget: what may still be lost in finding out whether
     drafting pays, in plain rounds. is_proven: whether it once earned all that it may.
+
+    Of a draft model that can stop in the middle: drafting: costs of its steps; before: chance of
+    acceptance by what was known one token earlier; blind: by the position alone.
     """
 
     step: float = 0.05
@@ -44,6 +47,9 @@ class Learned:
     context: int = 0
     exploration_budget: float = FIRST_BUDGET
     is_proven: bool = False
+    drafting: DraftingCosts = field(default_factory=DraftingCosts)
+    before: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    blind: AcceptanceHistory = field(default_factory=AcceptanceHistory)
 
     @property
     def costs(self) -> RoundCosts:
@@ -63,6 +69,9 @@ class Learned:
         return {
             "costs": {str(kind): costs.as_dict() for kind, costs in self.by_context.items()},
             "acceptance": self.acceptance.weights,
+            "acceptance known before": self.before.weights,
+            "acceptance by position": self.blind.weights,
+            "drafting": self.drafting.as_dict(),
             "exploration budget": self.exploration_budget,
             "is proven": self.is_proven,
         }
@@ -72,8 +81,14 @@ class Learned:
         for kind, costs in saved["costs"].items():
             self.by_context[int(kind)] = RoundCosts(self.step, self.slope)
             self.by_context[int(kind)].restore(costs)
-        for name, weights in self.acceptance.weights.items():
-            weights[:] = _numbers(saved["acceptance"][name], len(weights))
+        for history, name in (
+            (self.acceptance, "acceptance"),
+            (self.before, "acceptance known before"),
+            (self.blind, "acceptance by position"),
+        ):
+            for feature, weights in history.weights.items():
+                weights[:] = _numbers(saved[name][feature], len(weights))
+        self.drafting.restore(saved["drafting"])
         self.exploration_budget = float(saved["exploration budget"])
         self.is_proven = bool(saved["is proven"])
 

@@ -156,8 +156,11 @@ def cost_curve(
     relative = [cost(m) / cost(1) for m in positions]
     ax.plot(positions, relative, "o-", color=BLUE, markersize=4, label="c(m)")
     if cost.low:
-        ends = [[x / cost(1) for x in side[: len(positions)]] for side in (cost.low, cost.high)]
-        ax.fill_between(positions, *ends, color=BLUE, alpha=0.25, linewidth=0, label="95%")
+        low, high = ([x / cost(1) for x in side] for side in (cost.low, cost.high))
+        shown = slice(len(positions))
+        ax.fill_between(
+            positions, low[shown], high[shown], color=BLUE, alpha=0.25, linewidth=0, label="95%"
+        )
     unit = "plain steps" if acceptance is None else "plain steps; tokens"
     label_axes(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
     highest = max(relative)

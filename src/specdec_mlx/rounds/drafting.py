@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,12 +14,15 @@ from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.types import (
     NO_DRAFT,
+    ChoosesSteps,
     Closes,
     Draft,
     DraftContext,
     Drafter,
     DraftSession,
+    Stepwise,
     Target,
+    TimesSteps,
     is_cheap,
     key_of,
     session_parts,
@@ -26,11 +30,15 @@ from specdec_mlx.types import (
 
 
 class _Part(NamedTuple):
-    """One of the sessions to ask: its drafter's key, and whether asking it costs nothing."""
+    """One of the sessions to ask.
+
+    key: its drafter's. is_cheap: whether asking it costs nothing. propose: asks it, within a limit.
+    """
 
     key: str
     session: DraftSession
     is_cheap: bool
+    propose: Callable[[int], Draft]
 
 
 class Drafting:
@@ -78,9 +86,25 @@ class Drafting:
         if self.drafter is not None:
             self.session = self.drafter.begin(self.sequence.tokens, context)
             keyed = session_parts(self.session, key_of(self.drafter))
-            self._parts = [_Part(key, part, is_cheap(part)) for key, part in keyed]
+            self._parts = [
+                _Part(key, part, is_cheap(part), self._way_to_ask(key, part)) for key, part in keyed
+            ]
             self.has_cheap_part = any(part.is_cheap for part in self._parts)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
+
+    def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
+        """Step by step, where both the session and the draft length can; else up to a limit."""
+        if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
+            return session.propose
+        time_step = session.time_step if isinstance(session, TimesSteps) else None
+        self.length.begin_steps(key, time_step)
+        goes_on = functools.partial(self.length.goes_on, key)
+        return lambda limit: session.propose_while(limit, goes_on)
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Tell the draft length what reading the prompt took."""
+        if isinstance(self.length, ChoosesSteps):
+            self.length.prefilled(num_tokens, seconds)
 
     def propose(self) -> Draft:
         """A draft for the text so far: of the first session that has one."""
@@ -119,7 +143,7 @@ class Drafting:
     def _ask(self, part: _Part, limit: int) -> Draft:
         """A session's draft, cut to what is worth verifying if that may be done."""
         with mx.stream(self.stream):
-            draft = part.session.propose(limit)
+            draft = part.propose(limit)
         draft = _checked(draft, part.key).head(limit)
         return draft if draft.logprobs is not None else draft.head(self.length.cut(part.key, draft))
 

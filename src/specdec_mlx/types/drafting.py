@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -32,11 +33,30 @@ class Evidence(NamedTuple):
         drafter's own; 0: nothing known.
     after_one, after_two: how regularly this token has followed the one, the two tokens before it,
         a class out of `drafters.evidence.share_class`; 0: nothing known.
+    confidence: largest probability in the draft model's distribution at this position; None:
+        nothing known. It is known before the token is drawn, and says nothing about the draw.
     """
 
     match: int = 0
     after_one: int = 0
     after_two: int = 0
+    confidence: float | None = None
+
+
+class Step(Enum):
+    """What to do after a look at the draft's distribution at one position, its draw unseen.
+
+    GO_ON: take this token, and draft another. STOP_AFTER: take it as the last one. STOP_BEFORE: do
+    not take it.
+    """
+
+    GO_ON = "go on"
+    STOP_AFTER = "stop after"
+    STOP_BEFORE = "stop before"
+
+
+GoesOn = Callable[[Sequence[Evidence]], Step]
+"""Decides from the evidence of a draft's positions so far, the present one's last."""
 
 
 @dataclass(frozen=True)

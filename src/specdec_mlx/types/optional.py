@@ -5,12 +5,20 @@ Each is a protocol of one member; the functions at the end give the member, or i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import mlx.nn as nn
 
-from specdec_mlx.types.drafting import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types.drafting import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    Evidence,
+    GoesOn,
+    Step,
+)
 from specdec_mlx.types.target import FeatureRows, Features
 from specdec_mlx.types.verdicts import AcceptanceRule
 
@@ -101,6 +109,57 @@ class SessionParts(Protocol):
     @property
     def parts(self) -> Sequence[tuple[str, DraftSession]]:
         """The sessions, in order, each with its drafter's key; default: the session itself."""
+        ...
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A session that can stop in the middle of a draft; default: it drafts to its limit."""
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
+
+        `goes_on` is asked at each position, in order, with what the draft's distributions said
+        there and before, and never with what was drawn (law of stopping: whether a token is
+        proposed may depend on its distribution and on all tokens before it, never on itself). The
+        draft carries the same evidence.
+        """
+        ...
+
+
+@runtime_checkable
+class TimesSteps(Protocol):
+    """A session that can tell what a step costs before it reads the text; default: it cannot."""
+
+    def time_step(self) -> float:
+        """Run one step on nothing, and give its seconds."""
+        ...
+
+
+@runtime_checkable
+class ChoosesSteps(Protocol):
+    """A draft length that stops a draft model in the middle; default: it only limits it."""
+
+    def begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
+        """Expect a drafter that drafts step by step.
+
+        Args:
+            part: its key.
+            time_step: seconds of one of its steps, where it can tell; see `TimesSteps`.
+        """
+        ...
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Note that the target took so long to read so many tokens of the prompt."""
+        ...
+
+    def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
+        """Whether the latest position is worth verifying, and another one worth drafting.
+
+        Args:
+            part: key of the drafter that is drafting.
+            evidence: of the positions of the draft so far, the latest last.
+        """
         ...
 
 

@@ -1,0 +1,239 @@
+"""A draft model that can stop in the middle: it drafts on as long as the next token is worth it.
+
+At each position the draft's own distribution says how likely its token is to be accepted: with a
+largest probability of 0.99 nearly always, of 0.2 hardly ever. What that means for a pair of models
+is learned online. Stopping by it is what AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al.
+2024) and DISCO (Mamou et al. 2024) do with thresholds; here the value of a token is held against
+its measured cost.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.accounts import (
+    EXPENSIVE_BUDGET,
+    EXPLORATION_SHARE,
+    LARGEST_BUDGET,
+    LONGEST,
+    PROVEN_SHARE,
+    Account,
+)
+from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
+
+LOOKAHEAD = 4
+"""Further tokens that are considered when one is weighed: a pass over some widths costs no more
+than over fewer."""
+
+TEXT_BUDGET = 1.5
+"""What a text may lose at first, in plain rounds, however much earlier texts have earned."""
+
+TEXT_SHARE = 0.01
+"""Share of its time that a text may lose besides."""
+
+UNKNOWN_READING = 0.05
+"""Cost of reading a token, in draft steps, where neither model was seen to read."""
+
+
+@dataclass
+class StepwiseAccount(Account):
+    """A draft model in one generation, asked step by step.
+
+    It drafts on account as `ModelAccount` does, and within what a single text may lose.
+
+    time_step: measures the seconds of one draft step before anything is read. evidence: of the
+    draft in the making. num_steps: draft steps since the latest round was recorded. num_missed:
+    tokens of the text that it has not read, None for all. num_emitted: tokens of this generation.
+    text_budget: what the text may still lose. prefill: seconds that the target took to read a token
+    of the prompt.
+    """
+
+    time_step: Callable[[], float] | None = None
+    prefill: float | None = None
+    evidence: list[Evidence] = field(default_factory=list)
+    num_steps: int = 0
+    num_missed: int | None = None
+    num_emitted: int = 0
+    text_budget: float = TEXT_BUDGET
+    first_budget: ClassVar[float] = EXPENSIVE_BUDGET
+
+    def __post_init__(self) -> None:
+        """How predictable the text is, is not known yet."""
+        for history in self._histories():
+            history.begin_text()
+
+    def _histories(self) -> tuple[AcceptanceHistory, ...]:
+        return self.learned.acceptance, self.learned.before, self.learned.blind
+
+    def limit(self, rate: float) -> int:
+        """The longest draft whose loss can be borne, if drafting may pay."""
+        self.evidence = []
+        if self.learned.drafting.step is None:
+            self._measure_step()
+        if not self._can_ever_pay() or not self._may_read(rate):
+            return 0
+        longest = 0
+        while longest < LONGEST and self.can_afford(longest + 1, 1.0):
+            longest += 1
+        return longest
+
+    def can_afford(self, length: int, expected: float) -> bool:
+        """Whether the budgets stand a round that accepts nothing."""
+        loss = self.learned.costs.worst_ratio(length) - 1.0 + length * self.step
+        return loss <= min(self.learned.exploration_budget, self.text_budget)
+
+    def goes_on(self, evidence: Sequence[Evidence], rate: float) -> Step:
+        """Weigh the latest position and those that could follow it."""
+        self.num_steps += 1
+        self.evidence = list(evidence)
+        reach = 1.0
+        for i, kind in enumerate(evidence):
+            reach *= self.learned.acceptance.chance(kind, i)
+        length = len(evidence)
+        own = reach - rate * (self._pass(length) - self._pass(length - 1))
+        further = self._value_of_more(reach, length, rate)
+        if length < LONGEST and further > 0 and own + further > 0:
+            return Step.GO_ON
+        return Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
+
+    def _value_of_more(self, reach: float, length: int, rate: float) -> float:
+        """The largest value of a few more tokens, by what is known now."""
+        value, best, reached = 0.0, -1.0, reach
+        for more in range(1, LOOKAHEAD + 1):
+            reached *= self.learned.before.chance(self.evidence[-1], length + more - 1)
+            cost = self._pass(length + more) - self._pass(length + more - 1) + self.step
+            value += reached - rate * cost
+            best = max(best, value)
+        return best
+
+    def cut(self, draft: Draft, rate: float) -> int:
+        """All of it: its length was chosen while it was drafted."""
+        return len(draft)
+
+    def round_cost(self, num_drafted: int) -> float:
+        """The pass, and the steps that were run for it."""
+        return self._pass(num_drafted) + self.num_steps * self.step
+
+    @property
+    def dropped_cost(self) -> float:
+        """Cost of draft steps of this round that brought no draft, in plain rounds."""
+        return self.num_steps * self.step
+
+    @property
+    def step(self) -> float:
+        """Cost of a draft step, in plain rounds; 1 where it is not known."""
+        step = self.learned.drafting.step
+        return 1.0 if step is None else step
+
+    def _pass(self, length: int) -> float:
+        return self.learned.costs.optimistic_ratio(length)
+
+    # --- whether to ask at all ------------------------------------------------------------------
+
+    def _measure_step(self) -> None:
+        """Learn what a step costs, where the session can tell."""
+        costs = self.learned.costs
+        if self.time_step is not None and costs.plain:
+            self.learned.drafting.steps.append(self.time_step() / statistics.median(costs.plain))
+            self.num_steps += 1  # this round's seconds are not those of a plain one
+
+    def _can_ever_pay(self) -> bool:
+        """Whether some length would pay if every token of it were accepted."""
+        return any(k + 1 > self._pass(k) + k * self.step for k in range(1, LONGEST + 1))
+
+    def _may_read(self, rate: float) -> bool:
+        """Whether what it has missed is read by now.
+
+        Either reading costs next to nothing, or the text so far would have saved as much as
+        reading takes: who always waits for that never pays more than twice what was needed
+        (the ski rental bound), and a short answer pays nothing.
+        """
+        if not self._has_to_catch_up():
+            return True
+        missed = self.learned.context if self.num_missed is None else self.num_missed
+        cost = missed * self.reading
+        gain = self._best_rate() - 1.0
+        return cost <= max(gain * self.num_emitted, 0.25 * self.text_budget)
+
+    @property
+    def reading(self) -> float:
+        """Cost of reading a token, in plain rounds: measured, or as the target does it."""
+        drafting, plain = self.learned.drafting, self.learned.costs.plain
+        if drafting.reading is not None:
+            return drafting.reading
+        if self.prefill is not None and plain:
+            return self.step * self.prefill / statistics.median(plain)
+        return self.step * UNKNOWN_READING
+
+    def _best_rate(self) -> float:
+        """Tokens that the time of a plain round would bring at the best fixed length."""
+        best, reach, tokens = 1.0, 1.0, 1.0
+        for k in range(1, LONGEST + 1):
+            reach *= self.learned.blind.chance(0, k - 1)
+            tokens += reach
+            best = max(best, tokens / (self._pass(k) + k * self.step))
+        return best
+
+    def _has_to_catch_up(self) -> bool:
+        """Whether it reads more than a round's tokens first: the prompt, or those of a pause."""
+        return self.num_missed is None or self.num_missed > LONGEST + 1
+
+    # --- what it learns -------------------------------------------------------------------------
+
+    def settle(self, round_: RoundRecord) -> None:
+        """Add what the round brought less what it cost; learn what its pass and steps cost."""
+        costs = self.learned.costs
+        if round_.steady and costs.plain:
+            costs.add(round_.drafted, round_.seconds - round_.draft_seconds)
+        cost = self.round_cost(round_.drafted)
+        self._learn_steps(round_)
+        self._change_budget(round_.emitted - cost)
+
+    def settle_steps(self, round_: RoundRecord) -> None:
+        """The same of a round that verified nothing of what it drafted."""
+        self._learn_steps(round_)
+        self._change_budget(-self.dropped_cost)
+
+    def _learn_steps(self, round_: RoundRecord) -> None:
+        """Learn from the host time of drafting, which waits for every step."""
+        plain, drafting = self.learned.costs.plain, self.learned.drafting
+        if not plain or not self.num_steps or not self.evidence:
+            return
+        relative = round_.draft_seconds / statistics.median(plain)
+        if not self._has_to_catch_up():
+            drafting.steps.append(relative / self.num_steps)
+        elif drafting.step is not None:
+            missed = self.learned.context if self.num_missed is None else self.num_missed
+            read = max(0.0, relative - self.num_steps * drafting.step)
+            drafting.readings.append(read / max(1, missed))
+
+    def follow(self, round_: RoundRecord) -> None:
+        """Earn this round's share of the time."""
+        self._change_budget(PROVEN_SHARE if self.learned.is_proven else EXPLORATION_SHARE)
+        self.text_budget += TEXT_SHARE
+        self.num_emitted += round_.emitted
+        if self.evidence:  # it was asked, and read all that there was
+            self.num_missed = 0
+        elif self.num_missed is not None:
+            self.num_missed += round_.emitted
+        self.num_steps = 0
+        self.evidence = []
+
+    def learn_acceptance(self, round_: RoundRecord) -> None:
+        """Learn from the verdict on its draft, by what was known when."""
+        for i in range(min(round_.accepted + 1, round_.drafted)):
+            right = i < round_.accepted
+            self.learned.acceptance.learn(self.evidence[i], i, right)
+            self.learned.blind.learn(0, i, right)
+            if i:
+                self.learned.before.learn(self.evidence[i - 1], i, right)
+
+    def _change_budget(self, amount: float) -> None:
+        budget = self.learned.exploration_budget + amount
+        self.learned.exploration_budget = min(max(0.0, budget), LARGEST_BUDGET)
+        self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
+        self.text_budget = min(self.text_budget + amount, LARGEST_BUDGET)
