@@ -279,9 +279,10 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     for text, proposed in recorder.proposals[3::3]:
         assert proposed == plain_text(draft_model, text, len(proposed)).tokens
     again = Recorder(ModelDrafter(draft_model))
-    take(case.speculate(again, 4, prompt_tokens=SECOND_PROMPT, prompt_cache=caches), 1)
-    said = PROMPT + case.plain.tokens[:50] + SECOND_PROMPT
-    _, proposed = again.proposals[0]
+    first, _ = take(case.speculate(again, 4, prompt_tokens=SECOND_PROMPT, prompt_cache=caches), 2)
+    said = PROMPT + case.plain.tokens[:50] + SECOND_PROMPT + [first.token]
+    text, proposed = again.proposals[0]
+    assert text == [*SECOND_PROMPT, first.token]
     assert proposed == plain_text(draft_model, said, len(proposed)).tokens
 
 

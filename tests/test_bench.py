@@ -196,11 +196,12 @@ def test_texts_end_with_their_end_token() -> None:
 def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
     """A draft model that is the target: all of its tokens are accepted, in both loops."""
     record = bench(["model"], ["3"], draft_model=narrow.model())
-    for name in (MLX_LM_SPECULATION, "model"):
+    # 24 tokens: in 6 rounds of 3 + 1; the first one, 5 rounds of 3 + 1 and one of 2 + 1
+    for name, passes in ((MLX_LM_SPECULATION, 6), ("model", 1 + 5 + 1)):
         result = only(record, name)
         assert result.identical == 4
         assert result.accepted == result.drafted > 0
-        assert result.tokens_per_pass == 4  # 24 tokens in 6 rounds of 3 + 1
+        assert result.tokens_per_pass == 24 / passes
     assert only(record, MLX_LM_SPECULATION).host_ms_per_round is None
     assert only(record, "model").host_ms_per_round is not None
 

@@ -46,15 +46,17 @@ from specdec_mlx.types import (
 )
 
 PROMPT = [900, 901, 902, 903, 904, 905, 906]
-TEXT = list(range(10, 60))
+TEXT = list(range(9, 60))
 WRONG = 999
 
 TREE = Draft([10, WRONG, 11, 11, WRONG, 12], parents=[ROOT, ROOT, 1, 0, 0, 3])
-"""The text begins with 10, 11, 12: nodes 0, 3 and 5. Node 2 is an 11 on a wrong branch."""
+"""The text goes on with 10, 11, 12 after its first token: nodes 0, 3 and 5. Node 2 is an 11 on a
+wrong branch."""
 
 
 class Given:
-    """A drafter that proposes given drafts, one a round; and a session that remembers."""
+    """A drafter that proposes given drafts, one a round from the second token on; and a session
+    that remembers."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         self.drafts = rounds_of(drafts)
@@ -109,8 +111,9 @@ def test_of_a_tree_the_rows_of_the_nodes_named_are_kept() -> None:
         held.append(list(target.cache.tokens))
     assert caches == [target.cache]
     assert target.cache.tokens == [*PROMPT, *TEXT[:12]]
+    assert held[0] == PROMPT  # nothing is under way while the first token is handed out
     # the next pass, over the pending 13, is under way while 10, 11, 12 and 13 are handed out
-    assert held[:4] == [[*PROMPT, 10, 11, 12, 13]] * 4
+    assert held[1:5] == [[*PROMPT, 9, 10, 11, 12, 13]] * 4
 
 
 def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
@@ -119,9 +122,10 @@ def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
     items = run(target, Given([TREE]))
     assert target.drafts == [TREE]
     assert [item.token for item in items] == TEXT[:12]
-    assert [item.origin for item in items[:5]] == ["draft", "draft", "draft", "correction", "plain"]
+    origins = [item.origin for item in items[:6]]
+    assert origins == ["plain", "draft", "draft", "draft", "correction", "plain"]
     # row 0 follows the text, row i + 1 node i: of nodes 0, 3 and 5
-    assert [item.logprobs.item() for item in items[:4]] == [0, 1, 4, 6]
+    assert [item.logprobs.item() for item in items[1:5]] == [0, 1, 4, 6]
     stats = items[-1].stats
     assert (stats.drafted, stats.accepted) == (6, 3)
 
@@ -132,11 +136,11 @@ def test_a_tree_is_cut_from_its_end() -> None:
     items = run(target, Given([TREE]), most=4)
     assert target.drafts == [TREE.head(4)]
     assert target.drafts[0].parents == [ROOT, ROOT, 1, 0]
-    assert [item.origin for item in items[:3]] == ["draft", "draft", "correction"]
+    assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
     assert [item.token for item in items] == TEXT[:12]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
 def test_a_path_is_cut_where_no_more_tokens_are_wanted(max_tokens: int) -> None:
     """And the caller's caches hold exactly those."""
     target = ScriptedTarget(TEXT)
@@ -152,9 +156,9 @@ def test_closing_in_the_middle_of_a_path_leaves_what_was_handed_out() -> None:
     target = ScriptedTarget(TEXT)
     loop, _ = generation(target, Given([TREE]))
     items = loop.run(DraftContext())
-    assert [next(items).token for _ in range(2)] == [10, 11]
+    assert [next(items).token for _ in range(3)] == [9, 10, 11]
     items.close()
-    assert target.cache.tokens == [*PROMPT, 10, 11]
+    assert target.cache.tokens == [*PROMPT, 9, 10, 11]
 
 
 def test_chains_and_trees_take_turns() -> None:
@@ -181,7 +185,7 @@ def test_a_cache_that_cannot_gather_is_named() -> None:
     target = ScriptedTarget(TEXT, ChainCache())
     with pytest.raises(sd.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
         run(target, Given([Draft([WRONG, 10], parents=[ROOT, ROOT])]))
-    assert target.cache.tokens == PROMPT
+    assert target.cache.tokens == [*PROMPT, 9]
 
 
 @given(draft=strategies.tree_drafts())
@@ -242,7 +246,7 @@ READER_DRAFTS = [
 
 
 @pytest.mark.parametrize("make_cache", [TokenCache, RecurrentTokenCache])
-@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 9, 25])
+@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4, 10, 26])
 def test_a_reader_sees_each_position_once_and_in_order(
     make_cache: type[TokenCache], max_tokens: int
 ) -> None:
@@ -253,7 +257,7 @@ def test_a_reader_sees_each_position_once_and_in_order(
     assert target.wanted == Reader.features
     text = [*PROMPT, *TEXT[:max_tokens]]
     assert reader.seen == text[:-1]
-    if max_tokens == 25:
+    if max_tokens == 26:
         assert (items[-1].stats.replayed > 0) == (make_cache is RecurrentTokenCache)
 
 
@@ -277,11 +281,11 @@ def test_a_reader_stopped_early_is_not_shown_what_was_not_emitted() -> None:
     reader, target = Reader(READER_DRAFTS), TappedTarget(TEXT, RecurrentTokenCache())
     loop, _ = generation(target, reader)
     items = loop.run(DraftContext())
-    next(items)
+    assert [next(items).token for _ in range(2)] == [9, 10]
     seen = list(reader.seen)
     items.close()
     assert reader.seen == seen
-    assert target.cache.tokens == [*PROMPT, 10]
+    assert target.cache.tokens == [*PROMPT, 9, 10]
 
 
 def test_a_target_that_cannot_be_read_is_refused() -> None:
@@ -323,13 +327,13 @@ def plain(num_tokens: int = 16, prompt: tuple[int, ...] = tuple(MODEL_PROMPT)) -
 
 
 class Proposes:
-    """Proposes right tokens in the first round, and what it was given in the second."""
+    """Proposes right tokens after the first one, and then what it was given."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        drafts = rounds_of([Draft(plain()[:2]), self.draft])
+        drafts = rounds_of([Draft(plain()[1:3]), self.draft])
         session = scripted.ScriptedSession(lambda emitted, limit: [])
         session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
         return session
@@ -349,7 +353,7 @@ def assert_refused(draft: Draft, words: str, **options: Any) -> None:
             **options,
         ):
             got.append(item.token)
-    assert got == plain()[:3]
+    assert got == plain()[:4]
     assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
     again = sd.speculate(model(), [9], max_tokens=4, prompt_cache=caches)
     assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))

@@ -118,8 +118,9 @@ def test_text_pieces_join_to_the_same_text(make: Any) -> None:
 
 def test_origin_and_stats_are_beside_mlx_lms_fields() -> None:
     """from_draft says what origin says, and the account adds up to the responses."""
-    got = ours(drafter=oracle(), draft_length=4)
-    assert {r.origin for r in got[:-1]} == {"draft", "correction", "bonus"}
+    got = ours(drafter=oracle(0.3), draft_length=4)
+    assert got[0].origin == "plain"
+    assert {r.origin for r in got[1:-1]} == {"draft", "correction", "bonus"}
     assert [r.from_draft for r in got] == [r.origin == "draft" for r in got]
     stats = got[-1].stats
     assert stats.emitted == len(got) == got[-1].generation_tokens

@@ -87,15 +87,15 @@ def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
-    """All K drafts are accepted every round, and the passes are counted."""
-    num_tokens = 4 * (length + 1)
+    """All K drafts are accepted every round after the first token, and the passes are counted."""
+    num_tokens = 1 + 4 * (length + 1)
     tokens = list(
         sd.speculate(target(), PROMPT, oracle(), max_tokens=num_tokens, draft_length=length)
     )
     stats = tokens[-1].stats
     assert [t.token for t in tokens] == plain(num_tokens=num_tokens)
-    assert (stats.target_passes, stats.accepted) == (4, 4 * length)
-    assert [t.origin for t in tokens] == [*["draft"] * length, "bonus"] * 4
+    assert (stats.target_passes, stats.accepted) == (1 + 4, 4 * length)
+    assert [t.origin for t in tokens] == ["plain", *[*["draft"] * length, "bonus"] * 4]
 
 
 def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
@@ -103,7 +103,7 @@ def test_an_always_wrong_drafter_yields_one_token_a_pass() -> None:
     wrong = scripted.always_wrong(plain(num_tokens=40), VOCAB)
     tokens = list(sd.speculate(target(), PROMPT, wrong, max_tokens=NUM_TOKENS, draft_length=4))
     assert [t.token for t in tokens] == plain()
-    assert [t.origin for t in tokens] == [*["correction"] * (NUM_TOKENS - 1), "plain"]
+    assert [t.origin for t in tokens] == ["plain", *["correction"] * (NUM_TOKENS - 2), "plain"]
     assert tokens[-1].stats.target_passes == NUM_TOKENS
     assert tokens[-1].stats.tokens_per_pass == 1
 
@@ -195,9 +195,10 @@ def ends(how: str) -> Callable[[Any], list[int]]:
 
     return {
         "length": lambda generation: [t.token for t in generation],
-        "closed before the first token": lambda generation: take(generation, 1),
-        "closed in mid-block": lambda generation: take(generation, 6),
-        "closed after a block": lambda generation: take(generation, 8),
+        "closed after the first token": lambda generation: take(generation, 1),
+        "closed in the first block": lambda generation: take(generation, 2),
+        "closed in mid-block": lambda generation: take(generation, 7),
+        "closed after a block": lambda generation: take(generation, 9),
     }[how]
 
 
@@ -205,7 +206,13 @@ def ends(how: str) -> Callable[[Any], list[int]]:
 @pytest.mark.parametrize("wrong", cases([0.0, 0.4, 1.1, None], 0.4, None))
 @pytest.mark.parametrize(
     "how",
-    ["length", "closed before the first token", "closed in mid-block", "closed after a block"],
+    [
+        "length",
+        "closed after the first token",
+        "closed in the first block",
+        "closed in mid-block",
+        "closed after a block",
+    ],
 )
 def test_however_it_ends_the_caches_hold_prompt_and_emitted(
     how: str, wrong: float | None, name: str
@@ -531,7 +538,7 @@ def test_records_reach_the_draft_length() -> None:
 
     policy = Growing()
     assert emitted(oracle(), draft_length=policy) == plain()
-    assert [r.drafted for r in policy.records][:5] == [0, 0, 2, 3, 4]
+    assert [r.drafted for r in policy.records][:5] == [0, 1, 2, 3, 4]
 
 
 def bad_law(tokens: list[int], logprobs: mx.array) -> Any:
@@ -590,11 +597,14 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
 def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
     drafter: Any, error: str
 ) -> None:
-    """DraftError, and the caches can be continued from."""
-    caches = make_prompt_cache(target())
+    """DraftError after the first token, and the caches can be continued from."""
+    caches, got = make_prompt_cache(target()), []
+    options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
     with pytest.raises(sd.DraftError, match=error):
-        emitted(drafter, sampler=sd.Sampling(temp=1.0), prompt_cache=caches)
-    assert {c.offset for c in caches} == {len(PROMPT)}
+        for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
+            got.append(item.token)
+    assert len(got) == 1
+    assert {c.offset for c in caches} == {len(PROMPT) + 1}
 
 
 @pytest.mark.parametrize("stepped", [True, False])

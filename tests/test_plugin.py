@@ -276,14 +276,15 @@ def test_draft_model_takes_a_drafter_a_name_or_a_model(given: str, pair: Pair) -
 
 
 def test_from_draft_tells_accepted_tokens_from_the_targets_own(pair: Pair) -> None:
-    """With the target as its own draft model and K = 2: two drafted, one not, and so on."""
+    """With the target as its own draft model and K = 2: the first one not, two drafted, one not,
+    and so on."""
     with installed():
         responses = list(
             mlx_lm.stream_generate(
-                *pair, PROMPT, max_tokens=9, draft_model=pair[0], num_draft_tokens=2
+                *pair, PROMPT, max_tokens=10, draft_model=pair[0], num_draft_tokens=2
             )
         )
-    assert [response.from_draft for response in responses] == [True, True, False] * 3
+    assert [response.from_draft for response in responses] == [False, *[True, True, False] * 3]
 
 
 @pytest.mark.parametrize("temp", [0.0, 0.8])

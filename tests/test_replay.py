@@ -120,19 +120,19 @@ def test_the_gears_are_those_of_the_loop() -> None:
 
 
 def test_seconds_are_read_off_the_curve() -> None:
-    """A drafter that knows the text: 32 tokens in 8 passes of 4 positions."""
-    text = record().texts[0]
+    """A drafter that knows the text: the first token, and 32 more in 8 passes of 4 positions."""
+    text = record(33).texts[0]
     oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
     curve = CostCurve("c", (1, 4), (1.0, 1.5))
-    model = replayed(text, oracle, 3, curve)
-    assert (model.passes, model.drafted, model.accepted) == (8, 24, 24)
-    assert model.seconds == pytest.approx(8 * 1.5)
-    assert model.plain_seconds == pytest.approx(32)
+    model = replayed(text, oracle, 3, curve, max_tokens=33)
+    assert (model.passes, model.drafted, model.accepted) == (9, 24, 24)
+    assert model.seconds == pytest.approx(1 + 8 * 1.5)
+    assert model.plain_seconds == pytest.approx(33)
 
 
 def test_drafting_is_billed() -> None:
     """Every draft token costs what it is said to cost."""
-    text = record().texts[0]
+    text = record(33).texts[0]
     oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
     length = make_draft_length(3)
     model = replay_text(
@@ -140,11 +140,11 @@ def test_drafting_is_billed() -> None:
         oracle,
         length,
         FLAT,
-        max_tokens=32,
+        max_tokens=33,
         vocab_size=narrow.VOCAB,
         draft_seconds=FLAT(1) / 10,
     )
-    assert model.seconds == pytest.approx(FLAT(1) * (8 + 24 / 10))
+    assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
 
 
 def test_draft_length_hears_the_curve_and_not_the_clock() -> None:

@@ -77,11 +77,12 @@ def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
 
 def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> None:
     """It comes with the verdict; in the caller's caches it has to be in any case."""
-    assert asked(1, keeps_cache=False) == []
-    assert asked(1, keeps_cache=True) == [1]
-    assert asked(3, keeps_cache=False) == [2, 1]
-    assert asked(6, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
-    assert asked(7, keeps_cache=False) == [4, 4, 4, 3, 2, 1]
+    assert asked(1, keeps_cache=True) == []  # the first token never is
+    assert asked(2, keeps_cache=False) == []
+    assert asked(2, keeps_cache=True) == [1]
+    assert asked(4, keeps_cache=False) == [2, 1]
+    assert asked(7, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
+    assert asked(8, keeps_cache=False) == [4, 4, 4, 3, 2, 1]
 
 
 def test_one_token_reads_no_prompt_with_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +127,7 @@ def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> 
             target(),
             PROMPT,
             drafter,
-            max_tokens=9,
+            max_tokens=10,
             draft_length=2,
             rule=rule,
             sampler=sd.Sampling(temp=temp),
@@ -363,8 +364,8 @@ def test_a_draft_is_converted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> N
 
     drafter = scripted.OracleDrafter(plain(20), VOCAB)
     monkeypatch.setattr(verifier, "to_ids", counting)
-    list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=3))
-    assert calls == [1, 3, 1, 3, 1, 3]
+    list(sd.speculate(target(), PROMPT, drafter, max_tokens=13, draft_length=3))
+    assert calls == [1, *[1, 3] * 3]
 
 
 class FromThirdRound(Fixed):
@@ -388,7 +389,7 @@ def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy))
     stats = tokens[-1].stats
     assert [drafted for drafted, _ in stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
-    assert stats.ahead == 3
+    assert stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
 
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
