@@ -146,23 +146,22 @@ class ModelledLength:
         self.seconds = 0.0
         self._num_steps = 0
         if isinstance(inner, ChoosesSteps):
-            self.prefilled = inner.prefilled
-            self.begin_steps: Callable[..., None] = lambda part, time_step: inner.begin_steps(
-                part, lambda: draft_seconds
-            )
-            self.goes_on = self._counted(inner.goes_on)
+            self._chooser = inner
+            self.begin_steps, self.prefilled = self._begin_steps, inner.prefilled
+            self.goes_on = self._goes_on
         self._inner = inner
         self._cost = cost
         self._draft_seconds = draft_seconds
 
-    def _counted(self, goes_on: Callable[..., Step]) -> Callable[..., Step]:
+    def _begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
+        """A step takes what it is said to take, and reading the prompt no time."""
+        self._chooser.begin_steps(part, lambda: self._draft_seconds)
+        self._chooser.prefilled(1, 0.0)
+
+    def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
         """The decision, asked once for each draft step that is run."""
-
-        def counted(part: str, evidence: Sequence[Evidence]) -> Step:
-            self._num_steps += 1
-            return goes_on(part, evidence)
-
-        return counted
+        self._num_steps += 1
+        return self._chooser.goes_on(part, evidence)
 
     def record(self, round_: RoundRecord) -> None:
         """Pass a round on, with what it would have cost."""

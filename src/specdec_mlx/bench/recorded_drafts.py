@@ -9,6 +9,7 @@ Recorded once, any policy can be scored at any cost of a draft step without runn
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tqdm import tqdm
 
 from specdec_mlx.bench.record import RecordedText, load_record
@@ -27,6 +28,9 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 
 LONGEST_CHAIN = 16
+
+ROWS = 16
+"""Places at which a draft model goes on at a time."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ def record_drafts(
     """Run a draft model along a text.
 
     One pass over the text gives its own token at each place; only where that is not the text's
-    does it go on by itself, from the last place to the first, so that its caches are only cut.
+    does it go on by itself.
 
     Args:
         model: the draft model.
@@ -80,20 +84,65 @@ def record_drafts(
     rollback = Rollback(make_prompt_cache(model))
     logits = rollback.forward(model, to_ids([*text.prompt, *text.generated[:-1]]))
     own = _chain(logits[len(text.prompt) - 1 :])
-    wrong: dict[int, Chain] = {}
-    for place in reversed(range(len(text.generated))):
-        if own.tokens[place] == text.generated[place]:
-            continue
-        rollback.rewind_to(len(text.prompt) + place)
+    wrong = [i for i, token in enumerate(text.generated) if own.tokens[i] != token]
+    go_on = _in_rows if all(type(c) is KVCache for c in rollback.caches) else _one_by_one
+    chains: dict[int, Chain] = {}
+    for first in range(len(wrong), 0, -ROWS):  # from the last place on, so that caches are only cut
+        places = wrong[max(0, first - ROWS) : first]
+        chains |= go_on(model, rollback, len(text.prompt), own, places, longest - 1)
+    return RecordedDrafts(text.id, own, chains)
+
+
+def _in_rows(
+    model: nn.Module,
+    rollback: Rollback,
+    num_prompt: int,
+    own: Chain,
+    places: Sequence[int],
+    length: int,
+) -> dict[int, Chain]:
+    """How the model goes on by itself at several places, as rows of one batch."""
+    ends = [num_prompt + place for place in places]
+    caches = [KVCache.merge([_cut(cache, end) for end in ends]) for cache in rollback.caches]
+    tokens = mx.array([[own.tokens[place]] for place in places], mx.uint32)
+    steps = []
+    for _ in range(length):
+        logits = model(tokens, cache=caches)[:, -1]
+        tokens = mx.argmax(logits, axis=-1, keepdims=True).astype(mx.uint32)
+        steps.append(logits)
+        mx.async_eval(tokens)
+    rows = mx.stack(steps, axis=1)
+    return {place: _chain(rows[i]) for i, place in enumerate(places)}
+
+
+def _cut(cache: KVCache, end: int) -> KVCache:
+    """The same cache with its first `end` positions."""
+    shorter = copy.copy(cache)
+    shorter.trim(cache.offset - end)
+    return shorter
+
+
+def _one_by_one(
+    model: nn.Module,
+    rollback: Rollback,
+    num_prompt: int,
+    own: Chain,
+    places: Sequence[int],
+    length: int,
+) -> dict[int, Chain]:
+    """The same on caches that can only be cut, from the last place to the first."""
+    chains = {}
+    for place in reversed(places):
+        rollback.rewind_to(num_prompt + place)
         token = mx.array([own.tokens[place]], mx.uint32)
         rows = []
-        for _ in range(longest - 1):
+        for _ in range(length):
             row = rollback.forward(model, token)
             token = mx.argmax(row, axis=-1).astype(mx.uint32)
             rows.append(row)
             mx.async_eval(token)
-        wrong[place] = _chain(mx.concatenate(rows))
-    return RecordedDrafts(text.id, own, wrong)
+        chains[place] = _chain(mx.concatenate(rows))
+    return chains
 
 
 def _chain(logits: mx.array) -> Chain:

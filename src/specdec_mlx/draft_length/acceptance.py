@@ -41,6 +41,10 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
 """What is believed before anything was learned, by feature and class."""
 
 
+GOOD_PAIR = 0.85
+"""Log-odds by which a token of a draft model is likelier than one that nothing is known of."""
+
+
 def class_of(value: float, edges: Sequence[float]) -> int:
     """Number of edges at or below the value."""
     return bisect_right(edges, value)
@@ -62,6 +66,13 @@ class AcceptanceHistory:
         default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
     )
     recent: float = UNKNOWN
+
+    @classmethod
+    def of_draft_models(cls) -> AcceptanceHistory:
+        """What is believed of a draft model before it was tried: 0.8, as of good pairs."""
+        history = cls()
+        history.weights["match"][0] += GOOD_PAIR
+        return history
 
     def begin_text(self) -> None:
         """Forget how predictable the last text was; what was learned of evidence stays."""

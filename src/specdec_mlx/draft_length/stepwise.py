@@ -35,8 +35,11 @@ TEXT_BUDGET = 1.5
 TEXT_SHARE = 0.01
 """Share of its time that a text may lose besides."""
 
-UNKNOWN_READING = 0.05
+UNKNOWN_READING = 0.02
 """Cost of reading a token, in draft steps, where neither model was seen to read."""
+
+TRIAL_SHARE_OF_BUDGET = 0.5
+"""Share of the budget that reading may take where it is not known to pay; drafts have the rest."""
 
 
 @dataclass
@@ -49,11 +52,12 @@ class StepwiseAccount(Account):
     draft in the making. num_steps: draft steps since the latest round was recorded. num_missed:
     tokens of the text that it has not read, None for all. num_emitted: tokens of this generation.
     text_budget: what the text may still lose. prefill: seconds that the target took to read a token
-    of the prompt.
+    of the prompt. is_trial: whether reading is charged to the budgets.
     """
 
     time_step: Callable[[], float] | None = None
     prefill: float | None = None
+    is_trial: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     num_steps: int = 0
     num_missed: int | None = None
@@ -71,7 +75,7 @@ class StepwiseAccount(Account):
 
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
-        self.evidence = []
+        self.evidence, self.is_trial = [], False
         if self.learned.drafting.step is None:
             self._measure_step()
         if not self._can_ever_pay() or not self._may_read(rate):
@@ -148,16 +152,23 @@ class StepwiseAccount(Account):
     def _may_read(self, rate: float) -> bool:
         """Whether what it has missed is read by now.
 
-        Either reading costs next to nothing, or the text so far would have saved as much as
-        reading takes: who always waits for that never pays more than twice what was needed
-        (the ski rental bound), and a short answer pays nothing.
+        Either the text so far would have saved as much as reading takes: who always waits for
+        that never pays more than twice what was needed (the ski rental bound), and a short answer
+        pays nothing. Or the budgets stand it: then it is a part of finding out.
         """
         if not self._has_to_catch_up():
             return True
-        missed = self.learned.context if self.num_missed is None else self.num_missed
-        cost = missed * self.reading
         gain = self._best_rate() - 1.0
-        return cost <= max(gain * self.num_emitted, 0.25 * self.text_budget)
+        if self._reading_cost() <= gain * self.num_emitted:
+            return True
+        budget = min(self.learned.exploration_budget, self.text_budget)
+        self.is_trial = self._reading_cost() <= TRIAL_SHARE_OF_BUDGET * budget
+        return self.is_trial
+
+    def _reading_cost(self) -> float:
+        """Cost of reading what was missed, in plain rounds."""
+        missed = self.learned.context if self.num_missed is None else self.num_missed
+        return missed * self.reading
 
     @property
     def reading(self) -> float:
@@ -217,7 +228,9 @@ class StepwiseAccount(Account):
         self.text_budget += TEXT_SHARE
         self.num_emitted += round_.emitted
         if self.evidence:  # it was asked, and read all that there was
-            self.num_missed = 0
+            if self.is_trial:
+                self._change_budget(-self._reading_cost())
+            self.num_missed, self.is_trial = 0, False
         elif self.num_missed is not None:
             self.num_missed += round_.emitted
         self.num_steps = 0

@@ -49,7 +49,7 @@ class Learned:
     is_proven: bool = False
     drafting: DraftingCosts = field(default_factory=DraftingCosts)
     before: AcceptanceHistory = field(default_factory=AcceptanceHistory)
-    blind: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    blind: AcceptanceHistory = field(default_factory=AcceptanceHistory.of_draft_models)
 
     @property
     def costs(self) -> RoundCosts:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from time import perf_counter
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,7 +18,7 @@ from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +68,63 @@ class ModelDrafter:
         return ModelSession(self, prompt, context)
 
 
+class _Step(NamedTuple):
+    """One draft step under way.
+
+    token: [1] its id. confidence: scalar, the largest probability of the distribution that the
+    token comes from. law: [1, V] that distribution's logarithm; None for a point mass.
+    """
+
+    token: mx.array
+    confidence: mx.array
+    law: mx.array | None
+
+
+def _draft(steps: Sequence[_Step]) -> Draft:
+    """The draft that some steps make."""
+    if not steps:
+        return Draft()
+    laws = [step.law for step in steps if step.law is not None]
+    tokens = mx.concatenate([step.token for step in steps])
+    return Draft(tokens, mx.concatenate(laws) if laws else None)
+
+
+@dataclass
+class _Pace:
+    """How long a step takes the host to build, and how long it is then waited for; in seconds.
+
+    Overlapping runs one step too many in a draft. For one of four tokens that is worth it where
+    building takes more than a quarter of what the device takes.
+    """
+
+    build: float = 0.0
+    wait: float = 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next step is to be under way before the evidence of one is read."""
+        return 4 * self.build > self.build + self.wait
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Time the building of a step."""
+        began = perf_counter()
+        yield
+        self.build = _mix(self.build, perf_counter() - began)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for one."""
+        began = perf_counter()
+        yield
+        self.wait = _mix(self.wait, perf_counter() - began)
+
+
+def _mix(average: float, sample: float) -> float:
+    """Moving average; the first sample is taken as it is."""
+    return 0.9 * average + 0.1 * sample if average else sample
+
+
 class ModelSession:
     """The draft model's side of one generation.
 
@@ -83,43 +142,86 @@ class ModelSession:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.sampling = drafter.sampling_for(context.sampling)
+        self.pace = _Pace()
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them."""
+        steps: list[_Step] = []
+        length = self.begin_draft(limit)
+        noise = self.noise(0, length)
+        for i in range(length):
+            steps.append(self.step(steps, None if noise is None else noise[i : i + 1]))
+            mx.async_eval(steps[-1].token)  # the device drafts while the rest of the graph is made
+        return _draft(steps)
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Up to `limit` tokens, as long as they are worth it; one small number is read for each.
+
+        Where building a step takes the host long, the next one is under way while that number is
+        read, and is dropped unread if it was one too many: the decision has seen neither its draw
+        nor its distribution.
+        """
+        length = self.begin_draft(limit)
+        steps: list[_Step] = []
+        evidence: list[Evidence] = []
+        decision = Step.GO_ON
+        while decision is Step.GO_ON and len(evidence) < length:
+            ahead = 2 if self.pace.overlaps else 1
+            while len(steps) < min(len(evidence) + ahead, length):
+                with self.pace.building():
+                    steps.append(self.step(steps, self.noise(len(steps), 1)))
+                    mx.async_eval(steps[-1].token, steps[-1].confidence)
+            with self.pace.waiting():
+                confidence = float(steps[len(evidence)].confidence.item())  # type: ignore[arg-type]
+            evidence.append(Evidence(confidence=confidence))
+            decision = goes_on(evidence)
+        kept = len(evidence) - (decision is Step.STOP_BEFORE)
+        return replace(_draft(steps[:kept]), evidence=evidence[:kept])
+
+    def begin_draft(self, limit: int) -> int:
+        """Read what was missed; how many tokens may be drafted then."""
         if limit == 0:
-            return Draft()
+            return 0
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
-        ids = to_ids(self.tokens[self.rollback.position :])
-        seen = to_ids(self.tokens) if self.context.logits_processors else None
-        tokens: list[mx.array] = []
-        laws: list[mx.array] = []
-        length = limit if room is None else min(limit, 1 + room)
-        noise = self.noise(length)
-        for i in range(length):
-            logits = self.feed(ids)[-1:]
+        return limit if room is None else min(limit, 1 + room)
+
+    def step(self, before: Sequence[_Step], noise: mx.array | None) -> _Step:
+        """One more token after those of this draft, as a lazy graph; noise: [1, V] to draw with."""
+        pending = self.tokens[self.rollback.position :] if not before else ()
+        ids = before[-1].token if before else to_ids(pending)
+        logits = self.feed(ids)[-1:]
+        if self.context.logits_processors:
+            drafted = [step.token for step in before]
+            seen = mx.concatenate([to_ids(self.tokens), *drafted])
             for processor in self.context.logits_processors:
                 logits = processor(seen, logits)
-            ids = self.draw(logits, laws, None if noise is None else noise[i : i + 1])
-            mx.async_eval(ids)  # the device drafts while the rest of the graph is made
-            tokens.append(ids)
-            seen = None if seen is None else mx.concatenate([seen, ids])
-        return Draft(mx.concatenate(tokens), mx.concatenate(laws) if laws else None)
+        if noise is None:
+            token, law = mx.argmax(logits, axis=-1).astype(mx.uint32), None
+            best = mx.max(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        else:
+            law = self.sampling.log_distribution(logits)
+            token, best = mx.argmax(law + noise, axis=-1).astype(mx.uint32), mx.max(law)
+        return _Step(token, mx.exp(best), law)
 
-    def noise(self, length: int) -> mx.array | None:
-        """Gumbel noise [length, V] of a whole draft; None where nothing is drawn."""
+    def noise(self, first: int, num: int) -> mx.array | None:
+        """Gumbel noise [num, V] of the tokens of a draft from `first` on; None for no draws."""
         if self.sampling.greedy:
             return None
-        return self.context.draft_gumbels(len(self.tokens) - self.num_prompt, length)
+        start = len(self.tokens) - self.num_prompt
+        return self.context.draft_gumbels(start, num, first)
 
-    def draw(self, logits: mx.array, laws: list[mx.array], noise: mx.array | None) -> mx.array:
-        """A token [1], from logits [1, V] and Gumbel noise [1, V]; its law is added to `laws`."""
-        if noise is None:
-            return mx.argmax(logits, axis=-1).astype(mx.uint32)
-        law = self.sampling.log_distribution(logits)
-        laws.append(law)
-        return mx.argmax(law + noise, axis=-1).astype(mx.uint32)
+    def time_step(self) -> float:
+        """Seconds of one step on caches of its own; the first run, which may compile, is not it."""
+        caches = make_prompt_cache(self.model)
+        seconds = 0.0
+        for token in self.tokens[-1:] * 2:
+            mx.synchronize()
+            began = perf_counter()
+            mx.eval(self.model(mx.array([[token]]), cache=caches))
+            seconds = perf_counter() - began
+        return seconds
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
