@@ -187,16 +187,17 @@ def test_a_costly_processor_is_called_no_more_than_positions_are_verified(
 
 
 def test_from_draft_follows_the_pattern_of_a_perfect_draft_model(pair: Pair) -> None:
-    """Two drafted and one of the target's own, over and over; the last one is not drafted."""
+    """After the first token two drafted and one of the target's own, over and over; the last one
+    is not drafted."""
     prompt = pair[1].apply_chat_template(MESSAGES, add_generation_prompt=True)
     sampler = make_sampler(temp=0.0)
-    for kind, pattern in ((None, [True, True, False, True, False]), ("auto", None)):
+    for kind, pattern in ((None, [False, True, True, False, True, False]), ("auto", None)):
         with installed("prompt-lookup"):
             options: dict[str, Any] = {"draft_model": pair[0], "sampler": sampler}
             if kind is None:
                 options["num_draft_tokens"] = 2
-            got = list(mlx_lm.stream_generate(*pair, prompt, max_tokens=5, **options))
-        assert len(got) == 5
+            got = list(mlx_lm.stream_generate(*pair, prompt, max_tokens=6, **options))
+        assert len(got) == 6
         if pattern is not None:
             assert [r.from_draft for r in got] == pattern
 
