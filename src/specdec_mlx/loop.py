@@ -219,7 +219,8 @@ class Generation:
         try:
             self.drafting.begin(context)
             self.prefill()
-            yield from self.first_token()
+            if self.drafting.session is not None:
+                yield from self.first_token()
             current = self.verify(self.propose())
             while current is not None:
                 following = ahead = self.pipeline.verify_ahead(current)

@@ -57,7 +57,11 @@ asks for the last row of a pass gets all of its rows, each as wide as the vocabu
 
 @dataclass(eq=False)
 class Texts:
-    """Texts of `NUM_TOKENS` tokens after one context."""
+    """Texts of `NUM_TOKENS` tokens after one context.
+
+    The first token of a generation is never drafted. So each begins before the context's last
+    token, which the target then gives with certainty.
+    """
 
     subject: Subject
     context: list[int]
@@ -68,7 +72,7 @@ class Texts:
 
     def __post_init__(self) -> None:
         """Remember the logits of both models from here on."""
-        self.target = Remembered(self.subject.model, self.context)
+        self.target = Remembered(self.subject.model, self.context, gives_last=True)
         self.drafter = with_remembered_models(self.subject.drafter, self.context)
 
     def draw(self, seed: int) -> None:
@@ -76,9 +80,9 @@ class Texts:
         items = list(
             speculate(
                 self.target,
-                self.context,
+                self.context[:-1],
                 Recording(self.drafter, self.draws),
-                max_tokens=NUM_TOKENS,
+                max_tokens=1 + NUM_TOKENS,
                 sampler=self.subject.sampling,
                 seed=seed,
                 rule=self.subject.rule,
@@ -88,7 +92,7 @@ class Texts:
                 probe=False,
             )
         )
-        self.tokens.append(tuple(item.token for item in items))
+        self.tokens.append(tuple(item.token for item in items[1:]))
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
 
@@ -248,7 +252,7 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
 
 def _most_telling(steps: Sequence[Step]) -> list[Step]:
     """Places with a draft where even the fault that is hardest to see shows most."""
-    drafted = [step for step in steps if step.draft_probs is not None]
+    drafted = [s for s in steps if s.draft_probs is not None and len(s.tokens) > 1]
     return sorted(drafted, key=_tells, reverse=True)[:NUM_CONTEXTS]
 
 

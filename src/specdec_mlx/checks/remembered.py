@@ -21,6 +21,8 @@ from specdec_mlx.types import Drafter
 
 CHUNK = 2048
 MOST_ROWS = 1000
+IMPOSSIBLE = -1e9
+"""Logit of what never comes: finite, as logits have to be."""
 
 
 class Remembered(nn.Module):  # type: ignore[misc]
@@ -30,10 +32,13 @@ class Remembered(nn.Module):  # type: ignore[misc]
     another row, as it would with the model's own caches.
     """
 
-    def __init__(self, model: nn.Module, context: list[int]) -> None:
-        """context: [n] tokens that all texts begin with, n > 0."""
+    def __init__(self, model: nn.Module, context: list[int], *, gives_last: bool = False) -> None:
+        """context: [n] tokens that all texts begin with, n > 0.
+
+        gives_last: whether the context but for its last token leads to that one with certainty.
+        """
         super().__init__()
-        self._rows = _Rows(model, tuple(context))
+        self._rows = _Rows(model, tuple(context), gives_last=gives_last)
 
     def make_cache(self) -> list[TextCache]:
         """One cache, of tokens."""
@@ -84,11 +89,14 @@ class TextCache:
 class _Rows:
     """Logits by text. Kept apart from the module, whose containers MLX would take for weights."""
 
-    def __init__(self, model: nn.Module, context: tuple[int, ...]) -> None:
+    def __init__(self, model: nn.Module, context: tuple[int, ...], *, gives_last: bool) -> None:
         self.model = model
         self.context = context
         self.known: dict[tuple[int, ...], mx.array] = {}
-        self.unknown = mx.full((logit_width(model),), mx.nan)
+        width = logit_width(model)
+        self.unknown = mx.full((width,), mx.nan)
+        self.last = mx.where(mx.arange(width) == context[-1], 0.0, IMPOSSIBLE)
+        self.gives_last = gives_last
         self.caches: list[Any] | None = None
         self.latest: tuple[tuple[int, ...], list[Any]] = ((), [])
 
@@ -96,6 +104,8 @@ class _Rows:
         """Logits [V]; not a number for a text that ends within the common context."""
         if tokens in self.known:
             return self.known[tokens]
+        if self.gives_last and tokens == self.context[:-1]:
+            return self.last
         if len(tokens) < len(self.context) and tokens == self.context[: len(tokens)]:
             return self.unknown
         if len(self.known) >= MOST_ROWS:

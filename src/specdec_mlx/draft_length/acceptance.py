@@ -36,10 +36,13 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
-    "confidence": (0.0, -2.7, -1.5, -0.9, -0.3, 0.4, 1.2, 2.0, 2.8, 3.8, 5.0),
+    "confidence": (0.0, -1.0, -0.7, -0.3, 0.6, 1.3, 2.4, 3.2, 3.9, 4.9, 6.0),
 }
 """What is believed before anything was learned, by feature and class."""
 
+
+ONE_TOKEN_LATER = (0.0, -0.65, 0.05, 0.05, 0.6, 0.6, 1.0, 1.3, 1.4, 2.3, 3.2)
+"""Prior log-odds of a token by the confidence in the one before it, by class."""
 
 GOOD_PAIR = 0.85
 """Log-odds by which a token of a draft model is likelier than one that nothing is known of."""
@@ -72,6 +75,13 @@ class AcceptanceHistory:
         """What is believed of a draft model before it was tried: 0.8, as of good pairs."""
         history = cls()
         history.weights["match"][0] += GOOD_PAIR
+        return history
+
+    @classmethod
+    def one_token_later(cls) -> AcceptanceHistory:
+        """What is believed of the token after one of which the confidence is known."""
+        history = cls()
+        history.weights["confidence"] = list(ONE_TOKEN_LATER)
         return history
 
     def begin_text(self) -> None:

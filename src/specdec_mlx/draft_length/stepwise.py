@@ -25,14 +25,20 @@ from specdec_mlx.draft_length.accounts import (
 )
 from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
 
+RETRY_AFTER = 12
+"""Rounds after which a draft model is asked again where its last drafts were not worth it."""
+
+OPTION_VALUE = 0.15
+"""What stopping before a bad token is worth, in plain rounds: a heuristic."""
+
 LOOKAHEAD = 4
 """Further tokens that are considered when one is weighed: a pass over some widths costs no more
 than over fewer."""
 
-TEXT_BUDGET = 1.5
+TEXT_BUDGET = 1.0
 """What a text may lose at first, in plain rounds, however much earlier texts have earned."""
 
-TEXT_SHARE = 0.01
+TEXT_SHARE = 0.005
 """Share of its time that a text may lose besides."""
 
 UNKNOWN_READING = 0.02
@@ -60,6 +66,7 @@ class StepwiseAccount(Account):
     is_trial: bool = False
     evidence: list[Evidence] = field(default_factory=list)
     num_steps: int = 0
+    num_idle: int = 0
     num_missed: int | None = None
     num_emitted: int = 0
     text_budget: float = TEXT_BUDGET
@@ -80,10 +87,21 @@ class StepwiseAccount(Account):
             self._measure_step()
         if not self._can_ever_pay() or not self._may_read(rate):
             return 0
+        if self._value_of_asking(rate) < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
+            return 0
         longest = 0
         while longest < LONGEST and self.can_afford(longest + 1, 1.0):
             longest += 1
         return longest
+
+    def _value_of_asking(self, rate: float) -> float:
+        """The largest value of a draft of which nothing is known yet but its place."""
+        value, best, reach = 0.0, -1.0, 1.0
+        for k in range(1, LOOKAHEAD + 1):
+            reach *= self.learned.blind.chance(0, k - 1)
+            value += reach - rate * (self._pass(k) - self._pass(k - 1) + self.step)
+            best = max(best, value)
+        return best
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the budgets stand a round that accepts nothing."""
@@ -230,9 +248,11 @@ class StepwiseAccount(Account):
         if self.evidence:  # it was asked, and read all that there was
             if self.is_trial:
                 self._change_budget(-self._reading_cost())
-            self.num_missed, self.is_trial = 0, False
-        elif self.num_missed is not None:
-            self.num_missed += round_.emitted
+            self.num_missed, self.is_trial, self.num_idle = 0, False, 0
+        else:
+            self.num_idle += 1
+            if self.num_missed is not None:
+                self.num_missed += round_.emitted
         self.num_steps = 0
         self.evidence = []
 

@@ -48,7 +48,7 @@ class Learned:
     exploration_budget: float = FIRST_BUDGET
     is_proven: bool = False
     drafting: DraftingCosts = field(default_factory=DraftingCosts)
-    before: AcceptanceHistory = field(default_factory=AcceptanceHistory)
+    before: AcceptanceHistory = field(default_factory=AcceptanceHistory.one_token_later)
     blind: AcceptanceHistory = field(default_factory=AcceptanceHistory.of_draft_models)
 
     @property

@@ -120,9 +120,9 @@ class Stepwise(Protocol):
         """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
 
         `goes_on` is asked at each position, in order, with what the draft's distributions said
-        there and before, and never with what was drawn (law of stopping: whether a token is
-        proposed may depend on its distribution and on all tokens before it, never on itself). The
-        draft carries the same evidence.
+        there and before, and never with what was drawn: whether a token is proposed may depend on
+        its distribution and on all tokens before it, but not on itself, or what comes out would no
+        longer have the target's distribution. The draft carries the same evidence.
         """
         ...
 

@@ -1,0 +1,411 @@
+"""Draft models that stop by confidence: exact whatever they decide, and worth what they cost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import specdec_mlx as sd
+import tiny
+from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from specdec_mlx.bench import recorded_drafts
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.recorded_drafts import (
+    Chain,
+    RecordedDrafter,
+    RecordedDrafts,
+    load_drafts,
+    record_drafts,
+    save_drafts,
+)
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.stepwise import TEXT_BUDGET, StepwiseAccount
+from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.testing.enumeration import Tokens, state_after
+from specdec_mlx.types import DraftContext, Evidence, GoesOn, Step
+
+EXACT = 1e-12
+VOCAB = 128
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+
+
+# The distribution of what comes out ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Stopped:
+    """Up to 4 tokens drawn from a source, as long as `goes_on` says so.
+
+    peeks: whether it is told the drawn token's own probability in place of the largest one, which
+    nobody may do.
+    """
+
+    source: Source
+    goes_on: GoesOn
+    peeks: bool = False
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Every path that has a chance."""
+        yield from self._longer(state, (), 1.0, [], [])
+
+    def _longer(
+        self,
+        state: int,
+        tokens: Tokens,
+        weight: float,
+        rows: list[np.ndarray],
+        evidence: list[Evidence],
+    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        probs = self.source.probs[state_after(state, tokens)]
+        dropped = 0.0
+        for token in np.flatnonzero(probs):
+            seen = float(probs[token] if self.peeks else probs.max())
+            known = [*evidence, Evidence(confidence=seen)]
+            step = Step.STOP_AFTER if len(known) == 4 else self.goes_on(known)
+            longer, chance = (*tokens, int(token)), weight * probs[token]
+            if step is Step.STOP_BEFORE:
+                dropped += chance
+            elif step is Step.STOP_AFTER:
+                yield chance, longer, np.stack([*rows, probs])
+            else:
+                yield from self._longer(state, longer, chance, [*rows, probs], known)
+        if dropped:
+            stacked = np.stack(rows) if rows else np.zeros((0, self.source.vocab_size))
+            yield dropped, tokens, stacked
+
+
+PEAKED = Source(
+    np.array(
+        [
+            [0.90, 0.06, 0.04],
+            [0.20, 0.70, 0.10],
+            [0.34, 0.33, 0.33],
+            [0.02, 0.01, 0.97],
+            [0.45, 0.35, 0.20],
+            [0.05, 0.94, 0.01],
+            [0.60, 0.10, 0.30],
+        ]
+    )
+)
+"""A draft model that is sure in some places and not in others."""
+
+
+def account(step: float = 0.2, slope: float = 0.2) -> StepwiseAccount:
+    """One that knows what steps and passes cost."""
+    learned = Learned(step=0.0, slope=slope, exploration_budget=2.0)
+    learned.drafting.steps.append(step)
+    learned.costs.add(0, 1.0)
+    return StepwiseAccount(learned)
+
+
+@cache
+def weighed(confidences: tuple[float, ...]) -> Step:
+    evidence = [Evidence(confidence=confidence) for confidence in confidences]
+    return account(step=0.1, slope=0.1).goes_on(evidence, rate=1.0)
+
+
+def by_value(evidence: Sequence[Evidence]) -> Step:
+    return weighed(tuple(kind.confidence or 0.0 for kind in evidence))
+
+
+def by_threshold(evidence: Sequence[Evidence]) -> Step:
+    """On while the product of the confidences is high, not even this one where it is low."""
+    product = float(np.prod([kind.confidence or 0.0 for kind in evidence]))
+    return Step.GO_ON if product > 0.3 else Step.STOP_AFTER if product > 0.1 else Step.STOP_BEFORE
+
+
+DECIDERS: dict[str, GoesOn] = {"value": by_value, "threshold": by_threshold}
+WAYS: dict[str, Deciding] = {
+    "rejection": ByRule(COIN_RULES["rejection"]),
+    "block": ByRule(COIN_RULES["block"]),
+    "coupled": ByCoupling(),
+}
+
+
+def lengths(drafting: Stopped) -> set[int]:
+    return {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
+
+
+@pytest.mark.parametrize("how", DECIDERS)
+@pytest.mark.parametrize("name", WAYS)
+def test_stopping_by_confidence_leaves_the_joint_distribution_alone(name: str, how: str) -> None:
+    """Two rounds, three tokens, a draft whose distribution varies with the text, K up to 4."""
+    drafting = Stopped(PEAKED, DECIDERS[how])
+    assert len(lengths(drafting)) > 1  # it does stop at different places
+    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
+
+
+@pytest.mark.parametrize("name", ["rejection", "block"])
+def test_a_decision_that_peeks_at_the_draw_is_caught(name: str) -> None:
+    """The same enumeration, told the drawn token's probability instead of the largest."""
+    drafting = Stopped(PEAKED, by_threshold, peeks=True)
+    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(1, 3) > 0.01
+
+
+# The session --------------------------------------------------------------------------------------
+
+
+@cache
+def model(name: str = "qwen2") -> nn.Module:
+    return tiny.build(name, seed=3)
+
+
+def session(sampling: sd.Sampling, name: str = "qwen2", overlaps: bool = False) -> ModelSession:
+    context = DraftContext(sampling=sampling, noise=Noise(7), vocab_size=VOCAB)
+    begun = sd.ModelDrafter(model(name)).begin(PROMPT, context)
+    begun.pace.build = 1.0 if overlaps else 0.0
+    begun.pace.wait = 0.0 if overlaps else 1.0
+    return begun
+
+
+def stop_at(n: int, step: Step) -> GoesOn:
+    return lambda evidence: step if len(evidence) == n else Step.GO_ON
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("name", ["qwen2", "mamba", "gemma3_text"])
+def test_a_stopped_draft_is_the_head_of_the_whole_one(
+    name: str, overlaps: bool, temp: float
+) -> None:
+    """Tokens and distributions, wherever it stops, whether a step too many was under way or not;
+    and so is the next one, after a rejection in between.
+    """
+    sampling = sd.Sampling(temp=temp)
+    for stop, step in [(1, Step.STOP_AFTER), (3, Step.STOP_BEFORE), (3, Step.STOP_AFTER)]:
+        whole, stopped = session(sampling, name), session(sampling, name, overlaps)
+        for emitted in ([9], [11, 12]):
+            expected = whole.propose(5)
+            draft = stopped.propose_while(5, stop_at(stop, step))
+            kept = stop - (step is Step.STOP_BEFORE)
+            assert len(draft) == kept
+            assert draft.tokens.tolist() == expected.tokens.tolist()[:kept]
+            if temp:
+                assert np.allclose(draft.logprobs, expected.logprobs[:kept], atol=1e-5)
+            whole.observe(emitted)
+            stopped.observe(emitted)
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(overlaps: bool) -> None:
+    """And the decision is asked once a position, in order, with all that came before."""
+    asked: list[list[float]] = []
+
+    def goes_on(evidence: Sequence[Evidence]) -> Step:
+        asked.append([kind.confidence or 0.0 for kind in evidence])
+        return Step.GO_ON
+
+    draft = session(sd.Sampling(temp=1.0), overlaps=overlaps).propose_while(4, goes_on)
+    largest = mx.exp(mx.max(draft.logprobs, axis=-1)).tolist()
+    assert [len(known) for known in asked] == [1, 2, 3, 4]
+    assert asked[-1] == pytest.approx(largest, rel=1e-5)
+    assert all(asked[-1][: len(known)] == known for known in asked)
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_texts_are_the_same_however_it_stops(temp: float) -> None:
+    """Coupled: a seed's text, greedy: the target's; with decisions made by coins."""
+    target = tiny.build("qwen2", seed=4)
+
+    class Coins:
+        """A draft length that stops anywhere."""
+
+        def __init__(self, seed: int) -> None:
+            self.coins = random.Random(seed)
+
+        def begin_steps(self, part: str, time_step: Any) -> None: ...
+
+        def prefilled(self, num_tokens: int, seconds: float) -> None: ...
+
+        def limit(self, part: str, cheap: bool) -> int:
+            return 6
+
+        def cut(self, part: str, draft: Any) -> int:
+            return len(draft)
+
+        def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
+            return self.coins.choice([Step.GO_ON, Step.GO_ON, Step.STOP_AFTER, Step.STOP_BEFORE])
+
+        def record(self, round_: Any) -> None: ...
+
+    def text(drafter: Any, length: Any) -> list[int]:
+        options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
+        tokens = sd.speculate(
+            target, PROMPT, drafter, max_tokens=30, draft_length=length, **options
+        )
+        return [token.token for token in tokens]
+
+    expected = text(None, 0)
+    drafters = [sd.ModelDrafter(target), sd.ModelDrafter(model())]
+    assert all(text(drafter, Coins(seed)) == expected for drafter in drafters for seed in range(3))
+
+
+# What it is worth ---------------------------------------------------------------------------------
+
+CURVES = {"measured": CostCurve("c", (1, 2, 3, 4, 5, 9, 16), (1, 1.1, 1.3, 1.2, 1.4, 1.6, 1.9))}
+CURVES["slope"] = linear_cost(0.24, 1.0)
+
+
+def made_up(
+    shares: Sequence[Callable[[random.Random], float]], num_tokens: int = 120
+) -> tuple[list[RecordedText], RecordedDrafter]:
+    """Texts, and a draft model that knows its own chance at each position and says so.
+
+    shares: for each text, what draws that chance.
+    """
+    texts, drafts = [], []
+    for number, chance in enumerate(shares):
+        coins = random.Random(number)
+        prompt, generated = [number + 1, 0], [coins.randrange(50) for _ in range(num_tokens)]
+        sure = [chance(coins) for _ in generated]
+        own = [t if coins.random() < c else 60 for t, c in zip(generated, sure, strict=True)]
+        wrong = {
+            i: Chain([60] * 13, [min(0.9, chance(coins)) for _ in range(13)])
+            for i, token in enumerate(own)
+            if token == 60
+        }
+        texts.append(RecordedText(str(number), "made up", prompt, generated))
+        drafts.append(RecordedDrafts(str(number), Chain(own, sure), wrong))
+    return texts, RecordedDrafter("made up", texts, drafts)
+
+
+def modelled(
+    texts: Sequence[RecordedText],
+    drafter: RecordedDrafter,
+    length: int | str,
+    cost: CostCurve,
+    draft_cost: float,
+) -> list[Modelled]:
+    tuning = Tuning()
+    return [
+        replay_text(
+            text,
+            drafter,
+            make_draft_length(length, tuning),
+            cost,
+            max_tokens=len(text.generated),
+            vocab_size=100,
+            draft_seconds=draft_cost * cost(1),
+        )
+        for text in texts
+    ]
+
+
+def speed(runs: Sequence[Modelled]) -> float:
+    return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
+
+
+def varied(coins: random.Random) -> float:
+    """Sure at two places of three, a guess at the third."""
+    return coins.choice([0.97, 0.95, 0.3])
+
+
+def useless(coins: random.Random) -> float:
+    return 0.02
+
+
+@pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.25, 0.5])
+@pytest.mark.parametrize("curve", CURVES)
+def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
+    """The best of K = 1 to 8 in hindsight, by a twentieth where a step costs neither next to nothing
+    nor so much that drafting hardly pays.
+    """
+    texts, drafter = made_up([varied] * 12)
+    run = [modelled(texts, drafter, k, CURVES[curve], draft_cost) for k in range(1, 9)]
+    best = max(map(speed, run))
+    auto = speed(modelled(texts, drafter, "auto", CURVES[curve], draft_cost))
+    assert auto > (1.05 if draft_cost in (0.1, 0.25) else 0.99) * best
+
+
+@pytest.mark.parametrize("draft_cost", [0.02, 0.25, 0.5])
+@pytest.mark.parametrize("curve", CURVES)
+def test_a_useless_draft_model_costs_a_hundredth(curve: str, draft_cost: float) -> None:
+    """Over all texts; and no text loses more than it may."""
+    texts, drafter = made_up([useless] * 10, num_tokens=96)
+    runs = modelled(texts, drafter, "auto", CURVES[curve], draft_cost)
+    assert sum(run.drafted for run in runs) > 0  # it was tried
+    assert speed(runs) > 0.99
+    assert min(run.plain_seconds / run.seconds for run in runs) > 0.96
+
+
+@pytest.mark.parametrize("draft_cost", [0.1, 0.25])
+def test_a_bad_text_after_good_ones_loses_what_a_text_may(draft_cost: float) -> None:
+    """However much the good ones have earned; and a good one after it gains at once."""
+    texts, drafter = made_up([varied] * 6 + [useless] * 2 + [varied])
+    runs = modelled(texts, drafter, "auto", CURVES["slope"], draft_cost)
+    lost = [run.seconds - run.plain_seconds for run in runs]
+    assert max(lost) < TEXT_BUDGET + 0.02 * 120
+    assert runs[-1].plain_seconds / runs[-1].seconds > 0.95 * speed(runs[:6])
+
+
+def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:
+    """It is known from the price alone; nothing is read or drafted."""
+    texts, drafter = made_up([varied] * 3)
+    runs = modelled(texts, drafter, "auto", CURVES["measured"], 1.0)
+    assert sum(run.drafted for run in runs) == 0
+    assert drafter.num_steps == 0
+
+
+def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
+    """Reading waits until the text so far would have saved as much: the ski rental rule."""
+    waiting = account(step=0.1, slope=0.02)
+    waiting.learned.costs.add(0, 1.0)
+    waiting.learned.context = 5000
+    waiting.prefill = 0.03  # seconds a token, and a plain round takes one: 15 rounds to read it
+    rounds = 0
+    while not waiting.limit(1.0):
+        waiting.num_emitted += 1
+        rounds += 1
+    assert 4 < rounds < 60
+    waiting.learned.context = 50
+    waiting.num_emitted = 2
+    assert waiting.limit(1.0) > 0
+
+
+# The record ---------------------------------------------------------------------------------------
+
+
+def test_recorded_drafts_are_what_the_model_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every place of a text, in rows and one by one, with the confidence of each token."""
+    target = tiny.build("qwen2", seed=5)
+    generated = [t.token for t in sd.speculate(target, PROMPT, max_tokens=12)]
+    text = RecordedText("t", "c", PROMPT, generated)
+    in_rows = record_drafts(model(), text, longest=4)
+    monkeypatch.setattr(recorded_drafts, "_in_rows", recorded_drafts._one_by_one)
+    one_by_one = record_drafts(model(), text, longest=4)
+    assert in_rows.wrong  # they do not always agree
+    for place in range(len(generated)):
+        begun = session(sd.Sampling())
+        begun.observe(generated[:place]) if place else None
+        draft = begun.propose_while(4, lambda evidence: Step.GO_ON)
+        sure = [kind.confidence for kind in draft.evidence or ()]
+        for recorded in (in_rows, one_by_one):
+            chain = recorded.chain(place, generated, 4)
+            n = len(chain.tokens)  # the text's end cuts it
+            assert n == 4 or place + n == len(generated)
+            assert chain.tokens == draft.tokens.tolist()[:n]
+            assert chain.confidence == pytest.approx(sure[:n], abs=1e-4)
+
+
+def test_drafts_are_saved_and_loaded(tmp_path: Any) -> None:
+    """And refused for other texts."""
+    texts, drafter = made_up([varied] * 2, num_tokens=20)
+    drafts = [drafter._by_prompt[tuple(text.prompt)][1] for text in texts]
+    save_drafts("small", drafts, tmp_path / "drafts.json")
+    loaded = load_drafts(tmp_path / "drafts.json", texts)
+    assert loaded._by_prompt == drafter._by_prompt
+    others = [RecordedText("other", "c", [1], [2])]
+    with pytest.raises(ValueError, match="Record them"):
+        load_drafts(tmp_path / "drafts.json", others)
