@@ -20,6 +20,7 @@ from mlx.utils import tree_map
 from specdec_mlx import lab
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.record import or_dash
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
@@ -105,10 +106,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         [
             f"{temp:g}",
             r.drafter,
-            f"{r.ratio:.3f}",
-            f"{r.ratio_low:.3f} to {r.ratio_high:.3f}",
+            or_dash(r.ratio, 3),
+            f"{or_dash(r.ratio_low, 3)} to {or_dash(r.ratio_high, 3)}",
             f"{r.drafting_share:.1%}",
-            f"{r.host_ms_per_round:.3f}",
+            or_dash(r.host_ms_per_round, 3),
         ]
         for temp in TEMPERATURES
         for r in measure(pair.target, useless, tasks, temp, settings)

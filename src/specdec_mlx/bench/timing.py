@@ -183,7 +183,8 @@ class Run:
         is_first = not self._emitted
         mx.reset_peak_memory()
         began = time.perf_counter()
-        for item in islice(self._stream, 1 if is_first else num_tokens):
+        left = self.settings.max_tokens - len(self._emitted)
+        for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
             if item.token in self.settings.end_tokens:
                 self._has_ended = True
