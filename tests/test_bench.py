@@ -17,11 +17,12 @@ import pytest
 import narrow
 import specdec_mlx as sd
 from selection import FULL
-from specdec_mlx.bench import identity, run
+from specdec_mlx.bench import identity, run, timing
 from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
     PLAIN,
     Contender,
+    Emitted,
     make_contenders,
     ours,
 )
@@ -30,7 +31,14 @@ from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.record import Record, load_record, save_record
 from specdec_mlx.bench.report import format_cost, format_record, markdown_table
-from specdec_mlx.bench.summary import ALL, Result, Speeds, bootstrap_interval, throughput_ratio
+from specdec_mlx.bench.summary import (
+    ALL,
+    Result,
+    Speeds,
+    bootstrap_interval,
+    summarise,
+    throughput_ratio,
+)
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.types import Outcome
@@ -263,6 +271,49 @@ def test_random_texts_are_not_compared() -> None:
     assert record.differences == []
     first, second = (s for s in record.samples if s.drafter == PLAIN and s.id == "task 0")
     assert first.tokens != second.tokens, "repeats take different seeds"
+
+
+def test_time_to_the_first_token_is_told_beside_plain_decodings() -> None:
+    """Of all texts together, each at the median of its repeats; None without it."""
+    plain = Sample("a", "kind", PLAIN, "", 0, [1, 2], 1, 1.0, 1.0, 2, 0, 0, 0, None, 0)
+    samples = [
+        dataclasses.replace(plain, drafter=drafter, id=text, repeat=repeat, first_seconds=seconds)
+        for drafter, text, times in [
+            (PLAIN, "a", (1.0, 1.0, 9.0)),
+            (PLAIN, "b", (3.0, 2.0, 3.0)),
+            ("slow", "a", (2.0, 2.0, 1.0)),
+            ("slow", "b", (8.0, 3.0, 3.0)),
+        ]
+        for repeat, seconds in enumerate(times)
+    ]
+    results = [r for r in summarise(samples, []) if r.category == ALL]
+    assert {r.drafter: r.first_token_ratio for r in results} == {PLAIN: 1.0, "slow": 5 / 4}
+    record = dataclasses.replace(usual(), results=results)
+    table = format_record(record).split("of plain's")[1]
+    assert " 1.250 |" in table
+    alone = summarise([s for s in samples if s.drafter == "slow"], [])
+    assert {r.first_token_ratio for r in alone} == {None}
+
+
+def test_the_pass_after_the_first_token_is_not_waited_for_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is under way when a token is handed out counts for the tokens after it."""
+    now = [0.0]
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Any:
+        for token in range(max_tokens):
+            now[0] += 1.0 if token else 5.0
+            yield Emitted(token)
+
+    def synchronize(stream: Any) -> None:
+        now[0] += 0.25
+
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing.mx, "synchronize", synchronize)
+    sample = timing.time_generation(Contender("d", "", start), narrow.tasks(1)[0], SETTINGS, 0)
+    assert sample.first_seconds == 5.0
+    assert sample.decode_seconds == 0.25 + (SETTINGS.max_tokens - 1) * 1.0 + 0.25
 
 
 def test_throughput_ratio_is_total_over_total() -> None:

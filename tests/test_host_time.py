@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.sample_utils import make_logits_processors
+from mlx.utils import tree_flatten
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.bench import host_time
 from specdec_mlx.bench.host_time import Kind, Table, generate, kinds, prompt_of, round_seconds
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
+from specdec_mlx.sampling import noise
+from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window
 from specdec_mlx.target import verifier
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.types import key_of
 
 K = 4
 OPERATIONS = [
@@ -157,3 +170,111 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "600 tokens" in printed
     for kind in kinds(K):
         assert f"| {kind.name} " in printed
+
+
+def sampled_text(monkeypatch: pytest.MonkeyPatch, num_tokens: int) -> tuple[list[int], int]:
+    """A plain text at temperature 1, and how many times noise was drawn for it."""
+    model = Table(257)
+    model.table = mx.random.normal((257, 257), key=mx.random.key(0))
+    calls = []
+    draw = mx.random.gumbel
+
+    def counted(*args: Any, **options: Any) -> mx.array:
+        calls.append(1)
+        return draw(*args, **options)
+
+    monkeypatch.setattr(mx.random, "gumbel", counted)
+    stream = speculate(model, [1], None, max_tokens=num_tokens, sampler=Sampling(1.0), seed=3)
+    tokens = [token.token for token in stream]
+    monkeypatch.undo()
+    return tokens, len(calls)
+
+
+def test_a_sampled_text_draws_noise_once_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven times for 95 tokens, and the text is the one of as many draws as tokens."""
+    together, num_draws = sampled_text(monkeypatch, 95)
+    monkeypatch.setattr(noise, "MOST_ROWS", 1)
+    one_by_one, num_single = sampled_text(monkeypatch, 95)
+    assert (num_draws, num_single) == (7, 95)
+    assert together == one_by_one
+    assert len(set(together)) > 10
+
+
+def paused_rounds(monkeypatch: pytest.MonkeyPatch, draft_length: int | str) -> Counter[str]:
+    """What is looked at in 40 plain rounds of a text with a draft model that is not asked."""
+    calls: Counter[str] = Counter()
+
+    def count(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+
+        def counted(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return call(*args, **options)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    tuning = Tuning()
+    drafter = ScriptedDrafter(lambda start, limit: [0] * limit)
+    tuning.of(key_of(drafter)).exploration_budget = -1.0
+    stream = speculate(
+        Table(16),
+        [1],
+        drafter,
+        max_tokens=60,
+        draft_length=draft_length,
+        tuning=tuning,
+        probe=False,
+    )
+    for _ in range(10):
+        next(stream)
+    for owner, name in [(AcceptanceHistory, "chance"), (Rollback, "widest_pass")]:
+        count(owner, name)
+    count(Auto if draft_length == "auto" else Fixed, "limit")
+    last = [next(stream) for _ in range(40)][-1]
+    stream.close()
+    monkeypatch.undo()
+    assert last.stats.drafted == 0
+    return calls
+
+
+@pytest.mark.parametrize("draft_length", [0, "auto"])
+def test_a_paused_draft_model_costs_a_question_a_round(
+    draft_length: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The policy is asked whether to draft; no cache is asked, and no chance worked out."""
+    assert paused_rounds(monkeypatch, draft_length) == {"limit": 40}
+
+
+def graph_sizes(steps: Iterator[Any], monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Nodes of the graphs that are launched for 20 tokens, after a few."""
+    sizes: list[int] = []
+    launch = mx.async_eval
+
+    def counted(*launched: Any) -> None:
+        dot = io.StringIO()
+        mx.export_to_dot(dot, *(array for _, array in tree_flatten(list(launched))))
+        sizes.append(dot.getvalue().count("label"))
+        launch(*launched)
+
+    for _ in range(5):
+        next(steps)
+    monkeypatch.setattr(mx, "async_eval", counted)
+    for _ in range(20):
+        next(steps)
+    monkeypatch.undo()
+    steps.close()  # type: ignore[attr-defined]
+    return sizes
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.7, 1.0])
+def test_a_plain_round_is_no_larger_a_graph_than_mlx_lms(
+    temp: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many operations as `generate_step` has, or fewer, but where noise is drawn ahead."""
+    model = Table(257)
+    plain = generate_step(mx.array([1, 2]), model, max_tokens=-1, sampler=make_sampler(temp))
+    own = speculate(model, [1, 2], None, max_tokens=-1, sampler=Sampling(temp))
+    allowed = max(graph_sizes(plain, monkeypatch))
+    sizes = graph_sizes(own, monkeypatch)
+    assert len(sizes) == 20
+    assert sorted(sizes)[-3] <= allowed  # of 25 positions noise is drawn before the 8th and 16th

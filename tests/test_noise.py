@@ -19,7 +19,8 @@ from scipy.stats import chi2_contingency, gumbel_r, kstest
 
 from selection import cases
 from specdec_mlx import DraftContext
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import noise as noise_module
+from specdec_mlx.sampling.noise import GumbelRows, Noise
 
 FALSE_ALARM = 1e-6
 COUNT = 4000
@@ -91,6 +92,52 @@ def test_rows_are_the_positions_own():
     assert rows.shape == (3, 11)
     for row, position in zip(rows, range(5, 8), strict=True):
         assert mx.array_equal(row, noise.gumbel("target", position, 11))
+
+
+steps = st.lists(st.tuples(st.integers(-3, 9), st.integers(1, 7)), min_size=1, max_size=12)
+
+
+@given(steps=steps, vocab=st.sampled_from([1, 11, 257]))
+def test_rows_drawn_ahead_are_the_positions_own(steps, vocab):
+    """However many were asked for before, and if it goes back: `Noise.gumbel` of each position."""
+    noise, start = Noise(4), 3
+    rows = GumbelRows(noise, "target")
+    for step, n in steps:
+        start = max(0, start + step)
+        own = [noise.gumbel("target", start + i, vocab) for i in range(n)]
+        assert mx.array_equal(rows.at(start, n, vocab), mx.stack(own))
+
+
+def drawn_ahead(lengths, vocab, monkeypatch):
+    """How many rows are drawn at a time, where so many are asked for, one after the other."""
+    drawn = []
+    draw = Noise.gumbels
+
+    def counted(self, places, vocab):
+        drawn.append(len(places))
+        return draw(self, places, vocab)
+
+    monkeypatch.setattr(Noise, "gumbels", counted)
+    rows, start = GumbelRows(Noise(0), "target"), 0
+    for n in lengths:
+        rows.at(start, n, vocab)
+        start += n
+    monkeypatch.undo()
+    return drawn
+
+
+def test_noise_is_drawn_for_many_positions_at_a_time(monkeypatch):
+    """Twice as many each time, 32 at most, and the first time none that was not asked for.
+
+    A vocabulary that has work enough in one position gets what was asked for and no more.
+    """
+    assert drawn_ahead([1] * 95, 257, monkeypatch) == [1, 2, 4, 8, 16, 32, 32]
+    assert drawn_ahead([5, 5, 5], 257, monkeypatch) == [5, 10]
+    assert drawn_ahead([40, 1], 257, monkeypatch) == [40, 32]
+    large = noise_module.MOST_NUMBERS
+    assert drawn_ahead([1] * 4, large, monkeypatch) == [1] * 4
+    assert drawn_ahead([3, 3], large, monkeypatch) == [3, 3]
+    assert drawn_ahead([1] * 7, large // 3, monkeypatch) == [1, 2, 3, 3]
 
 
 def uniforms(seed: int, purpose: str, start: int = 0) -> np.ndarray:

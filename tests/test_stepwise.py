@@ -319,8 +319,8 @@ def useless(coins: random.Random) -> float:
 @pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
-    """The best of K = 1 to 8 in hindsight, by a twentieth where a step costs neither next to nothing
-    nor so much that drafting hardly pays.
+    """The best of K = 1 to 8 in hindsight; by a twentieth where a step costs neither next to
+    nothing nor so much that drafting hardly pays.
     """
     texts, drafter = made_up([varied] * 12)
     run = [modelled(texts, drafter, k, CURVES[curve], draft_cost) for k in range(1, 9)]

@@ -60,6 +60,8 @@ class Result:
             say; None for mlx-lm's own loops.
         peak_memory_gb: with the caches of all contenders that ran side by side.
         first_token_seconds: median.
+        first_token_ratio: over plain decoding's; of all texts together, each at the median of its
+            repeats. None without plain decoding, and in records of older versions.
         identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
             random.
         excused: further texts that part from it at a near tie only; None as above.
@@ -89,6 +91,7 @@ class Result:
     identical: int | None
     excused: int | None
     rule: str = ""
+    first_token_ratio: float | None = None
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -213,6 +216,7 @@ def _result(
         identical=identical if greedy else None,
         excused=excused if greedy else None,
         rule=first.rule,
+        first_token_ratio=_first_token_ratio(own, baseline),
     )
 
 
@@ -234,6 +238,17 @@ def _speed_fields(own: list[Sample], baseline: list[Sample]) -> dict[str, float 
         end_to_end,
     )
     return {name: float(value) for name, value in zip(SPEED_FIELDS, values, strict=True)}
+
+
+def _first_token_ratio(own: list[Sample], baseline: list[Sample]) -> float | None:
+    """Time to the first token over plain decoding's, all texts together."""
+    totals = []
+    for samples in (own, baseline):
+        by_id: dict[str, list[float]] = {}
+        for sample in samples:
+            by_id.setdefault(sample.id, []).append(sample.first_seconds)
+        totals.append(sum(statistics.median(seconds) for seconds in by_id.values()))
+    return totals[0] / totals[1] if baseline else None
 
 
 def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:

@@ -183,17 +183,18 @@ class Run:
         is_first = not self._emitted
         mx.reset_peak_memory()
         began = time.perf_counter()
-        for item in islice(self._stream, 1 if is_first else num_tokens):
+        left = self.settings.max_tokens - len(self._emitted)
+        for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
             if item.token in self.settings.end_tokens:
                 self._has_ended = True
                 break
+        handed_out = time.perf_counter()
         mx.synchronize(generation_stream)
-        seconds = time.perf_counter() - began
         if is_first:
-            self._began, self._first_seconds = began, seconds
-        else:
-            self._decode_seconds += seconds
+            self._began, self._first_seconds = began, handed_out - began
+            began = handed_out  # the pass under way is for the tokens after
+        self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
         if self._has_ended or len(self._emitted) >= self.settings.max_tokens:
             self.stop()

@@ -190,6 +190,8 @@ class ModelAccount(Account):
     def limit(self, rate: float) -> int:
         """The best length that can be afforded, whether it is worth more than none or not."""
         self.was_cut = False
+        if not any(self.can_afford(length, 0.0) for length in LENGTHS):
+            return 0  # paused: without a look at what each length would bring
         return self.best_length([0] * LONGEST, rate, plain_value=-float("inf"))
 
     def cut(self, draft: Draft, rate: float) -> int:

@@ -49,6 +49,7 @@ class RoundCosts:
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     _line: tuple[float, float] | None = None
+    _worst: dict[int, float] = field(default_factory=dict)
     _plain_in_a_row: int = 0
     _plain_wanted: int = MIN_PLAIN_SAMPLES
     _since_plain: int = 0
@@ -74,6 +75,7 @@ class RoundCosts:
             samples.extend([relative] * NUM_SAMPLES)
         samples.append(relative)
         self._line = None
+        self._worst.clear()
         self._since_plain += 1
         if self._since_plain == PLAIN_EXPIRES:
             self._plain_wanted = MIN_PLAIN_SAMPLES
@@ -121,6 +123,11 @@ class RoundCosts:
 
     def worst_ratio(self, num_drafted: int) -> float:
         """The same, if each token of a length not measured cost as much as any that was."""
+        if num_drafted not in self._worst:  # asked in every round, and changed by those that draft
+            self._worst[num_drafted] = self._find_worst_ratio(num_drafted)
+        return self._worst[num_drafted]
+
+    def _find_worst_ratio(self, num_drafted: int) -> float:
         if self.is_measured(num_drafted):
             return self.ratio(num_drafted)
         highest = self._most_expensive_token()

@@ -85,11 +85,11 @@ class StepwiseAccount(Account):
         self.evidence, self.is_trial = [], False
         if self.learned.drafting.step is None:
             self._measure_step()
-        if not self._can_ever_pay() or not self._may_read(rate):
+        if not self.can_afford(1, 1.0) or not self._can_ever_pay() or not self._may_read(rate):
             return 0
         if self._value_of_asking(rate) < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
             return 0
-        longest = 0
+        longest = 1
         while longest < LONGEST and self.can_afford(longest + 1, 1.0):
             longest += 1
         return longest

@@ -156,16 +156,17 @@ class Drafting:
         position = self.target.rollback.position
         if self.sequence.embeddings_from(position, 1) is not None:
             return 0
-        ceilings = []
         wanted = self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
-        if wanted is not None:
-            ceilings.append(wanted)
+        if wanted is not None and wanted <= 0:
+            return 0
+        limit = self.length.limit(part.key, part.is_cheap)
+        if limit == 0:  # paused: the caches need not be asked
+            return 0
+        ceilings = [limit] if wanted is None else [limit, wanted]
         room = self.target.widest_pass()
         if room is not None:
             ceilings.append(room - max(1, len(self.sequence.tokens) - position))
-        if ceilings and min(ceilings) <= 0:
-            return 0
-        return min([self.length.limit(part.key, part.is_cheap), *ceilings])
+        return max(0, min(ceilings))
 
 
 def _checked(draft: object, key: str) -> Draft:

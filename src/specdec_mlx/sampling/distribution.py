@@ -113,7 +113,7 @@ class Sampling:
                 f"an int below the vocabulary size, {x.shape[-1]} (0: off)",
             )
             x = apply_top_k(x, self.top_k)
-        return x * (1.0 / self.temp)
+        return x if self.temp == 1 else x * (1.0 / self.temp)
 
     def _exclude_top_choices(self, x: mx.array) -> mx.array:
         """Apply XTC as if its coin had come up; mlx-lm's function draws a coin from global state.

@@ -22,6 +22,12 @@ from specdec_mlx.token_ids import to_list
 
 _MASK = (1 << 64) - 1
 
+MOST_ROWS = 32
+"""Positions whose noise is drawn at once, at most."""
+
+MOST_NUMBERS = 1 << 17
+"""Numbers that are drawn at once, at most; a large vocabulary has work enough in one position."""
+
 
 @dataclass(frozen=True)
 class Noise:
@@ -64,6 +70,41 @@ class Noise:
             return self.gumbel(*places[0], vocab)[None]
         keys = mx.array([self._words(*place) for place in places], mx.uint32)
         return mx.vmap(lambda key: mx.random.gumbel(shape=(vocab,), key=key))(keys)
+
+
+class GumbelRows:
+    """Gumbel noise of one purpose at positions that are asked for in order.
+
+    A row takes a dozen small operations, and so do many rows: more of them are drawn each time,
+    up to `MOST_ROWS`. The first time it is those asked for, so that the first token waits for no
+    other. What a row holds follows from its position alone.
+
+    Args:
+        noise: where they come from.
+        purpose: what they are for.
+    """
+
+    def __init__(self, noise: Noise, purpose: str) -> None:
+        """Nothing is drawn yet."""
+        self._noise = noise
+        self._purpose = purpose
+        self._start = self._end = 0
+        self._drawn: mx.array | None = None
+
+    def at(self, start: int, n: int, vocab: int) -> Float[mx.array, "n vocab"]:
+        """The rows of n positions.
+
+        Args:
+            start: the first position.
+            n: how many, at least one.
+            vocab: numbers in a row, V; the same each time.
+        """
+        if self._drawn is None or start < self._start or start + n > self._end:
+            room = min(2 * (self._end - self._start), MOST_ROWS, MOST_NUMBERS // vocab)
+            self._start, self._end = start, start + max(n, room)
+            places = [(self._purpose, i) for i in range(self._start, self._end)]
+            self._drawn = self._noise.gumbels(places, vocab)
+        return self._drawn[start - self._start : start - self._start + n]
 
 
 def _mix(x: int) -> int:

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling.noise import GumbelRows, Noise
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import LogitsProcessor
 
@@ -34,6 +34,7 @@ class NextToken:
         self.sampler = read_sampler(sampler) or sampler
         self.processors = list(processors)
         self.noise = noise
+        self._gumbels = GumbelRows(noise, "target")
         self.history: mx.array | None = None
         self.by_row = not all(is_pure(f) for f in (self.sampler, *self.processors))
         self._window = max_window(self.processors)
@@ -82,8 +83,7 @@ class NextToken:
             return mx.concatenate([self.sampler(row[None]) for row in logprobs])
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
-        places = [("target", position + row) for row in range(logprobs.shape[0])]
-        return self.sampling.draw(logprobs, self.noise.gumbels(places, logprobs.shape[-1]))
+        return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
 
 
 class Rows:

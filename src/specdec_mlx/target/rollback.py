@@ -8,7 +8,7 @@ them where they were.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +49,8 @@ class Rollback:
     position: int = 0
     broken: str | None = None
     _checkpoints: list[_Checkpoint] = field(default_factory=list)
+    _found: list[tuple[Any, Strategy]] = field(default_factory=list)
+    _found_in: list[int] = field(default_factory=list)
 
     def forward(self, model: nn.Module, tokens: mx.array, **inputs: Any) -> mx.array:
         """One pass of a model over tokens [S], or over its inputs; logits [S, V], lazy.
@@ -57,7 +59,7 @@ class Rollback:
         """
         before = self._saved()
         try:
-            logits: mx.array = model(tokens[None], cache=self.caches, **inputs)[0]
+            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
         except BaseException as error:
             self._put_back(before, error)
             raise
@@ -113,7 +115,7 @@ class Rollback:
         """
         if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
-        state = list(self._strategies())
+        state = self._strategies()
         for layer, (cache, strategy) in enumerate(state):
             if not isinstance(strategy, Gathers):
                 raise CacheRollbackError(
@@ -157,13 +159,16 @@ class Rollback:
         self.position -= back
         return self.position
 
-    def _strategies(self) -> Iterator[tuple[Any, Strategy]]:
-        """Every cache that holds state, with its strategy."""
-        return ((cache, strategy_for(cache)) for cache in leaves(self.caches))
+    def _strategies(self) -> list[tuple[Any, Strategy]]:
+        """Every cache that holds state, with its strategy; found anew where one was replaced."""
+        if self._found_in != (ids := list(map(id, self.caches))):
+            self._found_in = ids
+            self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
+        return self._found
 
     def _saved(self) -> list[tuple[Any, Strategy, Any]]:
         """Every cache with its strategy, and all that is needed to put it back."""
-        return [(cache, s := strategy_for(cache), s.save(cache)) for cache in leaves(self.caches)]
+        return [(cache, s, s.save(cache)) for cache, s in self._strategies()]
 
     def _put_back(self, before: list[tuple[Any, Strategy, Any]], error: BaseException) -> None:
         """Put every cache back; one that cannot be is noted on the error."""
