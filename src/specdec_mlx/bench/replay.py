@@ -23,6 +23,7 @@ from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.recorded_drafts import load_drafts
 from specdec_mlx.bench.scores import (
     LENGTH_ORACLE,
     TEXT_ORACLE,
@@ -107,6 +108,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add(
+        "--drafts",
+        action="append",
+        metavar="FILE",
+        help="repeatable: a draft model's drafts, recorded by specdec_mlx.bench.recorded_drafts",
+    )
+    add(
         "--draft-length",
         action="append",
         metavar="N|POLICY",
@@ -139,7 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
     record = load_record(args.record)
-    drafters = _drafters(args)
+    drafters = _drafters(args) | {
+        Path(path).stem: load_drafts(path, record.texts) for path in args.drafts or ()
+    }
     default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
     costs = [parse_cost(text, record.cost) for text in args.cost or default_costs]
     everything: list[Score] = []
@@ -162,7 +171,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _drafters(args: argparse.Namespace) -> dict[str, Drafter | None]:
     draft_model, draft_tokenizer = load(args.draft_model)[:2] if args.draft_model else (None, None)
-    specs = args.drafter or ["prompt-lookup"]
+    specs = args.drafter or ([] if args.drafts else ["prompt-lookup"])
     return {
         spec: make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
         for spec in specs
