@@ -105,7 +105,7 @@ PEAKED = Source(
 def account(step: float = 0.2, slope: float = 0.2) -> StepwiseAccount:
     """One that knows what steps and passes cost."""
     learned = Learned(step=0.0, slope=slope, exploration_budget=2.0)
-    learned.drafting.steps.append(step)
+    learned.drafting.set_price(step)
     learned.costs.add(0, 1.0)
     return StepwiseAccount(learned)
 

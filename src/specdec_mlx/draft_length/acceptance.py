@@ -36,6 +36,7 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+    "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
     "confidence": (0.0, -1.0, -0.7, -0.3, 0.6, 1.3, 2.4, 3.2, 3.9, 4.9, 6.0),
 }
 """What is believed before anything was learned, by feature and class."""
@@ -43,6 +44,9 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
 
 ONE_TOKEN_LATER = (0.0, -0.65, 0.05, 0.05, 0.6, 0.6, 1.0, 1.3, 1.4, 2.3, 3.2)
 """Prior log-odds of a token by the confidence in the one before it, by class."""
+
+ONE_TOKEN_AFTER_A_DRAW = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5)
+"""The same where tokens are drawn: a flat distribution is accepted as often as it overlaps."""
 
 GOOD_PAIR = 0.85
 """Log-odds by which a token of a draft model is likelier than one that nothing is known of."""
@@ -82,6 +86,7 @@ class AcceptanceHistory:
         """What is believed of the token after one of which the confidence is known."""
         history = cls()
         history.weights["confidence"] = list(ONE_TOKEN_LATER)
+        history.weights["confidence in a draw"] = list(ONE_TOKEN_AFTER_A_DRAW)
         return history
 
     def begin_text(self) -> None:
@@ -116,4 +121,5 @@ class AcceptanceHistory:
         yield self.weights["after one"], evidence.after_one
         yield self.weights["after two"], evidence.after_two
         if evidence.confidence is not None:
-            yield self.weights["confidence"], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)
+            name = "confidence in a draw" if evidence.is_drawn else "confidence"
+            yield self.weights[name], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)

@@ -17,6 +17,9 @@ MIN_PLAIN_SAMPLES = 3
 PLAIN_EXPIRES = 128
 """Drafting rounds after which plain ones are measured again: the machine's pace changes."""
 
+NUM_DRAFTS = 32
+"""Drafts of a draft model of which the cost is remembered."""
+
 PRIOR_LENGTHS = (1, 8)
 """Draft lengths at which the prior line is held against what was measured."""
 
@@ -178,18 +181,52 @@ class RoundCosts:
 
 @dataclass
 class DraftingCosts:
-    """What a draft model takes besides the passes of the target, in plain rounds: medians.
+    """What a draft model takes besides the passes of the target, in plain rounds.
 
-    steps: of one draft step. readings: of reading one token of the text, many at a time.
+    A draft of n steps takes start + n step: each ask has its own overhead, and the line through
+    what was measured tells the two apart.
+
+    price: of a step on nothing, None where it was not measured. drafts: steps of a draft, and what
+    it took. readings: of reading one token of the text, many at a time.
     """
 
-    steps: deque[float] = field(default_factory=lambda: deque(maxlen=2 * NUM_SAMPLES))
+    price: float | None = None
+    drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_DRAFTS))
     readings: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    _line: tuple[float, float] | None = None
+
+    def add(self, num_steps: int, cost: float) -> None:
+        """Add a draft of so many steps that read no more than a round's tokens."""
+        self.drafts.append((num_steps, cost))
+        self._line = None
+
+    def set_price(self, price: float) -> None:
+        """Note what a step on nothing takes."""
+        self.price, self._line = price, None
 
     @property
-    def step(self) -> float | None:
-        """Of a draft step; None where none was measured."""
-        return statistics.median(self.steps) if self.steps else None
+    def is_known(self) -> bool:
+        """Whether anything was measured."""
+        return self.price is not None or bool(self.drafts)
+
+    def line(self) -> tuple[float, float]:
+        """Start and step; (0, 1) where nothing is known."""
+        if self._line is None:
+            points = [(n, cost, 1.0) for n, cost in self._typical_drafts()]
+            price = self.price
+            if price is None and points:
+                price = min(cost / n for n, cost, _ in points)
+            if price is not None:
+                points += [(n, n * price, PRIOR_WEIGHT) for n in PRIOR_LENGTHS]
+            self._line = _fit(points) if points else (0.0, 1.0)
+        return self._line
+
+    def _typical_drafts(self) -> list[tuple[int, float]]:
+        """For each number of steps the median of what it took."""
+        by_length: dict[int, list[float]] = {}
+        for n, cost in self.drafts:
+            by_length.setdefault(n, []).append(cost)
+        return [(n, _typical(costs)) for n, costs in by_length.items()]
 
     @property
     def reading(self) -> float | None:
@@ -198,11 +235,13 @@ class DraftingCosts:
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
-        return {"steps": list(self.steps), "readings": list(self.readings)}
+        drafts = [list(draft) for draft in self.drafts]
+        return {"price": self.price, "drafts": drafts, "readings": list(self.readings)}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave."""
-        self.steps.extend(map(float, saved["steps"]))
+        self.price = None if saved["price"] is None else float(saved["price"])
+        self.drafts.extend((int(n), float(cost)) for n, cost in saved["drafts"])
         self.readings.extend(map(float, saved["readings"]))
 
 

@@ -35,11 +35,14 @@ LOOKAHEAD = 4
 """Further tokens that are considered when one is weighed: a pass over some widths costs no more
 than over fewer."""
 
-TEXT_BUDGET = 1.0
+TEXT_BUDGET = 2.0
 """What a text may lose at first, in plain rounds, however much earlier texts have earned."""
 
 TEXT_SHARE = 0.005
 """Share of its time that a text may lose besides."""
+
+UNKNOWN_POSITION = 0.5
+"""Most that a draft token is taken to add to a pass of a width that was not measured."""
 
 UNKNOWN_READING = 0.02
 """Cost of reading a token, in draft steps, where neither model was seen to read."""
@@ -83,30 +86,56 @@ class StepwiseAccount(Account):
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
         self.evidence, self.is_trial = [], False
-        if self.learned.drafting.step is None:
+        if not self.learned.drafting.is_known:
             self._measure_step()
-        if not self.can_afford(1, 1.0) or not self._can_ever_pay() or not self._may_read(rate):
+        longest = self._longest()
+        if not longest or not self._can_ever_pay() or not self._may_read(rate):
             return 0
-        if self._value_of_asking(rate) < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
+        value, needed = self._plan(rate)
+        if value < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
             return 0
-        longest = 1
-        while longest < LONGEST and self.can_afford(longest + 1, 1.0):
-            longest += 1
-        return longest
+        return longest if longest >= needed else 0
 
-    def _value_of_asking(self, rate: float) -> float:
-        """The largest value of a draft of which nothing is known yet but its place."""
-        value, best, reach = 0.0, -1.0, 1.0
-        for k in range(1, LOOKAHEAD + 1):
+    def _plan(self, rate: float) -> tuple[float, int]:
+        """Value of a draft of which nothing is known yet but its places, and the length it needs.
+
+        That is the shortest with a value above 0, or else the best: with the overhead of each
+        ask, a shorter draft may lose where a longer one gains.
+        """
+        tokens, reach = 0.0, 1.0
+        best, needed = -float("inf"), 0
+        for k in range(1, LONGEST + 1):
             reach *= self.learned.blind.chance(0, k - 1)
-            value += reach - rate * (self._pass(k) - self._pass(k - 1) + self.step)
-            best = max(best, value)
-        return best
+            tokens += reach
+            value = tokens - rate * (self._pass(k) - 1.0 + self._drafting(k))
+            if value > best:
+                needed = k if best <= 0 else needed
+                best = value
+        return best, needed
 
     def can_afford(self, length: int, expected: float) -> bool:
-        """Whether the budgets stand a round that accepts nothing."""
-        loss = self.learned.costs.worst_ratio(length) - 1.0 + length * self.step
+        """Whether the budgets stand a round that accepts half of what is expected of it.
+
+        Args:
+            length: of the draft.
+            expected: tokens that it is expected to bring, besides the round's own.
+        """
+        costs = self.learned.costs
+        worst = costs.worst_ratio(length)
+        if not costs.is_measured(length):
+            worst = min(worst, 1.0 + UNKNOWN_POSITION * length)
+        loss = worst - 1.0 + self._drafting(length) - expected / 2
         return loss <= min(self.learned.exploration_budget, self.text_budget)
+
+    def _longest(self) -> int:
+        """The longest draft that can be afforded; 0 if there is none."""
+        expected, reach = 0.0, 1.0
+        for length in range(1, LONGEST + 1):
+            reach *= self.learned.blind.chance(0, length - 1)
+            expected += reach
+            if not self.can_afford(length, expected):
+                return length - 1
+        return LONGEST
 
     def goes_on(self, evidence: Sequence[Evidence], rate: float) -> Step:
         """Weigh the latest position and those that could follow it."""
@@ -138,18 +167,22 @@ class StepwiseAccount(Account):
 
     def round_cost(self, num_drafted: int) -> float:
         """The pass, and the steps that were run for it."""
-        return self._pass(num_drafted) + self.num_steps * self.step
+        return self._pass(num_drafted) + self._drafting(self.num_steps)
 
     @property
     def dropped_cost(self) -> float:
         """Cost of draft steps of this round that brought no draft, in plain rounds."""
-        return self.num_steps * self.step
+        return self._drafting(self.num_steps) if self.num_steps else 0.0
 
     @property
     def step(self) -> float:
         """Cost of a draft step, in plain rounds; 1 where it is not known."""
-        step = self.learned.drafting.step
-        return 1.0 if step is None else step
+        return self.learned.drafting.line()[1]
+
+    def _drafting(self, num_steps: int) -> float:
+        """Cost of a draft of so many steps, without the pass."""
+        start, step = self.learned.drafting.line()
+        return start + num_steps * step
 
     def _pass(self, length: int) -> float:
         return self.learned.costs.optimistic_ratio(length)
@@ -160,12 +193,12 @@ class StepwiseAccount(Account):
         """Learn what a step costs, where the session can tell."""
         costs = self.learned.costs
         if self.time_step is not None and costs.plain:
-            self.learned.drafting.steps.append(self.time_step() / statistics.median(costs.plain))
+            self.learned.drafting.set_price(self.time_step() / statistics.median(costs.plain))
             self.num_steps += 1  # this round's seconds are not those of a plain one
 
     def _can_ever_pay(self) -> bool:
         """Whether some length would pay if every token of it were accepted."""
-        return any(k + 1 > self._pass(k) + k * self.step for k in range(1, LONGEST + 1))
+        return any(k + 1 > self._pass(k) + self._drafting(k) for k in range(1, LONGEST + 1))
 
     def _may_read(self, rate: float) -> bool:
         """Whether what it has missed is read by now.
@@ -204,7 +237,7 @@ class StepwiseAccount(Account):
         for k in range(1, LONGEST + 1):
             reach *= self.learned.blind.chance(0, k - 1)
             tokens += reach
-            best = max(best, tokens / (self._pass(k) + k * self.step))
+            best = max(best, tokens / (self._pass(k) + self._drafting(k)))
         return best
 
     def _has_to_catch_up(self) -> bool:
@@ -234,10 +267,10 @@ class StepwiseAccount(Account):
             return
         relative = round_.draft_seconds / statistics.median(plain)
         if not self._has_to_catch_up():
-            drafting.steps.append(relative / self.num_steps)
-        elif drafting.step is not None:
+            drafting.add(self.num_steps, relative)
+        elif drafting.is_known:
             missed = self.learned.context if self.num_missed is None else self.num_missed
-            read = max(0.0, relative - self.num_steps * drafting.step)
+            read = max(0.0, relative - self._drafting(self.num_steps))
             drafting.readings.append(read / max(1, missed))
 
     def follow(self, round_: RoundRecord) -> None:

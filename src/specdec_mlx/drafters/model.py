@@ -173,7 +173,7 @@ class ModelSession:
                     mx.async_eval(steps[-1].token, steps[-1].confidence)
             with self.pace.waiting():
                 confidence = float(steps[len(evidence)].confidence.item())  # type: ignore[arg-type]
-            evidence.append(Evidence(confidence=confidence))
+            evidence.append(Evidence(confidence=confidence, is_drawn=not self.sampling.greedy))
             decision = goes_on(evidence)
         kept = len(evidence) - (decision is Step.STOP_BEFORE)
         return replace(_draft(steps[:kept]), evidence=evidence[:kept])

@@ -35,12 +35,14 @@ class Evidence(NamedTuple):
         a class out of `drafters.evidence.share_class`; 0: nothing known.
     confidence: largest probability in the draft model's distribution at this position; None:
         nothing known. It is known before the token is drawn, and says nothing about the draw.
+    is_drawn: whether the token is drawn from that distribution, and is not its likeliest one.
     """
 
     match: int = 0
     after_one: int = 0
     after_two: int = 0
     confidence: float | None = None
+    is_drawn: bool = False
 
 
 class Step(Enum):
