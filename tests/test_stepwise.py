@@ -319,14 +319,14 @@ def useless(coins: random.Random) -> float:
 @pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
-    """The best of K = 1 to 8 in hindsight; by a twentieth where a step costs neither next to
+    """The best of K = 1 to 8 in hindsight; by 3% where a step costs neither next to
     nothing nor so much that drafting hardly pays.
     """
     texts, drafter = made_up([varied] * 12)
     run = [modelled(texts, drafter, k, CURVES[curve], draft_cost) for k in range(1, 9)]
     best = max(map(speed, run))
     auto = speed(modelled(texts, drafter, "auto", CURVES[curve], draft_cost))
-    assert auto > (1.05 if draft_cost in (0.1, 0.25) else 0.99) * best
+    assert auto > (1.03 if draft_cost in (0.1, 0.25) else 0.99) * best
 
 
 @pytest.mark.parametrize("draft_cost", [0.02, 0.25, 0.5])
