@@ -329,7 +329,7 @@ def narrowed(source: Source, tokens: list[int], temp: float = 1.0) -> Source:
     """What a drafter draws from if its model chooses among `tokens` only."""
     model = SubVocabulary(ByState(source), tokens)
     logits = model(mx.arange(NUM_STATES)[None], cache=[])[0]
-    probs = np.exp(np.array(sd.Sampling(temp).log_distribution(logits), np.float64))
+    probs = np.array(mx.exp(sd.Sampling(temp).log_distribution(logits)), np.float64)
     return Source(probs / probs.sum(axis=-1, keepdims=True))
 
 
