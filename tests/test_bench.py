@@ -40,6 +40,7 @@ from specdec_mlx.bench.summary import (
     throughput_ratio,
 )
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.drafters import draft_models
 from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.types import Outcome
 
@@ -398,7 +399,8 @@ def parse(*arguments: str) -> argparse.Namespace:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    monkeypatch.setattr(run, "load_model", lambda name: (narrow.model(), tokenizer))
+    for module in (run, draft_models):
+        monkeypatch.setattr(module, "load_model", lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
 

@@ -63,6 +63,7 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
         "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
         "itself": sd.ModelDrafter,
         "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
+        "itself, speculated for": lambda model: sd.ModelDrafter(model, drafter="prompt-lookup"),
     }
 
 

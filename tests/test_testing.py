@@ -18,6 +18,7 @@ from scipy.stats import chi2
 import specdec_mlx as sd
 import tiny
 from selection import cases
+from specdec_mlx.drafters.lighter import SubVocabulary
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.chi_square import limit
 from specdec_mlx.types import Draft, DraftContext
@@ -30,6 +31,11 @@ def model_drafter(**options: Any) -> sd.ModelDrafter:
     return sd.ModelDrafter(tiny.build("qwen2", vocab_size=V), **options)
 
 
+def few_tokens() -> SubVocabulary:
+    """Half of the tokens."""
+    return SubVocabulary(tiny.build("qwen2", vocab_size=V), range(0, V, 2))
+
+
 OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
@@ -38,8 +44,12 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "model": model_drafter,
     "model, greedy": lambda: model_drafter(greedy=True),
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
+    "model, few tokens": lambda: sd.ModelDrafter(few_tokens()),
+    "model, speculated for": lambda: model_drafter(drafter="prompt-lookup:min_ngram=1"),
     "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
+AS_MODEL_DRAWS = ("recurrent model", "model, speculated for")
+DRAWN = ("n-gram, drawn", "model", "model, few tokens", *AS_MODEL_DRAWS)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +58,10 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
 )
 def test_our_drafters_keep_the_contract(name: str) -> None:
     """Every check runs and passes; those that draw at random are held to what they declare."""
-    num_draws = 200 if name == "recurrent model" else 1500  # it draws as "model" does
+    num_draws = 200 if name in AS_MODEL_DRAWS else 1500
     lines = check_drafter(OURS[name](), vocab_size=V, num_draws=num_draws)
     assert [line.partition(":")[0] for line in lines] == CHECKS
-    assert ("chi-square" in lines[4]) == (name in ("n-gram, drawn", "model", "recurrent model"))
+    assert ("chi-square" in lines[4]) == (name in DRAWN)
     assert not lines[0].startswith("protocol: 0 drafts")
 
 

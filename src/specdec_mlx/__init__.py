@@ -19,6 +19,7 @@ from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.errors import (
     CacheRollbackError,
     DraftError,
+    DraftModelError,
     GrammarError,
     LogitsError,
     MissingBackendError,
@@ -52,6 +53,7 @@ __all__ = [
     "DraftContext",
     "DraftError",
     "DraftLength",
+    "DraftModelError",
     "DraftSession",
     "Drafter",
     "FirstOf",

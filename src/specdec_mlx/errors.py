@@ -36,6 +36,10 @@ class ModelFolderError(ValueError):
     """A folder does not hold what a model needs."""
 
 
+class DraftModelError(ValueError):
+    """A draft model cannot be made lighter in the way that was asked for."""
+
+
 class GrammarError(ValueError):
     """A grammar cannot be read, or cannot be followed."""
 

@@ -17,8 +17,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from mlx_lm import load
-
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
@@ -34,6 +32,7 @@ from specdec_mlx.bench.scores import (
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.types import Drafter
 
@@ -107,6 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable (prompt-lookup)",
     )
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
+    add_lighter_arguments(parser)
     add(
         "--drafts",
         action="append",
@@ -170,7 +170,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _drafters(args: argparse.Namespace) -> dict[str, Drafter | None]:
-    draft_model, draft_tokenizer = load(args.draft_model)[:2] if args.draft_model else (None, None)
+    draft_model, draft_tokenizer = draft_pair(args)
     specs = args.drafter or ([] if args.drafts else ["prompt-lookup"])
     return {
         spec: make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)

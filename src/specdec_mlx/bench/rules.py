@@ -22,6 +22,7 @@ import mlx.nn as nn
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
@@ -168,7 +169,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     path = args.model or demo_model_path()
     model, tokenizer = load_model(path)
-    draft_model = load_model(args.draft_model)[0] if args.draft_model else four_bit_copy(path)
+    given = draft_pair(args)[0]
+    draft_model = four_bit_copy(path) if given is None else given
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
     prompts = choose(prompts, per_category=args.per_category)
     tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
@@ -203,6 +205,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--draft-model", metavar="MODEL", help="default: the target's own copy with 4-bit weights")
+    add_lighter_arguments(parser)
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
     add("--per-category", type=int, metavar="N", help="prompts of each, evenly spread (all)")
     add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")

@@ -31,6 +31,7 @@ from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked, positive_int
@@ -39,7 +40,6 @@ from specdec_mlx.rules.registry import make_rule
 DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)
 DEFAULT_RULES = ("auto",)
-NO_MODEL = (None, None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="repeatable; none: our loop without a drafter (prompt-lookup)",
     )
     add("--draft-model", metavar="MODEL", help="also run mlx-lm's own speculation, and our own")
+    add_lighter_arguments(parser)
     add(
         "--draft-length",
         action="append",
@@ -89,7 +90,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_model(args.model or demo_model_path())
-    draft_model, draft_tokenizer = load_model(args.draft_model) if args.draft_model else NO_MODEL
+    draft_model, draft_tokenizer = draft_pair(args)
     contenders = make_contenders(
         model,
         _drafters(args),

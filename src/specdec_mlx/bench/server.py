@@ -25,6 +25,7 @@ from typing import Any
 
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.demo_model import demo_model_path
 
@@ -293,6 +294,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--clients", type=int, default=8, help="at once, in the second phase (%(default)s)")
     add("--drafter", action="append", default=[], help="for our server; repeatable")
     add("--draft-model", help="for our server")
+    add_lighter_arguments(parser)
     add("--draft-length", default="auto", help="for our server (%(default)s)")
     add("--in-process", action="store_true", help="also time the library itself on these prompts")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
@@ -311,6 +313,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = ["--draft-length", args.draft_length]
     flags += [word for name in args.drafter for word in ("--drafter", name)]
     flags += ["--draft-model", args.draft_model] if args.draft_model else []
+    flags += [word for flag in lighter_of(args).flags.items() for word in flag]
     try:
         phases = run(model, texts, args.num, args.clients, args.max_tokens, flags)
     except (MissingPackageError, RuntimeError) as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair, lighter_of
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--drafter", metavar="NAME[:KEY=VALUE,...]", help="(model if there is one, else ngram)")
     add("--draft-model", metavar="MODEL", help="draft model, for --drafter model")
+    add_lighter_arguments(parser)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
     add("--min-p", type=float, default=0.0, help="(off)")
@@ -47,9 +49,7 @@ def main(args: argparse.Namespace) -> int:
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_model(model_name)
-    draft_model, draft_tokenizer = None, None
-    if args.draft_model:
-        draft_model, draft_tokenizer = load_model(args.draft_model)
+    draft_model, draft_tokenizer = draft_pair(args)
     name = args.drafter or ("model" if args.draft_model else "ngram")
     report = check(
         model,
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> int:
     )
     names: dict[str, Any] = {"model": model_name, "drafter": name}
     if args.draft_model:
-        names["draft_model"] = args.draft_model
+        names |= {"draft_model": args.draft_model, **lighter_of(args).flags}
     report = replace(report, settings=report.settings | names)
     print(report)
     if args.json:

@@ -13,12 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence, GoesOn, Step, key_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,9 @@ class ModelDrafter:
     they are compared by content, and TokenizerMismatchError shows the first difference. greedy:
     propose the model's argmax, a point mass, whatever the target's sampling. draft_temp:
     temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
-    target's law all the same, since the drafts' own law is handed over.
+    target's law all the same, since the drafts' own law is handed over. drafter: a look-up, or the
+    name of one, that speculates for the draft model's own decoding: the same drafts in fewer of its
+    passes, where its text repeats what stands further up.
 
     Draws come from the draft model's logits under the same law as the target's (processors,
     temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
@@ -40,9 +43,11 @@ class ModelDrafter:
     tokenizer: Any = None
     greedy: bool = False
     draft_temp: float | None = None
+    drafter: Drafter | str | None = None
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none."""
+        """Refuse a temperature that is none, and a drafter that is no look-up."""
+        make_guesser(self.drafter)
         if self.draft_temp is not None and not self.draft_temp >= 0:
             raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
 
@@ -50,7 +55,11 @@ class ModelDrafter:
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         content = fingerprint(self.model)
-        return f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
+        guesser = make_guesser(self.drafter)
+        guessing = "" if guesser is None else f", drafter={key_of(guesser)}"
+        return (
+            f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{guessing})"
+        )
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""
@@ -63,9 +72,14 @@ class ModelDrafter:
         if self.tokenizer is not None and context.tokenizer is not None:
             check_same_tokenizer(context.tokenizer, self.tokenizer)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+    def begin(
+        self, prompt: Sequence[int], context: DraftContext
+    ) -> ModelSession | SpeculatedSession:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        return ModelSession(self, prompt, context)
+        session, guesser = ModelSession(self, prompt, context), make_guesser(self.drafter)
+        if guesser is None:
+            return session
+        return SpeculatedSession(session, guesser.begin(prompt, context))
 
 
 class _Step(NamedTuple):

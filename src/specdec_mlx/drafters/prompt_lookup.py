@@ -103,14 +103,27 @@ class PromptLookupSession:
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the longest match."""
-        cap = self._config.num_draft
-        length = limit if cap is None else min(limit, cap)
+        length = self._at_most(limit)
         match = self._longest_match() if length > 0 else None
         self.match_length = match.length if match else 0
         if match is None:
             return Draft()
         tokens = self._copy(match.end, length)
         return Draft(tokens, evidence=self._evidence(match, tokens))
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Copy what follows the longest match of text and `tokens` together; nothing is noted.
+
+        Matches are looked for in the text alone, so that a repetition within `tokens` is not seen.
+        """
+        size, length = self._config.max_ngram, self._at_most(limit)
+        tail = [*self._text[-size:], *tokens][-size:]
+        for n in reversed(self._sizes):
+            end = self._ends[n].get(tuple(tail[-n:]))
+            if end is not None and length > 0:
+                known = [*self._text[end : end + length], *tokens][:length]
+                return Draft([known[i % len(known)] for i in range(length)])
+        return Draft()
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text: one dict entry a token and n-gram size."""
@@ -129,6 +142,11 @@ class PromptLookupSession:
             text.append(token)
             for n, counts in enumerate(self._counts, start=1):
                 counts[tuple(text[-n:])] += 1
+
+    def _at_most(self, limit: int) -> int:
+        """The limit, or the drafter's own."""
+        cap = self._config.num_draft
+        return limit if cap is None else min(limit, cap)
 
     def _evidence(self, match: Match, tokens: Sequence[int]) -> list[Evidence]:
         """What speaks for each draft token: the match, and what else has followed its like."""

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.types import (
@@ -213,7 +214,11 @@ class KeptSession:
     """
 
     def __init__(
-        self, kept: Kept, session: ModelSession, caches: list[Any], held: list[int]
+        self,
+        kept: Kept,
+        session: ModelSession | SpeculatedSession,
+        caches: list[Any],
+        held: list[int],
     ) -> None:
         """Pass everything on to `session`."""
         self.kept, self.session, self.caches, self.held = kept, session, caches, held

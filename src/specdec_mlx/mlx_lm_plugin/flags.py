@@ -11,7 +11,7 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,12 @@ from typing import Any
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
+from specdec_mlx.drafters.draft_models import (
+    Lighter,
+    add_lighter_arguments,
+    lighter_of,
+    load_draft_model,
+)
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
@@ -30,7 +36,6 @@ from specdec_mlx.drafters.registry import (
     make_drafter,
 )
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
-from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
@@ -43,6 +48,7 @@ class Flags:
     Args:
         drafters: as given, in order; empty for the default.
         draft_model: path or name.
+        lighter: what is done to the draft model as it loads.
         draft_length: K, "auto" or "heuristic".
         rule: name with options.
         stats: whether the whole account is wanted.
@@ -53,6 +59,7 @@ class Flags:
 
     drafters: Sequence[str] = ()
     draft_model: str | None = None
+    lighter: Lighter = field(default_factory=Lighter)
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
@@ -84,14 +91,16 @@ class Flags:
         return first_of(drafters)
 
     def make(self, spec: str) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and `load_model` raise."""
+        """The drafter of a name; raises what `make_drafter` and `load_draft_model` raise."""
         model, tokenizer = self._draft_pair
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
 
     @cached_property
     def _draft_pair(self) -> tuple[nn.Module | None, Any]:
         """The draft model and its tokenizer, loaded once."""
-        return (None, None) if self.draft_model is None else load_model(self.draft_model)
+        if self.draft_model is None:
+            return None, None
+        return load_draft_model(self.draft_model, self.lighter)
 
 
 def name_in(spec: str) -> str:
@@ -114,6 +123,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     if "--draft-model" not in taken:
         group.add_argument("--draft-model", default=None, help="A model to draft with.")
+    add_lighter_arguments(group)
     group.add_argument(
         "--draft-length",
         type=argument(parse_draft_length),
@@ -177,6 +187,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     flags = Flags(
         drafters=namespace.drafter,
         draft_model=namespace.draft_model,
+        lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
         stats=namespace.stats,

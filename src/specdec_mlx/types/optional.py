@@ -177,6 +177,15 @@ class SeesTarget(Protocol):
 
 
 @runtime_checkable
+class ProposesAhead(Protocol):
+    """A session that can be asked about a text that may not come; default: it cannot."""
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """What it would propose if `tokens` had been observed too; nothing is noted."""
+        ...
+
+
+@runtime_checkable
 class Closes(Protocol):
     """A session that wants to know of the end; default: it is dropped."""
 
