@@ -1,4 +1,4 @@
-"""A small model with the target's tokenizer drafts for the large one."""
+"""A small model drafts for the large one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.retokenized import Retokenized, session_for
+from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
@@ -18,13 +20,19 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext
 
+TOKENIZERS = ("any", "same", "text", "shared")
+"""What may be said about the tokenizer of a draft model."""
+
 
 @dataclass(frozen=True, eq=False)
 class ModelDrafter:
-    """Draft with any mlx-lm model that has the target's tokenizer.
+    """Draft with any mlx-lm model.
 
-    model: the draft model; may equal the target. tokenizer: its tokenizer; where both are known
-    they are compared by content, and TokenizerMismatchError shows the first difference. greedy:
+    model: the draft model; may equal the target. tokenizer: its tokenizer, None for the target's;
+    where both are known they are compared by content. tokenizers: what if they differ. "any" has
+    drafts carried over as text or, where they are drawn and enough tokens are in both, drawn from
+    those; "text" and "shared" have it always one way; "same" raises TokenizerMismatchError with the
+    first difference, and so do all where a tokenizer does not give back what it encodes. greedy:
     propose the model's argmax, a point mass, whatever the target's sampling. draft_temp:
     temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
     target's law all the same, since the drafts' own law is handed over.
@@ -38,9 +46,12 @@ class ModelDrafter:
     tokenizer: Any = None
     greedy: bool = False
     draft_temp: float | None = None
+    tokenizers: str = "any"
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none."""
+        """Refuse a temperature that is none, and what nobody knows about tokenizers."""
+        if self.tokenizers not in TOKENIZERS:
+            raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
         if self.draft_temp is not None and not self.draft_temp >= 0:
             raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
 
@@ -48,7 +59,10 @@ class ModelDrafter:
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         content = fingerprint(self.model)
-        return f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
+        forced = f", tokenizers={self.tokenizers}" if self.tokenizers in TOKENIZERS[2:] else ""
+        return (
+            f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{forced})"
+        )
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""
@@ -57,13 +71,27 @@ class ModelDrafter:
         return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with another tokenizer."""
-        if self.tokenizer is not None and context.tokenizer is not None:
-            check_same_tokenizer(context.tokenizer, self.tokenizer)
+        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
+        shared = self.shared_with(context)
+        if shared is not None:
+            say_once(shared)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+    def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
+        """What the model shares with a target of another tokenizer, None for the same one."""
+        if self.tokenizer is None or context.tokenizer is None:
+            return None
+        if self.tokenizers == "same":
+            check_same_tokenizer(context.tokenizer, self.tokenizer)
+            return None
+        return shared_between(context.tokenizer, self.tokenizer)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        return ModelSession(self, prompt, context)
+        shared = self.shared_with(context)
+        if shared is None:
+            return ModelSession(self, prompt, context)
+        sampling = self.sampling_for(context.sampling)
+        return session_for(self.model, shared, prompt, context, sampling, self.tokenizers)
 
 
 class ModelSession:
