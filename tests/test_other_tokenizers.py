@@ -24,7 +24,7 @@ from selection import FULL, cases
 from specdec_mlx.drafters.alignment import CONTEXT, MARGIN, DraftText, continuation
 from specdec_mlx.drafters.retokenized import Retokenized, SharedDrafts, TextDrafts
 from specdec_mlx.drafters.shared_vocabulary import SharedIds, SharedVocabulary, shared_between
-from specdec_mlx.drafters.spelling import PROBES, Spelling, spelling_of, whole_characters
+from specdec_mlx.drafters.spelling import ORDINARY, Spelling, spelling_of, whole_characters
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.sampling.noise import Noise
@@ -72,7 +72,7 @@ def words() -> Any:
     trainer = trainers.BpeTrainer(
         vocab_size=700, initial_alphabet=list(tiny_text.BYTES), special_tokens=list(SPECIAL)
     )
-    learned.train_from_iterator(PROBES * 3, trainer)
+    learned.train_from_iterator(ORDINARY * 3, trainer)
     return tiny_text.tokenizer(learned)
 
 

@@ -18,7 +18,7 @@ from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from specdec_mlx.drafters.registry import describe_drafters
-from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
+from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
@@ -130,17 +130,12 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
         if shared is None:
             return Candidate(name, folder, size, cost)
         cost *= shared.draft_tokens_per_token
-        return Candidate(name, folder, size, cost, note=_about(shared))
+        return Candidate(name, folder, size, cost, note=", another tokenizer")
     except TokenizerMismatchError as error:
         return Candidate(name, folder, refusal=f"another tokenizer: {error}")
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Candidate(name, folder, refusal=f"cannot be read: {reason}")
-
-
-def _about(shared: SharedVocabulary) -> str:
-    """What to expect of drafts in other tokens."""
-    return f", another tokenizer with {shared.coverage:.0%} of its tokens in common"
 
 
 def _unknown_architecture(folder: Path) -> str | None:

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.drafters.spelling import PROBES, Spelling, spelling_of
+from specdec_mlx.drafters.spelling import ORDINARY, Spelling, spelling_of
 from specdec_mlx.drafters.tokenizers import first_difference, unwrapped
 from specdec_mlx.errors import TokenizerMismatchError
 
@@ -181,4 +181,6 @@ def _num_tokens(spelling: Spelling) -> int:
 
 def _ordinary(spelling: Spelling) -> list[int]:
     """Ordinary text in tokens."""
-    return [index for text in PROBES for index in spelling.encode(text.encode(), at_start=True).ids]
+    return [
+        index for text in ORDINARY for index in spelling.encode(text.encode(), at_start=True).ids
+    ]

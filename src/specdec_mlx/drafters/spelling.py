@@ -26,6 +26,16 @@ PROBES = (
 """What every tokenizer must give back as it was. What a tokenizer does to other scripts, or to
 characters that it does not have, costs acceptance where they occur, and no more."""
 
+ORDINARY = (
+    "The museum opened again in the spring, after a long winter of repairs. Visitors who remember "
+    "the old building will find the same wide staircase, but the paintings now hang in brighter "
+    "rooms, and a small garden has taken the place of the car park behind the library.\n",
+    'def total(prices, discount=0.0):\n    """Return the sum of all prices after the discount.'
+    '"""\n    result = 0\n    for price in prices:\n        result += price * (1 - discount)\n'
+    "    return round(result, 2)\n",
+)
+"""What many texts are like, to see what share of their tokens two vocabularies have in common."""
+
 ANCHOR = "\n"
 """Written before a text that is not the beginning of one, for tokenizers that put a space before
 what they are given."""
@@ -200,7 +210,7 @@ class _Piece(NamedTuple):
 
 def _backend_of(tokenizer: Any) -> Any:
     """Hugging Face's own tokenizer in what `mlx_lm.load` gives."""
-    backend = getattr(unwrapped(tokenizer), "backend_tokenizer", None)
+    backend: Any = getattr(unwrapped(tokenizer), "backend_tokenizer", None)
     if not hasattr(backend, "get_added_tokens_decoder"):
         kind = type(unwrapped(tokenizer)).__name__
         raise TokenizerMismatchError(f"{kind} is no tokenizer of the library `tokenizers`.")

@@ -96,7 +96,7 @@ class Continued(Wrapper):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the earlier turns and the prompt."""
-        if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
+        if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
         return ContinuedSession(session, len(self.earlier), self.key)
@@ -195,7 +195,7 @@ class Kept(Wrapper):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the prompt, of which the caches that are found hold a part."""
-        if context.draft_cache is not None:
+        if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
