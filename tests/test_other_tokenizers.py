@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -163,17 +164,18 @@ def test_composing_characters_is_no_reason_to_refuse() -> None:
 # The text in other tokens -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@pytest.mark.parametrize(("target", "draft"), cases(PAIRS, *USUAL))
 def test_text_read_token_by_token_is_the_text_as_it_is_encoded(target: str, draft: str) -> None:
     """After every token, all that more text does not change is what the tokenizer itself writes."""
     follow = DraftText(shared(target, draft))
-    said = tokenizer(target).encode(TEXT * 3, add_special_tokens=False)
+    said = tokenizer(target).encode(TEXT * 2, add_special_tokens=False)
     for count, token in enumerate(said, 1):
         follow.read([token])
-        whole = DraftText(shared(target, draft))
-        whole.read(said[:count])
-        assert follow.ids == whole.ids
-    expected = tokenizer(draft).encode(TEXT * 3, add_special_tokens=False)
+        if count % 5 == 0:
+            whole = DraftText(shared(target, draft))
+            whole.read(said[:count])
+            assert follow.ids == whole.ids
+    expected = tokenizer(draft).encode(TEXT * 2, add_special_tokens=False)
     assert follow.ids[-len(expected) :] == expected
 
 
@@ -465,6 +467,49 @@ def test_texts_keep_the_targets_distribution(rule: Any, num_draft: int) -> None:
     target = Source(np.random.default_rng(6).dirichlet(np.ones(4), NUM_STATES))
     drafting = Drawn(drawn_from(COMMON), up_to(num_draft))
     assert Rounds(target, drafting, ByRule(rule)).total_variation(2, num_draft + 2) < 1e-12
+
+
+class Forced(sd.DraftContext):
+    """A context whose noise has given tokens drawn."""
+
+    wanted: tuple[int, ...]
+
+    def draft_gumbels(self, start: int, n: int) -> mx.array:
+        return 1e6 * (mx.arange(self.vocab_size)[None] == mx.array(self.wanted[:n])[:, None])
+
+
+class Enumerated:
+    """All drafts of a session after one prompt, as it hands them over."""
+
+    def __init__(self, num_draft: int, peeks: bool = False) -> None:
+        self.num_draft, self.peeks = num_draft, peeks
+
+    def drafts(self, state: int) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
+        """Only asked where the text begins."""
+        assert state == 0
+        for wanted in product(range(1, 4), repeat=self.num_draft):
+            context = Forced(sampling=sd.Sampling(temp=1.0), noise=Noise(0), vocab_size=4)
+            object.__setattr__(context, "wanted", wanted)
+            vocabulary = shared("sentencepiece", "byte-level")
+            session = SharedDrafts(model(1), vocabulary, [1, 2, 3], context, sd.Sampling(temp=1.0))
+            draft = session.propose(self.num_draft)
+            assert tuple(to_list(draft.tokens)) == wanted
+            rows = np.exp(np.array(draft.logprobs, np.float64))
+            rows /= rows.sum(axis=-1, keepdims=True)
+            chance = rows[range(len(wanted)), wanted].prod()
+            if self.peeks and wanted[0] == 1:  # and goes no further after that very token
+                if wanted == (1,) * len(wanted):
+                    yield rows[0, 1], (), rows[:0]
+                continue
+            yield chance, wanted, rows
+
+
+@pytest.mark.parametrize("rule", [Rejection(), Block()])
+def test_texts_keep_it_with_all_that_a_session_can_draft(rule: Any) -> None:
+    """One of the target's four tokens is no common one; a draft dropped for its token is found."""
+    target = Source(np.random.default_rng(6).dirichlet(np.ones(4), NUM_STATES))
+    assert Rounds(target, Enumerated(2), ByRule(rule)).total_variation(1, 3) < 1e-12
+    assert Rounds(target, Enumerated(2, peeks=True), ByRule(rule)).total_variation(1, 3) > 1e-3
 
 
 WRONG = {
