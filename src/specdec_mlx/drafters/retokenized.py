@@ -128,7 +128,7 @@ class Retokenized:
 
 
 class TextDrafts(Retokenized):
-    """Drafts the likeliest text, in the target's tokens."""
+    """Drafts the likeliest text, in the target's tokens; logits processors have no say in it."""
 
     def draft(self, pending: list[int], limit: int) -> Draft:
         """As many steps as `limit` tokens usually take; one synchronisation, to encode them."""
