@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+from tokenizers import normalizers
 
+import tiny_text
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters import candidates
 from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, report, weight_bytes
@@ -50,7 +52,6 @@ def shelf(tmp_path: Path, target: Path) -> Path:
 REASONS = {
     "large": "not smaller",
     "target": None,  # it is the target itself, and not listed
-    "swapped": "another tokenizer: token 'x' has id",
     "torn": "cannot be read",
     "bare": "has no weights",
     "stranger": "knows no model type nobody_knows",
@@ -63,7 +64,8 @@ def test_models_with_the_tokenizer_and_less_cost_can_serve(target: Path, shelf: 
     """The cheapest first, with sizes as they are on the disk; all others with a reason."""
     found = find_candidates(str(target), shelf)
     able = [one for one in found if one.refusal is None]
-    assert [one.name for one in able] == ["small", "middle"]
+    assert [one.name for one in able] == ["small", "swapped", "middle"]
+    assert able[1].note == ", another tokenizer"
     for one in able:
         assert one.size == weight_bytes(shelf / one.name) > 10_000
         assert one.cost == one.size / weight_bytes(target) < 1
@@ -71,6 +73,23 @@ def test_models_with_the_tokenizer_and_less_cost_can_serve(target: Path, shelf: 
     assert refused.keys() == {name for name, reason in REASONS.items() if reason}
     for name, refusal in refused.items():
         assert REASONS[name] in refusal, (name, refusal)  # type: ignore[operator]
+
+
+def test_a_tokenizer_that_changes_the_text_is_left_out(
+    target: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it writes cannot be carried over; the reason has the first difference."""
+    changing = tiny_text.bpe()
+    changing.normalizer = normalizers.Lowercase()
+    load = candidates.load_tokenizer
+    monkeypatch.setattr(
+        candidates,
+        "load_tokenizer",
+        lambda folder: tiny_text.tokenizer(changing) if folder.name == "swapped" else load(folder),
+    )
+    found = {one.name: one for one in find_candidates(str(target), shelf)}
+    assert (found["swapped"].refusal or "").startswith("another tokenizer: ")
+    assert "comes back as 'the quick" in (found["swapped"].refusal or "")
 
 
 def test_nothing_is_loaded_but_configurations_and_tokenizers(target: Path, shelf: Path) -> None:
@@ -137,7 +156,7 @@ def test_the_hugging_face_cache_is_looked_through(target: Path, cache: Path) -> 
         assert found["somebody/small"].refusal is None
         assert found["somebody/small"].size == weight_bytes(cache.parent / "middle")
         assert found.keys() == {f"somebody/{n}" for n in ("small", "swapped", "torn", "empty")}
-        assert "another tokenizer" in (found["somebody/swapped"].refusal or "")
+        assert "another tokenizer" in found["somebody/swapped"].note
         assert "cannot be read" in (found["somebody/empty"].refusal or "")
 
 
@@ -179,8 +198,9 @@ def test_the_report_has_it_all(
     without, draft_models, left_out = out.split("\n\n")
     assert "model " not in without
     assert draft_models.index("  small  ") < draft_models.index("  middle  ")
-    assert draft_models.count("80% accepted") == 2
-    assert "swapped  another tokenizer" in left_out
+    assert draft_models.count("80% accepted") == 3
+    assert "of the target's, another tokenizer" in draft_models
+    assert "large  not smaller" in left_out
     assert f"({weight_bytes(target) / 1e6:.1f} MB)" in out
 
 

@@ -180,7 +180,7 @@ WRONG: dict[str, str] = {
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",
-    "generate --draft-model SWAPPED": "token 'x' has id",
+    "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "generate --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
     "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",

@@ -11,7 +11,15 @@ from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 from transformers import PreTrainedTokenizerFast
 
 import tiny
@@ -61,3 +69,43 @@ def tokenizer(
 def model(seed: int = 0, vocab_size: int = VOCAB) -> nn.Module:
     """A tiny model with logits for the tokenizer and a little padding."""
     return tiny.build("qwen2", seed=seed, **SHAPE | {"vocab_size": vocab_size})
+
+
+def merged(pieces: Sequence[str], merges: Sequence[str]) -> models.BPE:
+    """BPE over pieces and what its merges make of them."""
+    words = [*pieces, *(merge.replace(" ", "") for merge in merges)]
+    vocab = {word: i for i, word in enumerate(dict.fromkeys(words))}
+    pairs = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    return models.BPE(vocab, pairs, byte_fallback="<0x00>" in vocab, unk_token="<unk>")
+
+
+PRINTABLE = [chr(code) for code in range(0x20, 0x7F)] + ["\n", "\t"]
+
+
+def sentencepiece(merges: Sequence[str] = ("t h", "th e", "▁ the", "i n", "▁ a")) -> Tokenizer:
+    """As Llama's: a space before every text, spaces as a sign, other bytes as <0xNN>."""
+    pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    letters = [letter for letter in PRINTABLE if letter not in " \n\t"]
+    tokenizer = Tokenizer(merged([*pieces, "▁", *letters], merges))
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [
+            *(decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return tokenizer
+
+
+def plain(merges: Sequence[str] = ("t h", "e r", "i n")) -> Tokenizer:
+    """BPE over printable characters alone."""
+    tokenizer = Tokenizer(merged(["<unk>", *PRINTABLE], merges))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<s>", "</s>")])
+    return tokenizer

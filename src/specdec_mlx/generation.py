@@ -67,8 +67,8 @@ def stream_generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one. With a drafter as well, that one is asked first, and the model where it has
-            nothing.
+            one with any. With a drafter as well, that one is asked first, and the model where it
+            has nothing.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
@@ -94,7 +94,8 @@ def stream_generate(
 
     Raises:
         UnknownNameError: no drafter, rule or policy has this name.
-        TokenizerMismatchError: a draft model that was given with its tokenizer has another one.
+        TokenizerMismatchError: a draft model that was given with its tokenizer has another one,
+            and one of them does not give back the text that it encodes.
         ModelFolderError: there is no draft model of this name.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
@@ -171,8 +172,8 @@ def generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one. With a drafter as well, that one is asked first, and the model where it has
-            nothing.
+            one with any. With a drafter as well, that one is asked first, and the model where it
+            has nothing.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.

@@ -1,4 +1,4 @@
-"""Which drafters can serve a model: the built-in ones, and the models here with its tokenizer.
+"""Which drafters can serve a model: the built-in ones, and the smaller models here.
 
 Nothing is loaded but configurations and tokenizers; what a step costs is told from the size of the
 weights, which all have to be read for a token.
@@ -18,8 +18,8 @@ from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from specdec_mlx.drafters.registry import describe_drafters
-from specdec_mlx.drafters.tokenizers import first_difference
-from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.drafters.shared_vocabulary import shared_between
+from specdec_mlx.errors import ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
@@ -33,8 +33,9 @@ WEIGHTS = "model*.safetensors"
 class Candidate:
     """A model that is here, as a drafter for another one.
 
-    name: its Hugging Face name, or its folder's. size: of its weights, in bytes. cost: c, a step of
-    it over one of the target, by size. refusal: why it cannot serve, None if it can.
+    name: its Hugging Face name, or its folder's. size: of its weights, in bytes. cost: c, drafting
+    a token over a step of the target, by size. refusal: why it cannot serve, None if it can. note:
+    what else there is to say.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Candidate:
     size: int = 0
     cost: float = 0.0
     refusal: str | None = None
+    note: str = ""
 
     def expectation(self) -> str:
         """One line: best draft length and speedup for a few acceptance rates (theorem 3.8)."""
@@ -121,11 +123,16 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
         refusal = _unknown_architecture(folder)
         if refusal is None and size >= target_size:
             refusal = "not smaller"
-        if refusal is None and (
-            difference := first_difference(target_tokenizer, load_tokenizer(folder))
-        ):
-            refusal = f"another tokenizer: {difference}"
-        return Candidate(name, folder, size, size / target_size, refusal)
+        if refusal is not None:
+            return Candidate(name, folder, size, refusal=refusal)
+        cost = size / target_size
+        shared = shared_between(target_tokenizer, load_tokenizer(folder))
+        if shared is None:
+            return Candidate(name, folder, size, cost)
+        cost *= shared.draft_tokens_per_token
+        return Candidate(name, folder, size, cost, note=", another tokenizer")
+    except TokenizerMismatchError as error:
+        return Candidate(name, folder, refusal=f"another tokenizer: {error}")
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         return Candidate(name, folder, refusal=f"cannot be read: {reason}")
@@ -146,7 +153,8 @@ def report(model: str, where: Path | None = None) -> str:
     lines += [f"  {name:<16}{text}" for name, text in describe_drafters().items()]
     lines += ["", f"Draft models for {model} ({_size(weight_bytes(locate(model)))}):"]
     lines += [
-        f"  {one.name}  {_size(one.size)}, a step costs about {one.cost:.2f} of the target's\n"
+        f"  {one.name}  {_size(one.size)}, a token costs about {one.cost:.2f} of the target's"
+        f"{one.note}\n"
         f"    {one.expectation()}"
         for one in found
         if one.refusal is None

@@ -1,4 +1,4 @@
-"""A small model with the target's tokenizer drafts for the large one."""
+"""A small model drafts for the large one."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.retokenized import Retokenized, session_for
+from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
 from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
@@ -21,13 +23,19 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence, GoesOn, Step, key_of
 
+TOKENIZERS = ("any", "same", "text", "shared")
+"""What may be said about the tokenizer of a draft model."""
+
 
 @dataclass(frozen=True, eq=False)
 class ModelDrafter:
-    """Draft with any mlx-lm model that has the target's tokenizer.
+    """Draft with any mlx-lm model.
 
-    model: the draft model; may equal the target. tokenizer: its tokenizer; where both are known
-    they are compared by content, and TokenizerMismatchError shows the first difference. greedy:
+    model: the draft model; may equal the target. tokenizer: its tokenizer, None for the target's;
+    where both are known they are compared by content. tokenizers: what if they differ. "any" has
+    drafts carried over as text or, where they are drawn and enough tokens are in both, drawn from
+    those; "text" and "shared" have it always one way; "same" raises TokenizerMismatchError with the
+    first difference, and so do all where a tokenizer does not give back what it encodes. greedy:
     propose the model's argmax, a point mass, whatever the target's sampling. draft_temp:
     temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
     target's law all the same, since the drafts' own law is handed over. drafter: a look-up, or the
@@ -44,10 +52,15 @@ class ModelDrafter:
     greedy: bool = False
     draft_temp: float | None = None
     drafter: Drafter | str | None = None
+    tokenizers: str = "any"
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none, and a drafter that is no look-up."""
+        """Refuse a temperature that is none, a drafter that is no look-up, and what nobody knows
+        about tokenizers.
+        """
         make_guesser(self.drafter)
+        if self.tokenizers not in TOKENIZERS:
+            raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
         if self.draft_temp is not None and not self.draft_temp >= 0:
             raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
 
@@ -56,9 +69,11 @@ class ModelDrafter:
         """The model by its content, and how it drafts."""
         content = fingerprint(self.model)
         guesser = make_guesser(self.drafter)
-        guessing = "" if guesser is None else f", drafter={key_of(guesser)}"
+        options = "" if guesser is None else f", drafter={key_of(guesser)}"
+        if self.tokenizers in TOKENIZERS[2:]:
+            options += f", tokenizers={self.tokenizers}"
         return (
-            f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{guessing})"
+            f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{options})"
         )
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
@@ -68,14 +83,28 @@ class ModelDrafter:
         return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with another tokenizer."""
-        if self.tokenizer is not None and context.tokenizer is not None:
+        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
+        shared = self.shared_with(context)
+        if shared is not None:
+            say_once(shared)
+
+    def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
+        """What the model shares with a target of another tokenizer, None for the same one."""
+        if self.tokenizer is None or context.tokenizer is None:
+            return None
+        if self.tokenizers == "same":
             check_same_tokenizer(context.tokenizer, self.tokenizer)
+            return None
+        return shared_between(context.tokenizer, self.tokenizer)
 
     def begin(
         self, prompt: Sequence[int], context: DraftContext
-    ) -> ModelSession | SpeculatedSession:
+    ) -> ModelSession | SpeculatedSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
+        shared = self.shared_with(context)
+        if shared is not None:
+            sampling = self.sampling_for(context.sampling)
+            return session_for(self.model, shared, prompt, context, sampling, self.tokenizers)
         session, guesser = ModelSession(self, prompt, context), make_guesser(self.drafter)
         if guesser is None:
             return session

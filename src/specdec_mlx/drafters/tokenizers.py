@@ -26,7 +26,7 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
     padding at the end of the vocabulary, do no harm and are allowed. Two that agree are compared
     once: it takes a tenth of a second for 50,000 tokens.
     """
-    ours, theirs = _unwrapped(target), _unwrapped(draft)
+    ours, theirs = unwrapped(target), unwrapped(draft)
     with suppress(TypeError):  # of somebody's class that cannot be kept weakly
         if theirs in _agreeing.get(ours, ()):
             return
@@ -44,7 +44,7 @@ _agreeing: WeakKeyDictionary[Any, WeakSet[Any]] = WeakKeyDictionary()
 """Tokenizers, and those that were found to be the same by content."""
 
 
-def _unwrapped(tokenizer: Any) -> Any:
+def unwrapped(tokenizer: Any) -> Any:
     """The tokenizer that mlx-lm's wrapper stands around: a new wrapper may be made at each call."""
     return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
 

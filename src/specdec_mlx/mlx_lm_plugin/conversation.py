@@ -179,6 +179,8 @@ def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
 class Kept(Wrapper):
     """A draft model whose caches are kept from turn to turn, as mlx-lm keeps the target's.
 
+    Not where it has another tokenizer: caches are looked up by the target's tokens.
+
     Args:
         drafter: the draft model.
         store: mlx-lm's, for caches by what they hold.
@@ -194,12 +196,13 @@ class Kept(Wrapper):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the prompt, of which the caches that are found hold a part."""
-        if context.draft_cache is not None:
+        if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
+        assert isinstance(session, ModelSession)
         return KeptSession(self, session, caches, list(prompt[: len(prompt) - len(rest)]))
 
 

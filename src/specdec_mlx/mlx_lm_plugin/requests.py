@@ -15,7 +15,7 @@ from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, pr
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Drafter
+from specdec_mlx.types import Checks, DraftContext, Drafter
 
 LONGEST_DRAFT = 64
 """Longest draft that a request gets: each token of it is a position in a pass."""
@@ -74,6 +74,12 @@ class Menu:
     def tokenizer(self) -> Any:
         """The draft model's tokenizer, None without a draft model."""
         return getattr(self._made.get(MODEL_DRAFTER), "tokenizer", None)
+
+    def check(self, tokenizer: Any) -> None:
+        """Raise TokenizerMismatchError if the draft model is none for this tokenizer's models."""
+        drafter = self._made.get(MODEL_DRAFTER)
+        if isinstance(drafter, Checks):
+            drafter.check(DraftContext(tokenizer=tokenizer))
 
     def requested(self, body: dict[str, Any]) -> Requested:
         """What the body of a request says.

@@ -66,7 +66,7 @@ def run_server(arguments: Sequence[str]) -> None:
         ) -> None:
             menu = Menu(flags)
             if namespace.model is not None:
-                _check_model(namespace, menu.tokenizer)
+                _check_model(namespace, menu)
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
             stack.enter_context(replaced_names(module, _names(module, menu, kept)))
 
@@ -75,14 +75,13 @@ def run_server(arguments: Sequence[str]) -> None:
         module.main()
 
 
-def _check_model(namespace: argparse.Namespace, draft_tokenizer: Any) -> None:
+def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
     """Raise ModelFolderError or TokenizerMismatchError now, not in the thread that generates."""
     with explained(namespace.model):
         tokenizer = load_tokenizer(
             namespace.model, {"trust_remote_code": namespace.trust_remote_code}
         )
-    if draft_tokenizer is not None:
-        check_same_tokenizer(tokenizer, draft_tokenizer)
+    menu.check(tokenizer)
 
 
 def _names(module: Any, menu: Menu, kept: ExitStack | None) -> dict[str, Any]:
@@ -261,8 +260,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _check_tokenizer(self) -> None:
         """Raise TokenizerMismatchError if the server's draft model is none for this model."""
-        if self.menu.tokenizer is not None:
-            check_same_tokenizer(self.model_provider.tokenizer, self.menu.tokenizer)
+        self.menu.check(self.model_provider.tokenizer)
 
     def _stream(
         self,
