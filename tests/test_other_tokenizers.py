@@ -474,8 +474,9 @@ class Forced(sd.DraftContext):
 
     wanted: tuple[int, ...]
 
-    def draft_gumbels(self, start: int, n: int) -> mx.array:
-        return 1e6 * (mx.arange(self.vocab_size)[None] == mx.array(self.wanted[:n])[:, None])
+    def draft_gumbels(self, start: int, n: int, first: int = 0) -> mx.array:
+        wanted = mx.array(self.wanted[first : first + n])
+        return 1e6 * (mx.arange(self.vocab_size)[None] == wanted[:, None])
 
 
 class Enumerated:

@@ -41,6 +41,10 @@ TEXT_BUDGET = 2.0
 TEXT_SHARE = 0.005
 """Share of its time that a text may lose besides."""
 
+LARGEST_DEBT = 0.7
+"""Most of what a draft lost beyond its budget that later ones have to earn first: one unlucky draft
+must not silence a good model."""
+
 UNKNOWN_POSITION = 0.5
 """Most that a draft token is taken to add to a pass of a width that was not measured."""
 
@@ -300,6 +304,6 @@ class StepwiseAccount(Account):
 
     def _change_budget(self, amount: float) -> None:
         budget = self.learned.exploration_budget + amount
-        self.learned.exploration_budget = min(max(0.0, budget), LARGEST_BUDGET)
+        self.learned.exploration_budget = min(max(-LARGEST_DEBT, budget), LARGEST_BUDGET)
         self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
         self.text_budget = min(self.text_budget + amount, LARGEST_BUDGET)
