@@ -477,7 +477,7 @@ def test_each_flag_makes_another_draft_model_and_the_same_text(folders: Path) ->
     """The target itself, lighter: it is not always right any more."""
     vocabulary = ("--draft-vocabulary", str(folders / "text.txt"))
     expected, perfect = accepted(folders, "--drafter", "model")
-    assert perfect == 48
+    assert perfect == 47  # all but the first token's, and those after whole drafts
     counts = []
     for flags in (
         ("--draft-bits", "2"),
