@@ -12,6 +12,10 @@ from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import early_exit
+from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -20,6 +24,7 @@ from specdec_mlx.errors import (
     CacheRollbackError,
     DraftError,
     GrammarError,
+    HeadError,
     LogitsError,
     MissingBackendError,
     MissingPackageError,
@@ -59,6 +64,8 @@ __all__ = [
     "GrammarDrafter",
     "GrammarError",
     "GrammarProcessor",
+    "HeadDrafter",
+    "HeadError",
     "Lenient",
     "LogitsError",
     "MissingBackendError",
@@ -67,6 +74,7 @@ __all__ = [
     "ModelDrafter",
     "ModelFolderError",
     "NGramDrafter",
+    "PardDrafter",
     "ProbeReport",
     "PromptError",
     "PromptLookupDrafter",
@@ -84,9 +92,11 @@ __all__ = [
     "VerdictError",
     "check",
     "drafter_names",
+    "early_exit",
     "generate",
     "install",
     "installed",
+    "load_head",
     "make_drafter",
     "probe",
     "speculate",

@@ -36,6 +36,10 @@ class ModelFolderError(ValueError):
     """A folder does not hold what a model needs."""
 
 
+class HeadError(ValueError):
+    """A trained head cannot be loaded, or does not fit its target."""
+
+
 class GrammarError(ValueError):
     """A grammar cannot be read, or cannot be followed."""
 
