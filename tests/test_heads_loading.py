@@ -16,8 +16,8 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.dflash import spread_layers
+from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 
-# What is recognised --------------------------------------------------------------------------------
+# What is recognised ------------------------------------------------------------------------------
 
 EAGLE = ["fc.weight", "layers.0.self_attn.q_proj.weight"]
 RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
@@ -81,7 +81,8 @@ DESCRIBED = {
     "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
     "eagle1": "EAGLE",
     "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4",
-    "mtp_qwen3_5": "multi-token prediction; qwen3_5_moe layer; reads the state after the final norm",
+    "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "
+    "final norm",
 }
 
 
@@ -118,7 +119,7 @@ def test_only_the_files_that_hold_the_layer_are_opened(tmp_path: Path) -> None:
     reference = heads.reference("mtp_deepseek_v3")
     reference.write(tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
-    index = {name: "model-00002-of-00002.safetensors" for name in reference.weights}
+    index = dict.fromkeys(reference.weights, "model-00002-of-00002.safetensors")
     index |= {"model.layers.0.mlp.up_proj.weight": "model-00001-of-00002.safetensors"}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     drafter = sd.load_head(tmp_path, reference.target())
@@ -189,7 +190,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     reference = heads.reference("eagle1")
     model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
     assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
-    known = heads.Reference({"model_type": "gemma4_assistant"}, {"x": mx.zeros(1)}, {})
+    known = heads.Reference({"model_type": "gemma4_assistant"}, {"x": reference.weights["fc.weight"]}, {})
     message = refused(known.write(tmp_path / "b"), target)
     assert UNSUPPORTED["gemma4_assistant"] in message
     (tmp_path / "c").mkdir()
@@ -213,7 +214,7 @@ def test_ids_that_the_target_lacks_are_refused() -> None:
 
 
 def test_torchs_files_are_read_without_torch() -> None:
-    """Types, shapes, and a tensor that is a transposed view; made by fixtures/make_references.py."""
+    """Types, shapes, and a tensor that is a transposed view, as torch wrote them."""
     tensors = read_torch_file(heads.FIXTURES / "torch_file.bin")
     assert {name: x.dtype for name, x in tensors.items()} == {
         "float32": mx.float32,
@@ -279,13 +280,20 @@ def test_gemmas_embedding_has_its_factor() -> None:
     """The square root of the width, which mlx-lm applies outside of the module."""
     model = tiny.build("gemma2")
     embedded = model.model.embed_tokens(mx.array([3]))
-    assert mx.allclose(target_ends(model).embed(mx.array([3])), embedded * embedded.shape[-1] ** 0.5)
+    assert mx.allclose(
+        target_ends(model).embed(mx.array([3])), embedded * embedded.shape[-1] ** 0.5
+    )
+
+
+def divisible(part: nn.Module) -> bool | dict[str, int]:
+    fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+    return {"group_size": 32, "bits": 4} if fits else False
 
 
 def test_a_quantized_target_lends_its_ends() -> None:
     """Of another class, found in the same way."""
     model = heads.target(width=64)
-    nn.quantize(model, group_size=32, bits=4)
+    nn.quantize(model, class_predicate=lambda path, part: divisible(part))
     ends = target_ends(model)
     assert (ends.width, ends.vocab_size) == (64, heads.VOCAB)
     assert ends.logits(ends.embed(mx.array([1]))).shape == (1, heads.VOCAB)

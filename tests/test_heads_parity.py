@@ -47,7 +47,7 @@ def load(name: str, folder: Path, **options: Any) -> Any:
 def both_drafts(
     name: str, drafter: Any, monkeypatch: pytest.MonkeyPatch
 ) -> dict[str, tuple[list[int], mx.array]]:
-    """Tokens and logits of the first and the second draft, in a session shown the fixture's rows."""
+    """Tokens and logits of the first and the second draft of a session shown the rows."""
     seen: list[mx.array] = []
     draw = session.Draws.draw
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import mlx.core as mx
 
@@ -14,7 +13,7 @@ from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead, mtp_weights
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES, family_of
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily, family_of
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.errors import HeadError
@@ -204,11 +203,7 @@ def _mtp(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     config = files.config.get("text_config") or files.config
     prefix = family.prefix_in(files.names, config)
     if prefix is None:
-        raise HeadError(
-            f"{files.name} is a {model_type} model without the tensors of its multi-token "
-            f"prediction layer ({family.prefix}...), which conversions leave out. Give the original "
-            "repository, or one that has just this layer."
-        )
+        raise HeadError(without_its_layer(files, model_type, family))
     _check_width(files, ends, config["hidden_size"])
     names = [n for n in files.names if _is_part(n.removeprefix(prefix), n, prefix, family)]
     tensors, converted = files.read(names)
@@ -219,7 +214,16 @@ def _mtp(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     return MTPHead(family, config, ends, pre_norm=variant.pre_norm), _kept(weights)
 
 
-def _is_part(rest: str, name: str, prefix: str, family: Any) -> bool:
+def without_its_layer(files: HeadFiles, model_type: str, family: MTPFamily) -> str:
+    """What is said of a model without its multi-token prediction layer."""
+    return (
+        f"{files.name} is a {model_type} model without the tensors of its multi-token prediction "
+        f"layer ({family.prefix}...), which conversions leave out. Give the original repository, "
+        "or one that has just this layer."
+    )
+
+
+def _is_part(rest: str, name: str, prefix: str, family: MTPFamily) -> bool:
     """Whether a tensor belongs to the layer, and is no copy of the target's ends."""
     begins = (*(f"{theirs}." for theirs in family.names.values()), family.layer)
     return name.startswith(prefix) and rest.startswith(begins) and not rest.startswith(SHARED_ENDS)

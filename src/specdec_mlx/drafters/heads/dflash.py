@@ -113,7 +113,8 @@ class DFlash(Head):
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
-        return self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
+        rows: mx.array = self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
+        return rows
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""

@@ -163,11 +163,13 @@ class Eagle3(Head):
         fused = mx.concatenate(states, axis=-1)
         if self.config.norm_before_fc:
             fused = self.input_norm(fused)
-        return self.fc(fused)
+        rows: mx.array = self.fc(fused)
+        return rows
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D]: the first layer attends over [embedding, state], others as usual."""
-        h, first = states[None], self.layers[0]
+        h: mx.array = states[None]
+        first = self.layers[0]
         mask = create_attention_mask(h, cache[0])
         embedded = first.input_layernorm(self.embed(tokens)[None])
         normed = self.hidden_norm(h)
@@ -176,7 +178,9 @@ class Eagle3(Head):
         h = h + first.mlp(first.post_attention_layernorm(h))
         for layer, kept in zip(self.layers[1:], cache[1:], strict=True):
             h = layer(h, mask, kept)
-        return self.norm(h)[0] if self.config.norm_output else h[0]
+        if self.config.norm_output:
+            h = self.norm(h)
+        return h[0]
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[n, D] its own embeddings, or else the target's."""
@@ -254,7 +258,7 @@ class Eagle1(Head):
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
         embedded = self.embed_tokens(tokens) if "embed_tokens" in self else self.ends.embed(tokens)
-        h = self.fc(mx.concatenate([embedded, states], axis=-1))[None]
+        h: mx.array = self.fc(mx.concatenate([embedded, states], axis=-1))[None]
         mask = create_attention_mask(h, cache[0])
         for layer, kept in zip(self.layers, cache, strict=True):
             h = layer(h, mask, kept)

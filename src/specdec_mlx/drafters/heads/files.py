@@ -106,5 +106,6 @@ class HeadFiles:
             raise HeadError(f"{self.name} has no {file}, which its index names.")
         if path.suffix != ".safetensors":
             return read_torch_file(path), False
-        tensors, metadata = mx.load(str(path), return_metadata=True)
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        tensors, metadata = loaded
         return tensors, metadata.get("format") == MLX_FORMAT

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head
+from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.mtp_families import family_of
@@ -96,11 +96,7 @@ def _refusal(files: HeadFiles, kind: str | None) -> str:
         return f"{files.name} holds {UNSUPPORTED[kind]}. That cannot be loaded yet."
     found = family_of(files.config)
     if found is not None:
-        return (
-            f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
-            f"layer ({found[1].prefix}...), which conversions leave out. Give the original "
-            "repository, or one that has just this layer."
-        )
+        return without_its_layer(files, *found)
     return (
         f"{files.name} is no head of a known kind ({', '.join(BUILDERS)}, pard): its config.json "
         f"has model_type {files.config.get('model_type')!r}. A small model with the target's "

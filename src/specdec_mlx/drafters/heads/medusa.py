@@ -1,6 +1,6 @@
-"""Medusa: one small head for each of the next tokens, all from one state (Cai et al. 2024, 2401.10774).
+"""Medusa: one small head for each of the next tokens, all from one state.
 
-Head i guesses the token i + 2 positions after the state's: x + silu(W x + b), then a matrix of its
+Cai et al. 2024, arXiv 2401.10774. Head i guesses the token i + 2 positions after the state's: x + silu(W x + b), then a matrix of its
 own over the vocabulary. The heads do not see what the others guess.
 """
 
@@ -39,7 +39,9 @@ class Medusa(Head):
         super().__init__()
         width = ends.width
         self.ends = ends
-        self.blocks = [[nn.Linear(width, width) for _ in range(num_layers)] for _ in range(num_heads)]
+        self.blocks = [
+            [nn.Linear(width, width) for _ in range(num_layers)] for _ in range(num_heads)
+        ]
         if own_heads:
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in range(num_heads)]
 

@@ -1,4 +1,4 @@
-"""What kind of head a folder or repository holds, by its configuration and the names of its tensors."""
+"""What kind of head some files hold, by their configuration and the names of the tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def known_kind(config: Mapping[str, Any]) -> str | None:
     UNSUPPORTED.
     """
     named = " ".join(
-        str(config.get(key, "")) for key in ("speculators_model_type", "model_type", "architectures")
+        str(config.get(key, ""))
+        for key in ("speculators_model_type", "model_type", "architectures")
     ).lower()
     hints = {
         "dspark": "dspark" in named or "markov_rank" in config,

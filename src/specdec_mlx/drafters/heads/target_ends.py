@@ -58,7 +58,9 @@ def _find(model: nn.Module) -> TargetEnds:
         logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
     embeds = [call for call in calls if _is(call.given, mx.integer) and _is(call.result)]
     heads = [
-        call for call in calls if _is(call.given) and getattr(call.result, "shape", ()) == logits.shape
+        call
+        for call in calls
+        if _is(call.given) and getattr(call.result, "shape", ()) == logits.shape
     ]
     if not embeds or not heads:
         missing = "embeds its tokens" if not embeds else "makes its logits"
@@ -92,12 +94,14 @@ def _embedding_scale(embedded: mx.array, calls: list[_Call]) -> float:
 
     Other factors (Granite, MiniCPM) are not part of the embedding that heads are trained with.
     """
-    following = next((c.given for c in calls if _is(c.given) and c.given.shape == embedded.shape), None)
+    following = next(
+        (c.given for c in calls if _is(c.given) and c.given.shape == embedded.shape), None
+    )
     root = math.sqrt(embedded.shape[-1])
     if following is None:
         return 1.0
     off = mx.abs(following.astype(mx.float32) - embedded.astype(mx.float32) * root).max()
-    return root if off.item() <= 0.02 * mx.abs(following).max().item() else 1.0
+    return root if bool(off <= 0.02 * mx.abs(following).max()) else 1.0
 
 
 @contextmanager
@@ -108,7 +112,9 @@ def _watched(model: nn.Module, calls: list[_Call]) -> Iterator[None]:
     for module, kind in zip(modules, classes, strict=True):
         if module is not model:
             methods = {name: _noting(kind, name, calls) for name in METHODS if hasattr(kind, name)}
-            module.__class__ = type(kind.__name__, (kind,), {**methods, "__module__": kind.__module__})
+            module.__class__ = type(
+                kind.__name__, (kind,), {**methods, "__module__": kind.__module__}
+            )
     try:
         yield
     finally:

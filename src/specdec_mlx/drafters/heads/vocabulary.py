@@ -21,7 +21,9 @@ class DraftVocabulary:
         ids = offsets.astype(mx.int32) + mx.arange(offsets.shape[0])
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"d2t names the tokens {low} to {high}, and the target has {vocab_size}")
+            raise ValueError(
+                f"d2t names the tokens {low} to {high}, and the target has {vocab_size}"
+            )
         self.ids = ids
         self.vocab_size = vocab_size
 
