@@ -175,6 +175,27 @@ def test_a_model_quantized_between_two_generations_is_read_where_it_is_now() -> 
     assert mx.array_equal(model.lm_head(read(model).head_input[None])[0], fed(model))
 
 
+class TwoHeads(nn.Module):
+    """A model with another head, which is called before the one that makes its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = model, nn.Linear(*reversed(model.lm_head.weight.shape))
+        self.layers = model.layers
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        h = self.model.model(ids, cache=cache)
+        others = self.other(2 * h)
+        return self.model.lm_head(h) + 0 * others
+
+
+def test_of_several_heads_the_last_is_read() -> None:
+    """In the order of the calls: it makes the logits."""
+    model = tiny.build("llama")
+    alone = read(model).head_input
+    assert mx.array_equal(read(TwoHeads(model)).head_input, alone)
+
+
 # Whose rows: through a generation -----------------------------------------------------------------
 
 

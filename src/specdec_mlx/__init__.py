@@ -27,6 +27,7 @@ from specdec_mlx.errors import (
     PromptError,
     TokenizerMismatchError,
     UnknownNameError,
+    UnreadableError,
     VerdictError,
 )
 from specdec_mlx.generation import generate, stream_generate
@@ -81,6 +82,7 @@ __all__ = [
     "Tuning",
     "Typical",
     "UnknownNameError",
+    "UnreadableError",
     "VerdictError",
     "check",
     "drafter_names",
