@@ -32,6 +32,7 @@ from specdec_mlx.errors import (
     PromptError,
     TokenizerMismatchError,
     UnknownNameError,
+    UnreadableError,
     VerdictError,
 )
 from specdec_mlx.generation import generate, stream_generate
@@ -89,6 +90,7 @@ __all__ = [
     "Tuning",
     "Typical",
     "UnknownNameError",
+    "UnreadableError",
     "VerdictError",
     "check",
     "drafter_names",

@@ -12,6 +12,10 @@ class DraftError(ValueError):
     """A drafter broke its contract: impossible tokens, or no distribution."""
 
 
+class UnreadableError(ValueError):
+    """A drafter wants to read states that this target does not show."""
+
+
 class VerdictError(ValueError):
     """An acceptance rule broke its contract: it kept what was not drafted, or no token follows."""
 
