@@ -190,7 +190,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     reference = heads.reference("eagle1")
     model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
     assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
-    known = heads.Reference({"model_type": "gemma4_assistant"}, {"x": reference.weights["fc.weight"]}, {})
+    known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
     message = refused(known.write(tmp_path / "b"), target)
     assert UNSUPPORTED["gemma4_assistant"] in message
     (tmp_path / "c").mkdir()

@@ -7,12 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.heads.loading import is_head, load_head
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import Drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,14 +51,11 @@ def main(args: argparse.Namespace) -> int:
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_model(model_name)
-    draft_model, draft_tokenizer = None, None
-    if args.draft_model:
-        draft_model, draft_tokenizer = load_model(args.draft_model)
     name = args.drafter or ("model" if args.draft_model else "ngram")
     report = check(
         model,
         tokenizer,
-        drafter=make_drafter(name, draft_model=draft_model, draft_tokenizer=draft_tokenizer),
+        drafter=_drafter(name, args.draft_model, model),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
@@ -70,3 +71,13 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(report.to_json(), encoding="utf-8")
     return 0 if report.passed else 1
+
+
+def _drafter(name: str, draft_model: str | None, target: nn.Module) -> Drafter | None:
+    """The drafter of a name; a draft model may be a trained head of the target."""
+    if draft_model is None:
+        return make_drafter(name)
+    if name == MODEL_DRAFTER and is_head(draft_model):
+        return load_head(draft_model, target)
+    model, tokenizer = load_model(draft_model)
+    return make_drafter(name, draft_model=model, draft_tokenizer=tokenizer)

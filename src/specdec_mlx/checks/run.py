@@ -93,7 +93,7 @@ def check(
     subject = _subject(
         model,
         _wrapped(tokenizer),
-        drafter=choose_drafter(drafter, draft_model),
+        drafter=choose_drafter(drafter, draft_model, model),
         sampling=read_sampler(sampler),
         rule=make_rule(rule),
         draft_length=draft_length,

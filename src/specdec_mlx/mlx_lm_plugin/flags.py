@@ -21,6 +21,7 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
+from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -49,6 +50,7 @@ class Flags:
         asked: whether any of our flags was given.
         grammar: what the text may be.
         keeps_tuning: whether what "auto" learns is kept for the next command.
+        draft_bits: bits that a trained head is quantized to.
     """
 
     drafters: Sequence[str] = ()
@@ -59,6 +61,7 @@ class Flags:
     asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
+    draft_bits: int | None = None
 
     @property
     def names(self) -> list[str]:
@@ -73,19 +76,35 @@ class Flags:
             given.append(MODEL_DRAFTER)
         return given
 
-    def drafter(self) -> Drafter | None:
+    @cached_property
+    def has_head(self) -> bool:
+        """Whether the draft model is a trained head, which cannot be made before the target."""
+        return self.draft_model is not None and is_head(self.draft_model)
+
+    def drafter(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter to use, with the draft model loaded; None for plain decoding.
 
         What a grammar forces is drafted before anything else is tried.
+
+        Args:
+            target: the model to draft for, which a trained head needs.
         """
-        drafters = [self.make(spec) for spec in self.names]
+        drafters = [self.make(spec, target) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
         return first_of(drafters)
 
-    def make(self, spec: str) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and `load_model` raise."""
-        model, tokenizer = self._draft_pair
+    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
+        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise."""
+        if self.has_head and name_in(spec) == MODEL_DRAFTER:
+            assert self.draft_model is not None
+            if target is None:
+                raise ValueError(
+                    f"argument --draft-model: {self.draft_model} is a trained head of a target, "
+                    "which this command does not load before its drafter. Use generate or chat."
+                )
+            return load_head(self.draft_model, target, draft_bits=self.draft_bits)
+        model, tokenizer = (None, None) if self.has_head else self._draft_pair
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
 
     @cached_property
@@ -113,7 +132,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given)",
     )
     if "--draft-model" not in taken:
-        group.add_argument("--draft-model", default=None, help="A model to draft with.")
+        group.add_argument(
+            "--draft-model", default=None, help="A model to draft with, or a trained head."
+        )
+    group.add_argument(
+        "--draft-bits",
+        type=int,
+        default=None,
+        metavar="BITS",
+        help="Quantize a trained head to so many bits (default: as it is)",
+    )
     group.add_argument(
         "--draft-length",
         type=argument(parse_draft_length),
@@ -183,6 +211,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         asked=any(ours) or namespace.no_tuning or length is not None,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        draft_bits=namespace.draft_bits,
     )
     namespace.draft_model = None
     return flags

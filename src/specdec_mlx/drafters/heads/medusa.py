@@ -1,7 +1,8 @@
 """Medusa: one small head for each of the next tokens, all from one state.
 
-Cai et al. 2024, arXiv 2401.10774. Head i guesses the token i + 2 positions after the state's: x + silu(W x + b), then a matrix of its
-own over the vocabulary. The heads do not see what the others guess.
+Cai et al. 2024, arXiv 2401.10774. Head i guesses the token i + 2 positions after the state's:
+x + silu(W x + b), then a matrix of its own over the vocabulary. The heads do not see what the
+others guess.
 """
 
 from __future__ import annotations
