@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,12 @@ import mlx.nn as nn
 import numpy as np
 
 import tiny
-from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
+from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.types import FeatureRows
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -93,3 +98,74 @@ def features(
     layers = {i: rows[:, :WIDTH] * 0.5 + i for i in range(-1, NUM_LAYERS)}
     layers |= dict(zip(wanted, parts, strict=True))
     return FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
+
+
+# Heads with random weights ------------------------------------------------------------------------
+
+
+def layer_config(ends: TargetEnds) -> dict[str, Any]:
+    """Of a head's decoder layer, in the width of its target."""
+    return {
+        "model_type": "llama",
+        "hidden_size": ends.width,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": ends.vocab_size,
+        "max_position_embeddings": 512,
+    }
+
+
+def _layers(ends: TargetEnds) -> tuple[int, ...]:
+    """The first, one in the middle, the last."""
+    return (0, ends.num_layers // 2, ends.num_layers - 1)
+
+
+def eagle3(ends: TargetEnds) -> Head:
+    """With a third of the tokens."""
+    ids = mx.arange(0, ends.vocab_size, 3)
+    vocabulary = DraftVocabulary(ids - mx.arange(len(ids)), ends.vocab_size)
+    config = Eagle3Config(layer_config(ends), _layers(ends))
+    return Eagle3(config, ends, vocabulary, own_head=len(ids))
+
+
+def eagle3_variants(ends: TargetEnds) -> Head:
+    """With all that may be otherwise."""
+    config = Eagle3Config(
+        layer_config(ends) | {"num_hidden_layers": 2},
+        _layers(ends),
+        norm_before_residual=True,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
+    )
+    return Eagle3(config, ends, own_embeddings=ends.vocab_size)
+
+
+def dflash(ends: TargetEnds) -> Head:
+    """Blocks of six."""
+    layer = layer_config(ends) | {"model_type": "qwen3", "num_hidden_layers": 2}
+    config = DFlashConfig(layer, _layers(ends)[:2], mask_token=ends.vocab_size - 1, block_size=6)
+    return DFlash(config, ends)
+
+
+HEADS: dict[str, Callable[[TargetEnds], Head]] = {
+    "eagle3": eagle3,
+    "eagle3 variants": eagle3_variants,
+    "eagle1": lambda ends: Eagle1(layer_config(ends), ends, has_bias=True),
+    "dflash": dflash,
+    "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
+    "medusa, target's head": lambda ends: Medusa(5, 1, ends),
+}
+
+
+def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:
+    """A head for a target, as the models of `tiny` are made."""
+    mx.random.seed(seed)
+    head = make(target_ends(target))
+    head.load_weights(tiny.randomised(head), strict=False)
+    mx.eval(head.parameters())
+    return head

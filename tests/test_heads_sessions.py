@@ -17,58 +17,24 @@ import selection
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.drafters.heads import session as head_session
-from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.early_exit import first_layers
-from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.session import Draws, WaitingRows
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import DraftContext, FeatureRows
-from tiny import randomised
 
 WIDTH, VOCAB = heads.WIDTH, heads.VOCAB
-LAYER: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": WIDTH,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "rms_norm_eps": 1e-5,
-    "vocab_size": VOCAB,
-}
 
 
 @cache
 def target() -> nn.Module:
     return heads.target()
-
-
-def eagle3(ends: TargetEnds) -> Head:
-    ids = mx.arange(0, VOCAB, 3)
-    vocabulary = DraftVocabulary(ids - mx.arange(len(ids)), VOCAB)
-    return Eagle3(Eagle3Config(LAYER, (1, 3, 4)), ends, vocabulary, own_head=len(ids))
-
-
-def eagle3_variants(ends: TargetEnds) -> Head:
-    config = Eagle3Config(
-        LAYER | {"num_hidden_layers": 2},
-        (1, 3, 4),
-        norm_before_residual=True,
-        norm_before_fc=True,
-        fc_norm=True,
-        norm_output=True,
-    )
-    return Eagle3(config, ends, own_embeddings=VOCAB)
 
 
 def mtp(name: str) -> Callable[[TargetEnds], Head]:
@@ -80,21 +46,7 @@ def mtp(name: str) -> Callable[[TargetEnds], Head]:
     return make
 
 
-DFLASH = DFlashConfig(
-    LAYER | {"model_type": "qwen3", "num_hidden_layers": 2, "max_position_embeddings": 512},
-    (1, 3),
-    mask_token=VOCAB - 1,
-    block_size=6,
-)
-
-HEADS: dict[str, Callable[[TargetEnds], Head]] = {
-    "eagle3": eagle3,
-    "eagle3 variants": eagle3_variants,
-    "eagle1": lambda ends: Eagle1(LAYER, ends, has_bias=True),
-    "dflash": lambda ends: DFlash(DFLASH, ends),
-    "medusa": lambda ends: Medusa(5, 2, ends, own_heads=VOCAB),
-    "medusa, target's head": lambda ends: Medusa(5, 1, ends),
-}
+HEADS = heads.HEADS
 FAMILY_HEADS = {name: mtp(name) for name in FAMILIES}
 
 
@@ -103,12 +55,9 @@ def drafter(name: str) -> HeadDrafter:
     """A head with random weights for a target of its width."""
     make = HEADS.get(name) or FAMILY_HEADS[name]
     width = WIDTH if name in HEADS else _width(name)
-    ends = target_ends(target() if width == WIDTH else heads.target(width=width))
-    mx.random.seed(3)
-    head = make(ends)
-    head.load_weights(randomised(head), strict=False)
-    mx.eval(head.parameters())
-    return HeadDrafter(head)
+    return HeadDrafter(
+        heads.random_head(make, target() if width == WIDTH else heads.target(width=width))
+    )
 
 
 def _width(name: str) -> int:
