@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
@@ -20,10 +21,15 @@ from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.generation import choose_drafter
+from specdec_mlx.mlx_lm_plugin.flags import Flags
+from tiny_model_folder import write_model_folder
 
 # What is recognised ------------------------------------------------------------------------------
 
@@ -80,7 +86,7 @@ def test_layers_in_either_convention_are_outputs() -> None:
 DESCRIBED = {
     "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
     "eagle1": "EAGLE",
-    "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4",
+    "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
     "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "
     "final norm",
 }
@@ -210,6 +216,81 @@ def test_ids_that_the_target_lacks_are_refused() -> None:
         DraftVocabulary(mx.array([0, 1, 2]), 4)
 
 
+def test_a_head_is_refused_by_a_target_that_it_was_not_loaded_for(tmp_path: Path) -> None:
+    """Before anything is computed."""
+    reference = heads.reference("eagle1")
+    drafter = sd.load_head(reference.write(tmp_path), reference.target())
+    with pytest.raises(sd.HeadError, match="loaded for a target with 97 tokens, and this one has"):
+        list(sd.speculate(tiny.build("qwen2"), [1, 2, 3], drafter))
+
+
+# Other kinds --------------------------------------------------------------------------------------
+
+
+def test_medusa_heads_load_from_their_names(tmp_path: Path) -> None:
+    """Two heads of one block; the config may say another number."""
+    arrays = np.random.default_rng(0).standard_normal((6, 97, 32)).astype(np.float32)
+    weights = {}
+    for j in range(2):
+        weights[f"{j}.0.linear.weight"] = arrays[3 * j, :32]
+        weights[f"{j}.0.linear.bias"] = arrays[3 * j + 1, 0]
+        weights[f"{j}.1.weight"] = arrays[3 * j + 2]
+    folder = heads.Reference({"medusa_num_heads": 5}, weights, {}).write(tmp_path)
+    drafter = sd.load_head(folder, heads.target())
+    assert drafter.describe().endswith("Medusa; 2 heads")
+    x = arrays[0, 40]
+    y = weights["1.0.linear.weight"] @ x + weights["1.0.linear.bias"]
+    expected = weights["1.1.weight"] @ (x + y / (1 + np.exp(-y)))
+    assert np.allclose(drafter.head.logits(mx.array(x)[None], 1)[0], expected, atol=1e-3)
+
+
+def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
+    """With the mask token of its config."""
+    write_model_folder(tmp_path, pard_token=17)
+    drafter = sd.load_head(tmp_path, heads.target())
+    assert isinstance(drafter, sd.PardDrafter)
+    assert drafter.describe() == "PARD; mask token 17"
+    assert drafter.tokenizer is not None
+
+
+@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Path) -> None:
+    """Every tensor has its place, under the names of the original repository."""
+    family = FAMILIES[name]
+    config = tiny.CONFIGS[name] | {"model_type": name}
+    target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
+    made = heads.random_head(lambda ends: MTPHead(family, config, ends), target)
+    stored = {}
+    for path, value in tree_flatten(made.parameters()):
+        part, _, rest = path.partition(".")
+        if path.startswith("body.layers.0."):
+            stored[family.prefix + family.layer + path.removeprefix("body.layers.0.")] = value
+        elif path.startswith("body.norm."):
+            stored[f"{family.prefix}{family.names['norm']}.weight"] = value
+        else:
+            stored[f"{family.prefix}{family.names[part]}.{rest}"] = value
+    stored |= {"model.embed_tokens.weight": mx.zeros((3, 3)), "model.norm.weight": mx.zeros(3)}
+    folder = heads.Reference(config, {n: np.array(x) for n, x in stored.items()}, {})
+    loaded = sd.load_head(folder.write(tmp_path), target).head
+    ours, theirs = (dict(tree_flatten(head.parameters())) for head in (made, loaded))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[path], theirs[path]) for path in ours)
+
+
+def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
+    """In `generate` and on the command line, which loads the target first."""
+    assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
+    folder = heads.reference("eagle3").write(tmp_path / "eagle3")
+    target = heads.reference("eagle3").target()
+    assert isinstance(choose_drafter(None, folder, target), sd.HeadDrafter)
+    flags = Flags(draft_model=str(folder), draft_bits=8)
+    assert flags.has_head
+    assert isinstance(flags.drafter(target), sd.HeadDrafter)
+    with pytest.raises(ValueError, match="trained head of a target, which this command"):
+        flags.drafter()
+    assert not Flags().has_head
+
+
 # Torch's own files --------------------------------------------------------------------------------
 
 
@@ -276,13 +357,11 @@ def test_the_ends_of_a_target_are_found(name: str) -> None:
     assert ends.embed(mx.array([1, 2])).shape[0] == 2
 
 
-def test_gemmas_embedding_has_its_factor() -> None:
-    """The square root of the width, which mlx-lm applies outside of the module."""
+def test_gemmas_embedding_is_the_bare_matrix() -> None:
+    """Without the square root of the width, which heads are trained without."""
     model = tiny.build("gemma2")
-    embedded = model.model.embed_tokens(mx.array([3]))
-    assert mx.allclose(
-        target_ends(model).embed(mx.array([3])), embedded * embedded.shape[-1] ** 0.5
-    )
+    expected = model.model.embed_tokens.weight[3:4]
+    assert mx.array_equal(target_ends(model).embed(mx.array([3])), expected)
 
 
 def divisible(part: nn.Module) -> bool | dict[str, int]:

@@ -171,6 +171,9 @@ CONTROLS: dict[str, tuple[str, Change]] = {
     "DeepSeek, tokens off by one": ("mtp_deepseek_v3", tokens_off_by_one),
     "DFlash, layers off by one": ("dflash", option(layers=(2, 4, 6))),
     "DFlash, context off by one": ("dflash", context_off_by_one),
+    "DFlash, no window": ("dflash", option(changes={"layer_types": None})),
+    "DFlash, window one wider": ("dflash", option(changes={"sliding_window": 5})),
+    "DFlash, window both ways": ("dflash", option(changes={"is_causal": False})),
 }
 
 

@@ -25,6 +25,7 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
 
 DEFAULT_BLOCK = 16
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,20 @@ class DFlashConfig:
 
     layer: configuration of its layers. layers: whose outputs of the target it reads, from 0.
     mask_token: what the block is filled with. block_size: tokens of the block, the first included.
+    windows: of each layer, how far back it sees; None: all of the context. causal: whether each
+        layer sees only what comes before in the block too. embedding_scale, logit_scale: factors.
+    logit_cap: logits are cap * tanh(logits / cap); None for no cap.
     """
 
     layer: Mapping[str, Any]
     layers: tuple[int, ...]
     mask_token: int
     block_size: int = DEFAULT_BLOCK
+    windows: tuple[int | None, ...] = ()
+    causal: tuple[bool, ...] = ()
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    logit_cap: float | None = None
 
     @classmethod
     def read(cls, config: Mapping[str, Any], num_layers: int) -> DFlashConfig:
@@ -47,8 +56,13 @@ class DFlashConfig:
         z-lab's ids name the layers whose outputs are read, those of speculators the states of
         Hugging Face's list, in which 0 is the embedding.
         """
-        nested = config.get("dflash_config") or config
+        nested = {**config, **(config.get("dflash_config") or {})}
         layer = config.get("transformer_layer_config") or config
+        slides = [kind == SLIDING for kind in layer.get("layer_types") or ()]
+        in_window = not config.get("sliding_window_non_causal", False)
+        causal = [in_window and slide for slide in slides]
+        if config.get("is_causal") is not None:
+            causal = [bool(config["is_causal"])] * _depth(layer)
         ids = config.get("aux_hidden_state_layer_ids")
         if ids is not None:
             layers = tuple(i - 1 for i in ids)
@@ -60,7 +74,12 @@ class DFlashConfig:
             {"model_type": "qwen3", **layer},
             layers,
             nested["mask_token_id"],
-            config.get("block_size", DEFAULT_BLOCK),
+            nested.get("block_size", DEFAULT_BLOCK),
+            tuple(layer.get("sliding_window") if slide else None for slide in slides),
+            tuple(causal),
+            nested.get("input_embedding_scale", 1.0),
+            nested.get("output_multiplier", 1.0),
+            nested.get("final_logit_softcapping") or None,
         )
 
 
@@ -123,15 +142,33 @@ class DFlash(Head):
 
     def fill(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, V] of a block of B tokens behind the context, which stays as it was."""
-        h = self.ends.embed(tokens)[None]
-        for layer, kept in zip(self.layers, cache, strict=True):
-            h = h + _attend(layer.self_attn, layer.input_layernorm(h), kept)
+        size = tokens.shape[0]
+        h = self.ends.embed(tokens)[None] * self.config.embedding_scale
+        for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
+            mask = self.mask(i, kept.offset, size)
+            h = h + _attend(layer.self_attn, layer.input_layernorm(h), kept, mask)
             h = h + layer.mlp(layer.post_attention_layernorm(h))
-            kept.trim(tokens.shape[0])
-        states = self.norm(h[0])
-        if self.vocabulary is None:
-            return self.ends.logits(states)
-        return self.vocabulary.widen(self.lm_head(states))
+            kept.trim(size)
+        return self.logits(self.norm(h[0]))
+
+    def mask(self, layer: int, start: int, size: int) -> mx.array | None:
+        """[B, start + B] what each place of a block of B sees in a layer; None: everything."""
+        window = self.config.windows[layer] if self.config.windows else None
+        causal = self.config.causal[layer] if self.config.causal else False
+        if window is None and not causal:
+            return None
+        back = mx.arange(start, start + size)[:, None] - mx.arange(start + size)
+        seen = back >= 0 if causal else back == back
+        return seen if window is None else seen & (mx.abs(back) < window)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [B, V] of states [B, D]."""
+        wide = self.vocabulary is None
+        logits = self.ends.logits(states) if wide else self.lm_head(states)
+        logits = logits * self.config.logit_scale
+        if self.config.logit_cap is not None:
+            logits = mx.tanh(logits / self.config.logit_cap) * self.config.logit_cap
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
     def make_cache(self) -> list[Any]:
         """One for each layer."""
@@ -140,7 +177,9 @@ class DFlash(Head):
     def notes(self) -> list[str]:
         """Layers and block."""
         layers = ", ".join(map(str, self.config.layers))
-        return [f"reads the outputs of layers {layers}", f"blocks of {self.config.block_size}"]
+        windows = sorted({window for window in self.config.windows if window is not None})
+        notes = [f"reads the outputs of layers {layers}", f"blocks of {self.config.block_size}"]
+        return notes + [f"windows of {', '.join(map(str, windows))}"] * bool(windows)
 
 
 def _keys_and_values(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
@@ -151,13 +190,15 @@ def _keys_and_values(attention: Any, x: mx.array, offset: int) -> tuple[mx.array
     return attention.rope(keys, offset=offset), values
 
 
-def _attend(attention: Any, x: mx.array, cache: Any) -> mx.array:
-    """Attention of a block [1, B, D] over the context and all of the block."""
+def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
+    """Attention of a block [1, B, D] over the context and the block, as far as it is seen."""
     offset = cache.offset
     queries = attention.q_norm(attention.q_proj(x).reshape(1, x.shape[1], attention.n_heads, -1))
     queries = attention.rope(queries.transpose(0, 2, 1, 3), offset=offset)
     keys, values = cache.update_and_fetch(*_keys_and_values(attention, x, offset))
-    mixed = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=attention.scale)
+    mixed = mx.fast.scaled_dot_product_attention(
+        queries, keys, values, scale=attention.scale, mask=mask
+    )
     out: mx.array = attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
     return out
 

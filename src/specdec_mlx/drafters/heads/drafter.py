@@ -9,6 +9,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import DraftContext, Features
 
@@ -52,12 +53,14 @@ class HeadDrafter:
         greedy: propose the argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
         name: what it was loaded from.
+        vocab_size: V of the target that it was loaded for, None for any.
     """
 
     head: Head
     greedy: bool = False
     draft_temp: float | None = None
     name: str = ""
+    vocab_size: int | None = None
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is none."""
@@ -77,7 +80,7 @@ class HeadDrafter:
     @property
     def key(self) -> str:
         """The head by its content, and how it drafts."""
-        content = f"{self.head.kind} {fingerprint(self.head)}"
+        content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
         return f"HeadDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
 
     def describe(self) -> str:
@@ -93,6 +96,15 @@ class HeadDrafter:
         if self.greedy or target is None or target.greedy:
             return Sampling()
         return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
+        sizes = (self.vocab_size, context.vocab_size)
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise HeadError(
+                f"{self.describe()} was loaded for a target with {self.vocab_size} tokens, and "
+                f"this one has {context.vocab_size}. Load it for this target."
+            )
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""

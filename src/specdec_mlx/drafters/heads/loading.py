@@ -78,7 +78,7 @@ def load_head(
     _set_weights(head, weights, files, ends)
     _quantize(head, draft_bits)
     mx.eval(head.parameters())
-    return HeadDrafter(head, greedy, draft_temp, files.name)
+    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size)
 
 
 def is_head(path_or_repo: str | Path) -> bool:

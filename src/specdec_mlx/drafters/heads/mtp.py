@@ -148,7 +148,10 @@ def mtp_weights(
     norms = {name for name, value in layer.items() if _is_norm(name, value)}
     weights |= {f"body.{LAYER}{name}": layer[name] for name in norms}
     convert = {f"model.{LAYER}{name}": x for name, x in layer.items() if name not in norms}
-    for name, value in one_layer_model(family, config).sanitize(convert).items():
+    shell = one_layer_model(family, config)
+    if hasattr(shell, "sanitize"):
+        convert = shell.sanitize(convert)
+    for name, value in convert.items():
         weights[f"body.{LAYER}{name.partition(LAYER)[2]}"] = value
     if add_one:
         weights = {n: x + 1 if _is_norm(n, x) else x for n, x in weights.items()}

@@ -7,7 +7,6 @@ states into logits.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,10 +24,10 @@ from specdec_mlx.target.watching import watching
 class TargetEnds:
     """The ends of a target, and the sizes that a head has to fit.
 
-    embed: token ids [..., n] -> states [..., n, D], with the factor sqrt(D) where the target's
-        layers get it (Gemma). logits: the head's input [..., D] -> logits [..., V]; a cap on the
-        logits that the model has behind it is left out. width: D. vocab_size: V. num_layers: of the
-        decoder. dtype: of the states.
+    embed: token ids [..., n] -> states [..., n, D]; a factor that some models apply to them is left
+        out, since heads are trained with the bare matrix. logits: the head's input [..., D] ->
+        logits [..., V]; a cap that the model has behind it is left out. width: D. vocab_size: V.
+        num_layers: of the decoder. dtype: of the states.
     """
 
     embed: Callable[[mx.array], mx.array]
@@ -48,23 +47,23 @@ class _Call(NamedTuple):
 
 
 def _find(model: nn.Module) -> TargetEnds:
-    """Watch a pass over two tokens, of which only the embedding is computed."""
+    """Watch a pass over two tokens, which is never computed."""
     calls: list[_Call] = []
     parts = [part for part in model.modules() if part is not model]
     with watching(parts, lambda *call: calls.append(_Call(*call))):
         logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
     embeddings = [c for c in calls if _is(c.given, mx.integer) and _is(c.result, mx.floating)]
-    heads = [c for c in calls if _is(c.given, mx.floating) and _shape(c.result) == logits.shape]
+    of_states = (c for c in calls if _is(c.given, mx.floating) and c.given.shape != logits.shape)
+    heads = [c for c in of_states if _shape(c.result) == logits.shape]
     if not embeddings or not heads:
         missing = "makes its logits" if embeddings else "embeds its tokens"
         raise HeadError(
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
             "share it. Use a draft model, or a drafter that works on tokens."
         )
-    embedding, head = embeddings[0], heads[-1]
-    embed, scale = embedding.module, _embedding_scale(embedding.result, calls)
+    head = heads[-1]
     return TargetEnds(
-        embed=embed if scale == 1 else lambda ids: embed(ids) * scale,
+        embed=embeddings[0].module,
         logits=head.module.as_linear if hasattr(head.module, "as_linear") else head.module,
         width=head.given.shape[-1],
         vocab_size=logits.shape[-1],
@@ -85,17 +84,3 @@ def _is(x: Any, kind: Any) -> bool:
 def _shape(x: Any) -> tuple[int, ...]:
     """Shape of an array; none of anything else."""
     return x.shape if isinstance(x, mx.array) else ()
-
-
-def _embedding_scale(embedded: mx.array, calls: list[_Call]) -> float:
-    """The square root of D if the next module gets the embedding times that, else 1.
-
-    Other factors (Granite, MiniCPM) are not part of the embedding that heads are trained with.
-    """
-    alike = (c.given for c in calls if _is(c.given, mx.floating))
-    following = next((given for given in alike if given.shape == embedded.shape), None)
-    if following is None:
-        return 1.0
-    root = math.sqrt(embedded.shape[-1])
-    off = mx.abs(following.astype(mx.float32) - embedded.astype(mx.float32) * root).max()
-    return root if bool(off <= 0.02 * mx.abs(following).max()) else 1.0
