@@ -94,7 +94,7 @@ def features(
     """
     rows = mx.array(rows)
     wanted = drafter.features.layers if read is None else read
-    parts: list[mx.array] = mx.split(rows, len(wanted), axis=-1) if wanted else []
+    parts: Any = mx.split(rows, len(wanted), axis=-1) if wanted else []
     layers = {i: rows[:, :WIDTH] * 0.5 + i for i in range(-1, NUM_LAYERS)}
     layers |= dict(zip(wanted, parts, strict=True))
     return FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
