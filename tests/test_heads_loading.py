@@ -17,9 +17,11 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.drafters.candidates import report
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.known import known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
@@ -201,6 +203,9 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     assert UNSUPPORTED["gemma4_assistant"] in message
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", target)
+    for text, said in (("[]", "holds a list"), ("{", "cannot be read")):
+        (tmp_path / "c" / "config.json").write_text(text)
+        assert said in refused(tmp_path / "c", target)
 
 
 def test_is_head_tells_heads_from_models(tmp_path: Path) -> None:
@@ -289,6 +294,36 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="trained head of a target, which this command"):
         flags.drafter()
     assert not Flags().has_head
+
+
+def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
+    """Those here that fit, those that do not with the reason, those known by the model's name."""
+    write_model_folder(tmp_path / "Qwen3-8B-4bit")
+    heads.reference("eagle3").write(tmp_path / "narrow", vocab_size=None)
+    heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
+    heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
+    text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
+    assert "  fits  EAGLE-3, here\n" in text
+    assert "  narrow  EAGLE-3, another width\n" in text
+    assert "  other  EAGLE-3, another vocabulary\n" in text
+    assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text
+    assert "Left out" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "repository"),
+    [
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+        ("mlx-community/Qwen3.5-4B-4bit", "z-lab/Qwen3.5-4B-DFlash"),
+        ("Qwen/Qwen3-0.6B", "amd/PARD-Qwen3-0.6B"),
+    ],
+)
+def test_known_repositories_are_found_by_the_models_name(model: str, repository: str) -> None:
+    """However it was converted; not those of a model whose name goes on."""
+    found = known_repositories(model)
+    assert repository in found
+    assert not known_repositories(model.replace("B", "Bx").replace("wen", "wenx"))[1:]
+    assert ("amd/PARD-Qwen3-0.6B" in found) == ("Qwen3-" in model)
 
 
 # Torch's own files --------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ class HeadFiles:
         path_or_repo: a folder, or a Hugging Face name.
 
     Raises:
-        HeadError: there is no such folder or repository, or it has no config.json.
+        HeadError: there is no such folder or repository, or no config.json that can be read.
     """
 
     def __init__(self, path_or_repo: str | Path) -> None:
@@ -51,7 +51,16 @@ class HeadFiles:
         path = self.path(CONFIG)
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
-        self.config: dict[str, Any] = json.loads(path.read_text())
+        self.config = self._configuration(path)
+
+    def _configuration(self, path: Path) -> dict[str, Any]:
+        try:
+            config = json.loads(path.read_text())
+        except ValueError as error:
+            raise HeadError(f"{self.name}: {CONFIG} cannot be read: {error}") from error
+        if not isinstance(config, dict):
+            raise HeadError(f"{self.name}: {CONFIG} holds a {type(config).__name__}, no object.")
+        return config
 
     def path(self, name: str) -> Path | None:
         """Where a file is now, fetched if it has to be; None if there is no such file."""

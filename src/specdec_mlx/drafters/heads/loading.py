@@ -85,7 +85,7 @@ def is_head(path_or_repo: str | Path) -> bool:
     """Whether a folder or repository says that it holds a head rather than a model of its own."""
     try:
         files = HeadFiles(path_or_repo)
-    except ValueError:  # no head's files, or no configuration that can be read
+    except HeadError:
         return False
     return known_kind(files.config) is not None
 
