@@ -7,6 +7,7 @@ as if they had proposed it themselves.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,9 +24,14 @@ import test_distribution as distribution
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases
+from specdec_mlx.checks.reading import standing_alone
+from specdec_mlx.checks.state import check_state
+from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.rules.block import Block
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
@@ -245,3 +251,45 @@ def test_another_q_than_the_drafts_were_drawn_from_is_found() -> None:
     sampling = distribution.SETTINGS["temperature 1"]
     count = distribution.generate(model, wrong, sampling, 2 * NUM_TEXTS, "rejection")
     assert distribution.p_value(count.texts, distribution.joint_law(sampling)) < 1e-6
+
+
+# The users' own check -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, "eagle1"))
+def test_the_check_passes_for_a_head(kind: str) -> None:
+    """Its parts have drafts to look at, though most of them ask sessions outside of generations."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    one = HeadDrafter(heads.random_head(heads.HEADS[kind], model))
+    report = sd.check(
+        model,
+        None,
+        drafter=sd.FirstOf(sd.PromptLookupDrafter(min_ngram=5), one) if kind == "eagle3" else one,
+        sampler=sd.Sampling(temp=1.0),
+        draft_length=3,
+        prompts=[[1, 4, 1, 5], [2, 0, 3]],
+        budget=6,
+        progress=False,
+    )
+    assert not [part.name for part in report.parts if part.status == "failed"]
+    assert report["drafter's state"].status == "passed"
+
+
+def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it drafted stays in its caches."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
+    subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), TEXTS, 6)
+    work = Work(time.perf_counter() + 60)
+    assert check_state(subject, work).status == "passed"
+    read = RecurrentSession.read
+
+    def wrong(self: RecurrentSession) -> list[Any]:
+        self.num_read = self.rollback.position
+        return read(self)
+
+    monkeypatch.setattr(RecurrentSession, "read", wrong)
+    assert check_state(subject, work).status == "failed"
+
+
+TEXTS = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]

@@ -137,8 +137,8 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     head = config.get("transformer_layer_config") or config.get("text_config") or config
     model = target.get("text_config") or target
     width = config.get("target_hidden_size") or head.get("hidden_size")
-    sizes = (head.get("vocab_size"), model.get("vocab_size"))
-    if None not in sizes and abs(sizes[0] - sizes[1]) > VOCABULARY_MARGIN:
+    ours, theirs = head.get("vocab_size"), model.get("vocab_size")
+    if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
         return "another vocabulary"
     reads_states = "pard_token" not in config
     if reads_states and None not in (width, model.get("hidden_size")):
