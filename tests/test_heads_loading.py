@@ -247,6 +247,8 @@ def test_medusa_heads_load_from_their_names(tmp_path: Path) -> None:
     y = weights["1.0.linear.weight"] @ x + weights["1.0.linear.bias"]
     expected = weights["1.1.weight"] @ (x + y / (1 + np.exp(-y)))
     assert np.allclose(drafter.head.logits(mx.array(x)[None], 1)[0], expected, atol=1e-3)
+    more = heads.Reference({"medusa_num_heads": 5}, {**weights, "a.b": arrays[0]}, {})
+    assert "no place for a.b" in refused(more.write(tmp_path), heads.target())
 
 
 def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:

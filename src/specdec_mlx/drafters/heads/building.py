@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,6 +21,10 @@ from specdec_mlx.errors import HeadError
 
 IGNORED = ("rotary_emb.", "verifier_", "t2d", "d2t")
 """Tensors that a head may come with and does not need; by the beginning of a part of the name."""
+
+MEDUSA_NAME = re.compile(
+    r"(medusa_head\.)?(?P<head>\d+)\.(?P<layer>\d+)\.(?P<linear>linear\.)?(?P<part>\w+)"
+)
 
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")
 """Copies of the target's ends that a multi-token prediction layer may come with."""
@@ -180,13 +185,17 @@ def _medusa(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     tensors, _ = files.read(files.names)
     weights, heads, layers = {}, 0, 0
     for name, value in tensors.items():
-        j, i, *rest = name.removeprefix("medusa_head.").split(".")
-        heads = max(heads, int(j) + 1)
-        if rest[0] == "linear":
-            layers = max(layers, int(i) + 1)
-            weights[f"blocks.{j}.{i}.{rest[1]}"] = value
+        parts = MEDUSA_NAME.fullmatch(name)
+        if parts is None:
+            weights[name] = value  # refused by this name
+            continue
+        head, layer = int(parts["head"]), int(parts["layer"])
+        heads = max(heads, head + 1)
+        if parts["linear"]:
+            layers = max(layers, layer + 1)
+            weights[f"blocks.{head}.{layer}.{parts['part']}"] = value
         else:
-            weights[f"lm_heads.{j}.{rest[0]}"] = value
+            weights[f"lm_heads.{head}.{parts['part']}"] = value
     _check_width(files, ends, _need(files, weights, "blocks.0.0.weight").shape[-1])
     rows = _rows(weights, "lm_heads.0.weight")
     return Medusa(heads, layers, ends, own_heads=rows), weights

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from specdec_mlx.drafters.heads.session import Draws
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext
 
@@ -29,6 +30,11 @@ class PardDrafter(ModelDrafter):
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         return f"PARD {super().key}"
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError for a target with another tokenizer."""
+        if self.tokenizer is not None and context.tokenizer is not None:
+            check_same_tokenizer(context.tokenizer, self.tokenizer)
 
     def describe(self) -> str:
         """What was recognised, in a line."""
