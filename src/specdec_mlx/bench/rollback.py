@@ -57,34 +57,33 @@ def time_rounds(
 def time_recurrent_rounds(
     model: nn.Module, context: int, draft_length: int, repeats: int
 ) -> dict[str, list[float]]:
-    """Seconds of rounds on a recurrent model that keep half of their draft, interleaved.
+    """Seconds of two rounds on a recurrent model, interleaved: half of a draft kept, then a whole.
 
     Args:
         model: one whose states can be chosen among.
         context: tokens read before.
         draft_length: K.
-        repeats: rounds of each kind.
+        repeats: pairs of rounds of each kind.
 
     Returns:
-        "states chosen", and "fed again": what was kept is fed with the next round; "no draft": a
-        pass over one token, the measure of both.
+        "states chosen", and "fed again": what was kept of the first is fed with the second; "no
+        draft": two passes over one token, the measure of both.
     """
     states = {"states chosen": recurrent_states_of(model), "fed again": None, "no draft": None}
     rollbacks = {kind: Rollback(make_prompt_cache(model), states=s) for kind, s in states.items()}
     for rollback in rollbacks.values():
         mx.eval(rollback.forward(model, mx.arange(1, context + 1)))
     seconds: dict[str, list[float]] = {kind: [] for kind in rollbacks}
-    written = dict.fromkeys(rollbacks, context)
     for _ in range(repeats):
         for kind, rollback in rollbacks.items():
             k = 0 if kind == "no draft" else draft_length
-            started = time.perf_counter()
-            if k:
+            started, end = time.perf_counter(), rollback.position
+            for num_kept in (k // 2, k):
                 rollback.checkpoint()
-            num_fed = written[kind] - rollback.position + 1 + k
-            mx.eval(mx.argmax(rollback.forward(model, mx.arange(1, num_fed + 1)), axis=-1))
-            written[kind] += 1 + k // 2
-            rollback.rewind_to(written[kind])
+                num_fed = end - rollback.position + 1 + k
+                mx.eval(mx.argmax(rollback.forward(model, mx.arange(1, num_fed + 1)), axis=-1))
+                end += 1 + num_kept
+                rollback.rewind_to(end)
             seconds[kind].append(time.perf_counter() - started)
     return seconds
 
@@ -115,7 +114,7 @@ def main() -> None:
     seconds = timed(model, args.context, args.draft_length, args.repeats)
     medians = {kind: statistics.median(taken) for kind, taken in seconds.items()}
     for kind, median in medians.items():
-        print(f"{kind}: {1e3 * median:.1f} ms a round (median of {args.repeats})")
+        print(f"{kind}: {1e3 * median:.1f} ms (median of {args.repeats})")
     first, second = list(medians.values())[:2]
     print(f"ratio: {first / second:.3f}")
 

@@ -1,8 +1,8 @@
 """Recurrent state after each position of a short pass, so that going back is a choice among them.
 
 Recurrent state cannot be shortened. Put back to before the pass, it makes the kept positions be fed
-again, which at K = 3 can double what a round computes. For the recurrences below nothing is fed again:
-the state after n positions is had from what the recurrence was given in the pass.
+again, which at K = 3 can double what a round computes. For the recurrences below nothing is fed
+again: the state after n positions is had from what the recurrence was given in the pass.
 
 - Gated delta: its inputs are kept, and run once more over the first n positions: one small kernel a
   layer, only after a rejection. The state of each position, which is large, is never stored.
