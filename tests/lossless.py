@@ -21,7 +21,7 @@ import tiny
 from scripted import OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.target.strategies import leaves, strategy_for
+from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.types import FeatureRows, Features
 
@@ -240,7 +240,7 @@ class Case:
         return Row(
             self.name,
             ", ".join(sorted({_kind(cache) for cache in caches})),
-            ", ".join(sorted({strategy_for(cache).name for cache in leaves(caches)})),
+            ", ".join(sorted(set(ways_back(self.model)))),
             self.ours,
             self.stock,
             self.reads,
@@ -332,7 +332,8 @@ CPU. Its windows and chunks are {window} tokens, and {num_tokens} tokens are wri
 of {num_prompt}, so that each window wraps.
 
 - **Caches**: the classes that the model makes.
-- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`.
+- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`, and
+  `specdec_mlx.target.recurrent_states` for the choice of states.
 - **Ours**: greedy text and log-probabilities (to {tolerance:g}) against plain decoding, with an
   oracle that errs in 30% of positions, a drafter that is always wrong and prompt lookup, drafting
   1, 4 and 7 tokens, and an oracle that drafts more than the window holds.

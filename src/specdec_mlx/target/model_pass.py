@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.exactness import is_exact
 from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.types import FeatureRows, Features
@@ -119,6 +120,7 @@ class ModelPass:
             return None
         if not is_exact(self.model, past_window=False):
             return 1
+        self.rollback.states = recurrent_states_of(self.model)
         room = self.rollback.room_in_window()
         if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
             return None
