@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import astuple, dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import mlx.core as mx
@@ -20,7 +20,10 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import tiny
 from scripted import OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
-from specdec_mlx.target.strategies import leaves, strategy_for
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.target.recurrent_states import ways_back
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.types import FeatureRows, Features
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -106,6 +109,8 @@ class Row:
     way_back: str
     ours: str
     stock: str
+    reads: str
+    tapped: str
 
     def __str__(self) -> str:
         return "| " + " | ".join(astuple(self)) + " |"
@@ -229,14 +234,17 @@ class Case:
     def row(self) -> Row:
         if self.name in tiny.CANNOT_RUN:
             reason = tiny.CANNOT_RUN[self.name].partition(". ")[0]
-            return Row(self.name, "", "", f"cannot run here: `{reason}`", "cannot run here")
+            ours = f"cannot run here: `{reason}`"
+            return Row(self.name, "", "", ours, *["cannot run here"] * 3)
         caches = make_prompt_cache(self.model)
         return Row(
             self.name,
             ", ".join(sorted({_kind(cache) for cache in caches})),
-            ", ".join(sorted({strategy_for(cache).name for cache in leaves(caches)})),
+            ", ".join(sorted(set(ways_back(self.model)))),
             self.ours,
             self.stock,
+            self.reads,
+            self.tapped,
         )
 
     @property
@@ -245,6 +253,68 @@ class Case:
             return "**wrong**"
         reason = INEXACT.get(self.name)
         return "right" if reason is None else f"right, one token at a time: {reason}"
+
+    @cached_property
+    def unreadable(self) -> dict[str, str]:
+        """What of the model cannot be read, and why."""
+        wishes = {"head input": Features(head_input=True), "layers": self.all_layers}
+        reasons = {}
+        for name, wanted in wishes.items():
+            try:
+                Taps(self.model, wanted)
+            except UnreadableError as error:
+                reasons[name] = str(error).partition(": ")[2].partition(". ")[0]
+        return reasons
+
+    @property
+    def all_layers(self) -> Features:
+        return Features(layers=tuple(range(len(self.model.layers))))
+
+    @property
+    def readable(self) -> Features:
+        """All that the model shows."""
+        layers = () if "layers" in self.unreadable else self.all_layers.layers
+        return Features(layers, head_input="head input" not in self.unreadable, top=2)
+
+    @property
+    def reads(self) -> str:
+        """Whether rows are the same in one pass as in several: else they are not of positions."""
+        if self.name not in INEXACT and self.rows_deviation > self.tolerance:
+            return "**wrong rows**"
+        reasons = [f"not the {what}: {why}" for what, why in self.unreadable.items()]
+        return "; ".join(reasons) or "yes"
+
+    @property
+    def rows_deviation(self) -> float:
+        """Largest difference of a state, by the largest of its kind, in one pass and in three."""
+        whole, parts = (self.read_in(ends)[1] for ends in ([], [8, 13]))
+        pairs = [(whole.layers[i], parts.layers[i]) for i in whole.layers]
+        if whole.head_input is not None and parts.head_input is not None:
+            pairs.append((whole.head_input, parts.head_input))
+        return max(largest_difference(a, b) / float(mx.abs(a).max()) for a, b in pairs)
+
+    @property
+    def tapped(self) -> str:
+        """Whether logits are equal to the last bit with everything tapped: of a first pass, of one
+        over several positions and of a single one on the same caches."""
+        parts = mx.split(mx.array([PROMPT]), [8, 13], axis=1)
+        caches = make_prompt_cache(self.model)
+        logits = mx.concatenate([self.logits(part, caches) for part in parts])
+        return "bit-equal" if mx.array_equal(self.read_in([8, 13])[0], logits) else "**differ**"
+
+    def logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
+        logits: mx.array = self.model(tokens, cache=caches)[0]
+        return logits
+
+    def read_in(self, ends: Sequence[int]) -> tuple[mx.array, FeatureRows]:
+        """Logits and all rows of the prompt, in passes that end at these positions and the last."""
+        taps, caches = Taps(self.model, self.readable), make_prompt_cache(self.model)
+        logits, rows = [], []
+        for part in mx.split(mx.array([PROMPT]), list(ends), axis=1):
+            logits.append(taps.read(partial(self.logits, part, caches)))
+            assert taps.features is not None
+            rows.append(taps.features)
+        return mx.concatenate(logits), FeatureRows.joined(rows)
 
 
 def _kind(cache: Any) -> str:
@@ -262,16 +332,20 @@ CPU. Its windows and chunks are {window} tokens, and {num_tokens} tokens are wri
 of {num_prompt}, so that each window wraps.
 
 - **Caches**: the classes that the model makes.
-- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`.
+- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`, and
+  `specdec_mlx.target.recurrent_states` for the choice of states.
 - **Ours**: greedy text and log-probabilities (to {tolerance:g}) against plain decoding, with an
   oracle that errs in 30% of positions, a drafter that is always wrong and prompt lookup, drafting
   1, 4 and 7 tokens, and an oracle that drafts more than the window holds.
 - **mlx-lm's**: the same for its own speculation with a draft model that errs in 30% of positions.
+- **Readable**: whether a drafter can read the input of the output head and the output of every
+  decoder layer, as trained heads do; see `specdec_mlx.target.taps`.
+- **While read**: logits with all of that being read against those without.
 
 {counts}
 
-| Architecture | Caches | Way back | Ours | mlx-lm's |
-|---|---|---|---|---|
+| Architecture | Caches | Way back | Ours | mlx-lm's | Readable | While read |
+|---|---|---|---|---|---|---|
 """
 
 
@@ -299,7 +373,9 @@ def _counts(rows: Sequence[Row]) -> str:
         f"{count('ours', 'right,')} of them one token at a time; "
         f"{count('ours', 'cannot')} cannot run on a CPU.\n"
         f"mlx-lm's own is right on {count('stock', 'right')}, wrong in silence on "
-        f"{count('stock', '**wrong')} and refuses {count('stock', 'refuses')}."
+        f"{count('stock', '**wrong')} and refuses {count('stock', 'refuses')}.\n"
+        f"{count('reads', 'yes')} can be read whole, {count('reads', 'not')} in part; logits are "
+        f"bit-equal while read on {count('tapped', 'bit-equal')}."
     )
 
 

@@ -300,6 +300,25 @@ def perturbed(name: str, share: float = 0.1) -> nn.Module:
     return model
 
 
+@on_cpu
+@pytest.mark.parametrize("name", cases(RUNS, *REPRESENTATIVE))
+def test_it_is_read_as_the_page_says(name: str) -> None:
+    """Head input and layers, with rows of positions, and logits to the last bit what they are
+    where nothing is read."""
+    case = Case(name)
+    (row,) = [row for row in rows_of(PAGE.read_text()) if row.architecture == name]
+    assert (case.reads, case.tapped) == (row.reads, row.tapped)
+    assert case.tapped == "bit-equal"
+
+
+def test_nearly_all_architectures_can_be_read() -> None:
+    """The page names the others, with the reason."""
+    rows = [row for row in rows_of(PAGE.read_text()) if row.architecture in RUNS]
+    others = {row.architecture: row.reads for row in rows if row.reads != "yes"}
+    assert len(rows) - len(others) >= 118
+    assert all(reason.startswith("not the ") for reason in others.values())
+
+
 def test_a_row_is_read_as_it_was_written() -> None:
-    row = Row("llama", "KVCache", "trim", "right", "**wrong, in silence**")
+    row = Row("llama", "KVCache", "trim", "right", "**wrong, in silence**", "yes", "bit-equal")
     assert rows_of(page([row])) == [row]

@@ -12,6 +12,10 @@ from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import early_exit
+from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -21,6 +25,7 @@ from specdec_mlx.errors import (
     DraftError,
     DraftModelError,
     GrammarError,
+    HeadError,
     LogitsError,
     MissingBackendError,
     MissingPackageError,
@@ -28,6 +33,7 @@ from specdec_mlx.errors import (
     PromptError,
     TokenizerMismatchError,
     UnknownNameError,
+    UnreadableError,
     VerdictError,
 )
 from specdec_mlx.generation import generate, stream_generate
@@ -61,6 +67,8 @@ __all__ = [
     "GrammarDrafter",
     "GrammarError",
     "GrammarProcessor",
+    "HeadDrafter",
+    "HeadError",
     "Lenient",
     "LogitsError",
     "MissingBackendError",
@@ -69,6 +77,7 @@ __all__ = [
     "ModelDrafter",
     "ModelFolderError",
     "NGramDrafter",
+    "PardDrafter",
     "ProbeReport",
     "PromptError",
     "PromptLookupDrafter",
@@ -83,12 +92,15 @@ __all__ = [
     "Tuning",
     "Typical",
     "UnknownNameError",
+    "UnreadableError",
     "VerdictError",
     "check",
     "drafter_names",
+    "early_exit",
     "generate",
     "install",
     "installed",
+    "load_head",
     "make_drafter",
     "probe",
     "speculate",

@@ -12,6 +12,10 @@ class DraftError(ValueError):
     """A drafter broke its contract: impossible tokens, or no distribution."""
 
 
+class UnreadableError(ValueError):
+    """A drafter wants to read states that this target does not show."""
+
+
 class VerdictError(ValueError):
     """An acceptance rule broke its contract: it kept what was not drafted, or no token follows."""
 
@@ -38,6 +42,10 @@ class ModelFolderError(ValueError):
 
 class DraftModelError(ValueError):
     """A draft model cannot be made lighter in the way that was asked for."""
+
+
+class HeadError(ValueError):
+    """A trained head cannot be loaded, or does not fit its target."""
 
 
 class GrammarError(ValueError):

@@ -16,6 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of, make_drafter
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
@@ -67,8 +68,8 @@ def stream_generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any. With a drafter as well, that one is asked first, and the model where it
-            has nothing.
+            one with any, or of a trained head. With a drafter as well, that one is asked first,
+            and the model where it has nothing.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
@@ -101,7 +102,7 @@ def stream_generate(
         ValueError: for other bad input.
     """
     tokenizer = _checked(model, tokenizer, max_tokens)
-    chosen = choose_drafter(drafter, draft_model)
+    chosen = choose_drafter(drafter, draft_model, model)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,
@@ -172,8 +173,8 @@ def generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any. With a drafter as well, that one is asked first, and the model where it
-            has nothing.
+            one with any, or of a trained head. With a drafter as well, that one is asked first,
+            and the model where it has nothing.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
@@ -269,7 +270,9 @@ def choose_sampler(
 
 
 def choose_drafter(
-    drafter: Drafter | str | None, draft_model: nn.Module | Drafter | str | Path | None
+    drafter: Drafter | str | None,
+    draft_model: nn.Module | Drafter | str | Path | None,
+    target: nn.Module | None = None,
 ) -> Drafter | None:
     """The drafter that the two arguments name; None for plain decoding.
 
@@ -277,13 +280,15 @@ def choose_drafter(
         drafter: a drafter, or the name of one with options.
         draft_model: a model, or the folder or Hugging Face name of one; code that can give nothing
             else may give a drafter here. With `drafter` as well, that one is asked first.
+        target: the model to draft for, if it is known; trained heads need it.
 
     Raises:
         UnknownNameError: no drafter has this name.
         ModelFolderError: there is no model of this name.
+        HeadError: it is a trained head, which does not fit the target.
         ValueError: for what is neither.
     """
-    return first_of([_drafter(drafter), _model_drafter(draft_model)])
+    return first_of([_drafter(drafter), _model_drafter(draft_model, target)])
 
 
 def _drafter(choice: Drafter | str | None) -> Drafter | None:
@@ -293,12 +298,16 @@ def _drafter(choice: Drafter | str | None) -> Drafter | None:
     return choice
 
 
-def _model_drafter(choice: nn.Module | Drafter | str | Path | None) -> Drafter | None:
+def _model_drafter(
+    choice: nn.Module | Drafter | str | Path | None, target: nn.Module | None
+) -> Drafter | None:
     if isinstance(choice, nn.Module):
         return make_drafter(MODEL_DRAFTER, draft_model=choice)
     if isinstance(choice, str | Path):
         if str(choice).partition(":")[0] in drafter_names():
             return make_drafter(str(choice))
+        if target is not None and is_head(choice):
+            return load_head(choice, target)
         model, tokenizer = load_model(choice)
         return make_drafter(MODEL_DRAFTER, draft_model=model, draft_tokenizer=tokenizer)
     return _drafter(choice)

@@ -3,6 +3,9 @@
 `python -m specdec_mlx.bench.rollback --context 8192`. A cache that was copied would show as a round
 that costs far more: the keys and values of a long text are much larger than what a round reads
 of them in writing a few rows.
+
+With a recurrent model, `--model M`, rounds that reject half of their draft: states chosen among
+against positions fed again.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 
 
@@ -50,6 +54,40 @@ def time_rounds(
     return seconds
 
 
+def time_recurrent_rounds(
+    model: nn.Module, context: int, draft_length: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of two rounds on a recurrent model, interleaved: half of a draft kept, then a whole.
+
+    Args:
+        model: one whose states can be chosen among.
+        context: tokens read before.
+        draft_length: K.
+        repeats: pairs of rounds of each kind.
+
+    Returns:
+        "states chosen", and "fed again": what was kept of the first is fed with the second; "no
+        draft": two passes over one token, the measure of both.
+    """
+    states = {"states chosen": recurrent_states_of(model), "fed again": None, "no draft": None}
+    rollbacks = {kind: Rollback(make_prompt_cache(model), states=s) for kind, s in states.items()}
+    for rollback in rollbacks.values():
+        mx.eval(rollback.forward(model, mx.arange(1, context + 1)))
+    seconds: dict[str, list[float]] = {kind: [] for kind in rollbacks}
+    for _ in range(repeats):
+        for kind, rollback in rollbacks.items():
+            k = 0 if kind == "no draft" else draft_length
+            started, end = time.perf_counter(), rollback.position
+            for num_kept in (k // 2, k):
+                rollback.checkpoint()
+                num_fed = end - rollback.position + 1 + k
+                mx.eval(mx.argmax(rollback.forward(model, mx.arange(1, num_fed + 1)), axis=-1))
+                end += 1 + num_kept
+                rollback.rewind_to(end)
+            seconds[kind].append(time.perf_counter() - started)
+    return seconds
+
+
 def _filled(model: nn.Module, context: int) -> Rollback:
     """Caches that hold `context` tokens' worth of random keys and values."""
     caches = make_prompt_cache(model)
@@ -65,17 +103,20 @@ def _filled(model: nn.Module, context: int) -> Rollback:
 def main() -> None:
     """Print medians and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", help="a model with plain key-value caches (a small one)")
+    parser.add_argument("--model", help="with plain key-value caches (a small one), or recurrent")
     parser.add_argument("--context", type=int, default=8192)
     parser.add_argument("--draft-length", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     model = load(str(args.model or demo_model_path()))[0]
-    seconds = time_rounds(model, args.context, args.draft_length, args.repeats)
+    is_recurrent = recurrent_states_of(model) is not None
+    timed = time_recurrent_rounds if is_recurrent else time_rounds
+    seconds = timed(model, args.context, args.draft_length, args.repeats)
     medians = {kind: statistics.median(taken) for kind, taken in seconds.items()}
     for kind, median in medians.items():
-        print(f"{kind}: {1e3 * median:.1f} ms a round (median of {args.repeats})")
-    print(f"ratio: {medians['rolled back'] / medians['kept']:.3f}")
+        print(f"{kind}: {1e3 * median:.1f} ms (median of {args.repeats})")
+    first, second = list(medians.values())[:2]
+    print(f"ratio: {first / second:.3f}")
 
 
 if __name__ == "__main__":

@@ -7,13 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair, lighter_of
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.heads.loading import is_head, load_head
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import Drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,12 +53,11 @@ def main(args: argparse.Namespace) -> int:
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_model(model_name)
-    draft_model, draft_tokenizer = draft_pair(args)
     name = args.drafter or ("model" if args.draft_model else "ngram")
     report = check(
         model,
         tokenizer,
-        drafter=make_drafter(name, draft_model=draft_model, draft_tokenizer=draft_tokenizer),
+        drafter=_drafter(name, args, model),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
@@ -70,3 +73,11 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).write_text(report.to_json(), encoding="utf-8")
     return 0 if report.passed else 1
+
+
+def _drafter(name: str, args: argparse.Namespace, target: nn.Module) -> Drafter | None:
+    """The drafter of a name; a draft model may be a trained head of the target."""
+    if name == MODEL_DRAFTER and args.draft_model and is_head(args.draft_model):
+        return load_head(args.draft_model, target, draft_bits=lighter_of(args).bits)
+    model, tokenizer = draft_pair(args)
+    return make_drafter(name, draft_model=model, draft_tokenizer=tokenizer)

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import Drafter
+from specdec_mlx.types import Drafter, ReadsTarget
 
 CHUNK = 2048
 MOST_ROWS = 1000
@@ -143,7 +143,7 @@ def with_remembered_models(drafter: Drafter, context: list[int]) -> Drafter:
 
     One that keeps a model where it cannot be seen runs it each time, which is as right, and slow.
     """
-    if not dataclasses.is_dataclass(drafter) or isinstance(drafter, type):
+    if not dataclasses.is_dataclass(drafter) or isinstance(drafter, type | ReadsTarget):
         return drafter
     changes: dict[str, Any] = {}
     for entry in dataclasses.fields(drafter):

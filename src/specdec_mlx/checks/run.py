@@ -17,6 +17,7 @@ from specdec_mlx.checks import declared, joint, one_step, state, texts
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import check_joint
 from specdec_mlx.checks.one_step import check_one_step
+from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.statistics import distributions
@@ -93,7 +94,7 @@ def check(
     subject = _subject(
         model,
         _wrapped(tokenizer),
-        drafter=choose_drafter(drafter, draft_model),
+        drafter=choose_drafter(drafter, draft_model, model),
         sampling=read_sampler(sampler),
         rule=make_rule(rule),
         draft_length=draft_length,
@@ -188,16 +189,17 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         return part
 
     drawn: dict[str, Callable[[Work], Part]] = {
-        one_step.NAME: lambda work: check_one_step(subject, work, steps),
-        joint.NAME: lambda work: check_joint(subject, work, steps, draws),
+        one_step.NAME: lambda work: check_one_step(alone, work, steps),
+        joint.NAME: lambda work: check_joint(alone, work, steps, draws),
         declared.NAME: lambda work: check_declared(draws),
     }
     if subject.sampling.greedy:
         drawn = {name: _no_draws(name) for name in drawn}
+    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
     parts = {
         texts.WIDTHS_NAME: widths,
         **drawn,
-        state.NAME: lambda work: check_state(subject, work),
+        state.NAME: lambda work: check_state(alone, work),
         texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
     }
     with _bar(len(parts), progress) as bar:

@@ -13,6 +13,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
+from specdec_mlx.checks.reading import Reading
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.drafters.ngram import NGramDrafter
@@ -109,6 +110,8 @@ def depends_on_text_alone(drafter: Any) -> bool:
     """
     if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
         return True
+    if isinstance(drafter, Reading):
+        return depends_on_text_alone(drafter.drafter)
     if isinstance(drafter, tuple):
         return any(depends_on_text_alone(entry) for entry in drafter)
     if not dataclasses.is_dataclass(drafter):

@@ -17,6 +17,8 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
+from specdec_mlx.drafters.heads.known import heads_lines
+from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import ModelFolderError, TokenizerMismatchError
@@ -70,7 +72,7 @@ def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
     others = [
         _candidate(name, folder, size, tokenizer)
         for name, folder in models_in(where)
-        if folder.resolve() != target.resolve()
+        if folder.resolve() != target.resolve() and not is_head(folder)
     ]
     return sorted(others, key=lambda c: (c.refusal is not None, c.size, c.name))
 
@@ -159,6 +161,7 @@ def report(model: str, where: Path | None = None) -> str:
         for one in found
         if one.refusal is None
     ] or [f"  none in {where or 'the Hugging Face cache'}"]
+    lines += heads_lines(model, locate(model), models_in(where))
     refused = [f"  {one.name}  {one.refusal}" for one in found if one.refusal is not None]
     return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
 

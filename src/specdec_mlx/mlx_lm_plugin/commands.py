@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from typing import Any
 
 from specdec_mlx.draft_length.store import kept_tuning
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.mlx_lm_plugin.compatible import check_version
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
@@ -19,6 +21,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 from specdec_mlx.models import explained
+from specdec_mlx.types import all_drafters
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
@@ -66,7 +69,7 @@ class Command:
             ) -> None:
                 self.flags, self.arguments = flags, namespace
                 self.check()
-                self.speculation.drafter = flags.drafter()
+                self.speculation.drafter = None if flags.has_head else flags.drafter()
                 self.speculation.draft_length = flags.draft_length
                 self.speculation.rule = flags.rule
                 self.speculation.grammar = flags.grammar
@@ -96,6 +99,11 @@ class Command:
             with explained(name):
                 loaded = load(name, *args, **kwargs)
             self.speculation.tokenizer = loaded[1]
+            if self.flags.has_head:
+                self.speculation.drafter = self.flags.drafter(loaded[0])
+                for part in all_drafters(self.speculation.drafter):
+                    if isinstance(part, HeadDrafter | PardDrafter):
+                        print(f"Drafting with {part.describe()}", file=sys.stderr)
             if self.flags.keeps_tuning:
                 self.stack.enter_context(kept_tuning(loaded[0], str(name)))
             return loaded

@@ -27,6 +27,7 @@ from specdec_mlx.drafters.draft_models import (
     load_draft_model,
 )
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
+from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -80,19 +81,35 @@ class Flags:
             given.append(MODEL_DRAFTER)
         return given
 
-    def drafter(self) -> Drafter | None:
+    @cached_property
+    def has_head(self) -> bool:
+        """Whether the draft model is a trained head, which cannot be made before the target."""
+        return self.draft_model is not None and is_head(self.draft_model)
+
+    def drafter(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter to use, with the draft model loaded; None for plain decoding.
 
         What a grammar forces is drafted before anything else is tried.
+
+        Args:
+            target: the model to draft for, which a trained head needs.
         """
-        drafters = [self.make(spec) for spec in self.names]
+        drafters = [self.make(spec, target) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
         return first_of(drafters)
 
-    def make(self, spec: str) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and `load_draft_model` raise."""
-        model, tokenizer = self._draft_pair
+    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
+        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise."""
+        if self.has_head and name_in(spec) == MODEL_DRAFTER:
+            assert self.draft_model is not None
+            if target is None:
+                raise ValueError(
+                    f"argument --draft-model: {self.draft_model} is a trained head of a target, "
+                    "which this command does not load before its drafter. Use generate or chat."
+                )
+            return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
+        model, tokenizer = (None, None) if self.has_head else self._draft_pair
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
 
     @cached_property
@@ -122,7 +139,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "given)",
     )
     if "--draft-model" not in taken:
-        group.add_argument("--draft-model", default=None, help="A model to draft with.")
+        group.add_argument(
+            "--draft-model", default=None, help="A model to draft with, or a trained head."
+        )
     add_lighter_arguments(group)
     group.add_argument(
         "--draft-length",

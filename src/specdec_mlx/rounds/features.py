@@ -10,43 +10,66 @@ from specdec_mlx.types import (
     Drafter,
     DraftSession,
     FeatureRows,
+    Features,
     Outcome,
     ReadsTarget,
     SeesTarget,
     Tappable,
     Target,
+    all_drafters,
+    key_of,
+    session_parts,
 )
 
 
 class FeatureFeed:
-    """The way of the target's states to one session: each position of the text once, in order."""
+    """The way of the target's states to sessions: each position of the text once, in order.
 
-    def __init__(self, session: SeesTarget, target: Tappable) -> None:
+    Args:
+        readers: the sessions that read, each with what it wants to see.
+        target: what they read.
+    """
+
+    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         """Nothing was shown yet."""
-        self._session = session
+        self._readers = readers
         self._target = target
         self._num_shown = 0
 
     @classmethod
     def between(cls, drafter: Drafter, session: DraftSession, target: Target) -> FeatureFeed | None:
-        """The way from a target to a session, tapped as its drafter wants; None for no wish.
+        """The way from a target to those of a session's parts that read it; None if none does.
+
+        Args:
+            drafter: the drafter, which may be made of others.
+            session: its session.
+            target: is tapped for all that any of them wants.
 
         Raises:
             DraftError: the target cannot be read, or the session has no `see`.
+            UnreadableError: the target does not show what is wanted.
         """
-        if not isinstance(drafter, ReadsTarget):
+        wishes = {
+            key_of(part): part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)
+        }
+        readers = []
+        for key, part in session_parts(session, key_of(drafter)):
+            if key not in wishes:
+                continue
+            name = type(wishes[key]).__name__
+            if not isinstance(target, Tappable):
+                raise DraftError(
+                    f"{name} reads the target's states, and this target cannot be read. Use a "
+                    "drafter that works on tokens, such as 'prompt-lookup'."
+                )
+            if not isinstance(part, SeesTarget):
+                raise DraftError(f"{name} wants features, and its session has no see(features).")
+            readers.append((part, wishes[key].features))
+        if not readers:
             return None
-        if not isinstance(target, Tappable):
-            raise DraftError(
-                f"{type(drafter).__name__} reads the target's states, and this target cannot be "
-                "read. Use a drafter that works on tokens, such as 'prompt-lookup'."
-            )
-        if not isinstance(session, SeesTarget):
-            raise DraftError(
-                f"{type(drafter).__name__} wants features, and its session has no see(features)."
-            )
-        target.tap(drafter.features)
-        return cls(session, target)
+        assert isinstance(target, Tappable)
+        target.tap(_all_of([wanted for _, wanted in readers]))
+        return cls(readers, target)
 
     def show_fed(self, start: int) -> None:
         """Show what the latest `feed` computed; it began at position `start` of the text."""
@@ -65,5 +88,16 @@ class FeatureFeed:
         """Show rows whose positions are `start` and those after it, but for those already shown."""
         new = indices[max(0, self._num_shown - start) :]
         if new:
-            self._session.see(rows.rows(new))
+            shown = rows.rows(new)
+            for session, wanted in self._readers:
+                session.see(shown.only(wanted))
             self._num_shown = start + len(indices)
+
+
+def _all_of(wishes: Sequence[Features]) -> Features:
+    """All that any of these is."""
+    return Features(
+        layers=tuple(sorted({layer for wanted in wishes for layer in wanted.layers})),
+        head_input=any(wanted.head_input for wanted in wishes),
+        top=max(wanted.top for wanted in wishes),
+    )

@@ -39,8 +39,8 @@ class SpeculationStats(Rows):
         target_passes: passes of the target over the text, prefill left out; each is one round.
         ahead: those of them that were launched before the token before them was read.
         fed: positions that those passes computed.
-        replayed: those among them that had been computed before, since recurrent caches cannot go
-            back part of the way; no extra pass is made.
+        replayed: those among them that had been computed before, since some recurrent caches cannot
+            go back part of the way; no extra pass is made.
         drafted: draft tokens proposed.
         accepted: draft tokens kept by the rule.
         cut: tokens verified but beyond max_tokens.

@@ -10,7 +10,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.exactness import is_exact
 from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.types import FeatureRows, Features
 
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
@@ -33,6 +36,8 @@ class ModelPass:
         rollback: its caches.
         options: when they are quantized.
         probe: whether to measure, once, if the model is exact for several positions at once.
+
+    taps: what is read of its passes, None for nothing.
     """
 
     def __init__(
@@ -48,13 +53,33 @@ class ModelPass:
         self.rollback = rollback
         self.options = options or CacheOptions()
         self.probe = probe
+        self.taps: Taps | None = None
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features; UnreadableError if it cannot."""
+        self.taps = Taps(self.model, wanted)
+
+    @property
+    def features(self) -> FeatureRows | None:
+        """Rows of the latest pass; None if nobody asked."""
+        return None if self.taps is None else self.taps.features
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the latest `feed`, and how many positions it had."""
+        assert self.taps is not None, "asked for rows without having asked for taps"
+        assert self.taps.features is not None, "asked for rows before a pass"
+        return self.taps.features, self.taps.num_rows
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
         if self.options.kv_bits is not None:
             self.quantize()
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
-        return self.rollback.forward(self.model, tokens, **inputs)
+
+        def run() -> mx.array:
+            return self.rollback.forward(self.model, tokens, **inputs)
+
+        return run() if self.taps is None else self.taps.read(run)
 
     def vocab_size(self) -> int:
         """V."""
@@ -95,6 +120,7 @@ class ModelPass:
             return None
         if not is_exact(self.model, past_window=False):
             return 1
+        self.rollback.states = recurrent_states_of(self.model)
         room = self.rollback.room_in_window()
         if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
             return None

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.target.recurrent_states import MOST_POSITIONS, RecurrentStates
 from specdec_mlx.target.strategies import (
     Gathers,
     Strategy,
@@ -43,23 +44,38 @@ class Rollback:
         entries may be replaced while it is used (kv_bits does).
     position: positions fed since this object was made.
     broken: why a cache is not where the others are, None if all are.
+    states: how recurrent states are chosen among after a short pass with a draft; None where what
+        was kept of it is fed again.
     """
 
     caches: list[Any]
     position: int = 0
     broken: str | None = None
+    states: RecurrentStates | None = None
     _checkpoints: list[_Checkpoint] = field(default_factory=list)
     _found: list[tuple[Any, Strategy]] = field(default_factory=list)
     _found_in: list[int] = field(default_factory=list)
+    _chosen: dict[int, Strategy] = field(default_factory=dict)
+    """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
     def forward(self, model: nn.Module, tokens: mx.array, **inputs: Any) -> mx.array:
         """One pass of a model over tokens [S], or over its inputs; logits [S, V], lazy.
 
         After an exception in it the caches are as before.
         """
-        before = self._saved()
-        try:
+
+        def run() -> mx.array:
             logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
+            return logits
+
+        self._chosen = {}
+        before = self._saved()
+        width = tokens.shape[0]
+        try:
+            if self.states is not None and self._is_after_checkpoint() and width <= MOST_POSITIONS:
+                logits, self._chosen = self.states.run(run, list(leaves(self.caches)), width)
+            else:
+                logits = run()
         except BaseException as error:
             self._put_back(before, error)
             raise
@@ -79,6 +95,7 @@ class Rollback:
 
     def advance(self, num_positions: int) -> None:
         """Note a pass over `num_positions` that was not made by `forward`."""
+        self._chosen = {}
         self.position += num_positions
 
     def drop_checkpoints(self) -> None:
@@ -164,7 +181,12 @@ class Rollback:
         if self._found_in != (ids := list(map(id, self.caches))):
             self._found_in = ids
             self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
-        return self._found
+        if not self._chosen:
+            return self._found
+        return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
+
+    def _is_after_checkpoint(self) -> bool:
+        return bool(self._checkpoints) and self._checkpoints[-1].position == self.position
 
     def _saved(self) -> list[tuple[Any, Strategy, Any]]:
         """Every cache with its strategy, and all that is needed to put it back."""
@@ -172,6 +194,7 @@ class Rollback:
 
     def _put_back(self, before: list[tuple[Any, Strategy, Any]], error: BaseException) -> None:
         """Put every cache back; one that cannot be is noted on the error."""
+        self._chosen = {}
         for cache, strategy, saved in before:
             try:
                 strategy.restore(cache, saved)
@@ -182,6 +205,7 @@ class Rollback:
     def _return_to(self, checkpoint: _Checkpoint) -> tuple[int, list[int]]:
         """Put back what was saved; how far back that is, and what each cache gave back."""
         back = self.position - checkpoint.position
+        self._chosen = {}
         dropped = []
         for (cache, strategy), saved in zip(self._strategies(), checkpoint.saved, strict=True):
             if strategy.must_restore:

@@ -9,7 +9,8 @@ Each class has one strategy, looked up in `STRATEGIES`:
 - `Chunks`: a pass that enters a new chunk drops the rows of the last one in front; to go back into
   that chunk takes the buffers saved before the pass.
 - `Snapshot`: recurrent state cannot be shortened; what it was before the pass is put back, and the
-  positions that were kept are fed again, with the next pass.
+  positions that were kept are fed again, with the next pass. After a short pass of a recurrence
+  that `recurrent_states` knows its `KeptStates` stand in: going back is then a choice of states.
 - `Unknown`: a class that is not in the table; all of it is copied before a pass and put back.
 - `Asked`: the same, for a class that says that it can be trimmed: it is asked each time.
 - `SingleTokens`: nothing is known to work, so nothing is drafted.

@@ -159,6 +159,8 @@ class Verifier:
         self.rule = make_rule(rule)
         self.counterfactual = counterfactual
         self.feed = model_pass.feed
+        self.tap = model_pass.tap
+        self.fed_features = model_pass.fed_features
         self.vocab_size = model_pass.vocab_size
         self.widest_pass = model_pass.widest
         self.quantize = model_pass.quantize
@@ -204,7 +206,9 @@ class Verifier:
         """
         if len(draft):
             self._check_draft(draft)
-        pending = self._feed_all_but_last_pass(to_ids(pending))
+        pending = to_ids(pending)
+        num_fed = pending.shape[0] + len(draft)
+        pending, rows = self._feed_all_but_last_pass(pending)
         if len(draft):
             self.rollback.checkpoint()
         drafted = self._clamped(draft) if len(draft) else NO_TOKENS
@@ -212,22 +216,28 @@ class Verifier:
         logits = self.feed(fed, embeddings)
         if logits.shape[0] > len(draft) + 1:
             logits = logits[-len(draft) - 1 :]
+        features = _joined([*rows, self.model_pass.features])
         if self.distribution.by_row:
             mx.async_eval(logits)
-            return RowByRowPass(draft, fed.shape[0], logits, self._chooser(logits, position))
-        pass_ = self._decide(logits, draft, drafted, position, fed.shape[0])
+            return RowByRowPass(draft, num_fed, logits, self._chooser(logits, position), features)
+        pass_ = self._decide(logits, draft, drafted, position, num_fed)
+        pass_.features = features
         mx.async_eval(pass_.results, pass_.logprobs)
         return pass_
 
-    def _feed_all_but_last_pass(self, pending: mx.array) -> mx.array:
-        """Feed pending tokens that one pass has no room for; those that are left."""
+    def _feed_all_but_last_pass(
+        self, pending: mx.array
+    ) -> tuple[mx.array, list[FeatureRows | None]]:
+        """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
+        rows: list[FeatureRows | None] = []
         while pending.shape[0] > 1:
             room = self.widest_pass()
             if room is None or pending.shape[0] <= room:
                 break
             self.feed(pending[:room])
+            rows.append(self.model_pass.features)
             pending = pending[room:]
-        return pending
+        return pending, rows
 
     def _check_draft(self, draft: Draft) -> None:
         check_draft(draft, self.vocab_size())
@@ -279,6 +289,12 @@ class Verifier:
             return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
 
         return choose
+
+
+def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
+    """Rows of all passes of a round; None if nobody asked."""
+    there = [part for part in parts if part is not None]
+    return there[0] if len(there) == 1 else FeatureRows.joined(there) if there else None
 
 
 def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:

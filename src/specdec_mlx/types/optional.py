@@ -28,7 +28,10 @@ class Tappable(Protocol):
     """A target whose states can be read; default: it cannot be read."""
 
     def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features."""
+        """Have every pass from now on bring these features.
+
+        Raises an UnreadableError for what the target does not show.
+        """
         ...
 
     def fed_features(self) -> tuple[FeatureRows, int]:
@@ -171,7 +174,14 @@ class SeesTarget(Protocol):
         """Take the rows of further positions of the text, before they are observed.
 
         The prompt's rows come chunk by chunk during prefill, later ones after each verdict, only
-        those of positions that were kept.
+        those of positions that were kept. They are lazy, and what they are made of is held until
+        they are computed: evaluate, or drop, what was shown of one chunk before the next.
+
+        On a prompt cache that holds earlier text, the rows begin with this call's prompt: what the
+        cache holds is not read again. A session that remembers the earlier turn, in the draft
+        caches of the same list (`DraftContext.draft_cache`), goes on from there; any other drafts
+        from what it has seen, with the positions counted from this call's prompt on. That may cost
+        acceptance, never the text.
         """
         ...
 

@@ -32,8 +32,10 @@ class Features:
 class FeatureRows:
     """Rows of the target's passes at n positions in the text, one after the other; all lazy.
 
-    layers: index of the layer -> its output, [n, D]. head_input: [n, D], state after the final
-    norm. top_tokens: [n, top] the likeliest next tokens, the likeliest first.
+    layers: index of the layer -> its output, [n, D]; where a layer carries several streams side by
+    side they stand one behind the other, [n, streams * D]. head_input: [n, D], state after the
+    final norm. top_tokens: [n, top] the likeliest next tokens by the raw logits, the likeliest
+    first.
     """
 
     layers: Mapping[int, mx.array]
@@ -49,11 +51,37 @@ class FeatureRows:
             top_tokens=None if self.top_tokens is None else self.top_tokens[ids],
         )
 
+    def only(self, wanted: Features) -> FeatureRows:
+        """What of them is wanted; all of it has to be there."""
+        top = None if self.top_tokens is None else self.top_tokens[:, : wanted.top]
+        return FeatureRows(
+            layers={layer: self.layers[layer] for layer in wanted.layers},
+            head_input=self.head_input if wanted.head_input else None,
+            top_tokens=top if wanted.top else None,
+        )
+
+    @classmethod
+    def joined(cls, parts: Sequence[FeatureRows]) -> FeatureRows:
+        """Rows of several passes, one behind the other; all of the same features, at least one."""
+
+        def join(arrays: Sequence[mx.array | None]) -> mx.array | None:
+            there = [array for array in arrays if array is not None]
+            return mx.concatenate(there) if there else None
+
+        return cls(
+            layers={
+                layer: mx.concatenate([part.layers[layer] for part in parts])
+                for layer in parts[0].layers
+            },
+            head_input=join([part.head_input for part in parts]),
+            top_tokens=join([part.top_tokens for part in parts]),
+        )
+
 
 class PendingPass(Protocol):
     """A pass of the target that is under way.
 
-    draft: what it verifies. num_fed: positions that it computes. logprobs: [K+1, V] the target's
+    draft: what it verifies. num_fed: positions that are computed. logprobs: [K+1, V] the target's
     log-probabilities, processed, before temperature and filters, as mlx-lm reports them. features:
     rows of the fed positions for a drafter that reads the target; None if nobody asked.
     """

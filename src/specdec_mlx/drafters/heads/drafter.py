@@ -1,0 +1,111 @@
+"""A trained head as a drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.nn as nn
+
+from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.errors import HeadError
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import DraftContext, Features
+
+
+class Head(nn.Module):  # type: ignore[misc]
+    """A head's weights, and what it reads of the target.
+
+    kind: what it is called. features: what it reads.
+    """
+
+    kind = ""
+    features = Features()
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> HeadSession:
+        """Start a generation.
+
+        Args:
+            sampling: how drafts are drawn.
+            prompt: [n] token ids.
+            context: the generation's.
+        """
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """What else is to be known about it, each in a few words."""
+        return []
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class HeadDrafter:
+    """Draft with a trained head, which reads the states of the target that it was loaded for.
+
+    What is emitted has the target's distribution, whatever the head proposes. Greedy targets and
+    opaque samplers get the head's argmax, others draws from its logits under the target's own
+    sampling (Leviathan et al. 2023, section 2.2), with the distribution of each handed over.
+
+    Args:
+        head: as `load_head` makes it.
+        greedy: propose the argmax, a point mass, whatever the target's sampling.
+        draft_temp: temperature of the drafts, None for the target's own.
+        name: what it was loaded from.
+        vocab_size: V of the target that it was loaded for, None for any.
+    """
+
+    head: Head
+    greedy: bool = False
+    draft_temp: float | None = None
+    name: str = ""
+    vocab_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse a temperature that is none."""
+        if self.draft_temp is not None and not self.draft_temp >= 0:
+            raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
+
+    @property
+    def model(self) -> nn.Module:
+        """The head's weights, which are kept wired while it drafts."""
+        return self.head
+
+    @property
+    def features(self) -> Features:
+        """What its sessions read of the target."""
+        return self.head.features
+
+    @property
+    def key(self) -> str:
+        """The head by its content, and how it drafts."""
+        content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
+        return f"HeadDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
+
+    def describe(self) -> str:
+        """What was recognised, in a line."""
+        return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
+
+    def __repr__(self) -> str:
+        """What was recognised."""
+        return f"<HeadDrafter {self.describe()}>"
+
+    def sampling_for(self, target: Sampling | None) -> Sampling:
+        """How to draw for a target: its filters, at the drafts' temperature."""
+        if self.greedy or target is None or target.greedy:
+            return Sampling()
+        return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
+        sizes = (self.vocab_size, context.vocab_size)
+        if None not in sizes and sizes[0] != sizes[1]:
+            raise HeadError(
+                f"{self.describe()} was loaded for a target with {self.vocab_size} tokens, and "
+                f"this one has {context.vocab_size}. Load it for this target."
+            )
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
+        """Start a generation; the head reads the prompt as the target's rows come."""
+        return self.head.begin(self.sampling_for(context.sampling), prompt, context)

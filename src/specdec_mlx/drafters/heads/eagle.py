@@ -1,0 +1,273 @@
+"""EAGLE heads: one decoder layer over the target's states and the embeddings of the next tokens.
+
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses the outputs of three layers of the target, its
+layer attends over [embedding, state], and it has a head of its own over a part of the vocabulary.
+EAGLE-1 and 2 (2401.15077, 2406.16858) read the state after the final norm, fuse it with the
+embedding, and use the target's head. The trees that these papers draft are not drafted here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import KVCache
+
+from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import DraftContext, FeatureRows, Features
+
+IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What the config of an EAGLE-3 head says, whoever wrote it.
+
+    layer: configuration of its decoder layer, in Hugging Face's words. layers: whose outputs of the
+        target it reads, from 0. norm_before_residual: the residual is the normed state.
+    norm_before_fc: one norm over all that is fused. fc_norm: one norm for each. norm_output: what
+        is fed back is the state after the norm (EAGLE-3.1).
+    """
+
+    layer: Mapping[str, Any]
+    layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], num_layers: int) -> Eagle3Config:
+        """From a config.json, for a target of so many layers.
+
+        SafeAILab and SpecForge write the layer's keys at the top, speculators under
+        `transformer_layer_config`; the ids of the layers may stand under `eagle_config`.
+        """
+        nested = config.get("eagle_config") or {}
+        flags = {
+            name: bool(config.get(name, nested.get(name, False)))
+            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        }
+        ids = config.get(IDS_KEY) or nested.get(IDS_KEY)
+        layers = default_layers(num_layers) if ids is None else output_layers(ids)
+        return cls(config.get("transformer_layer_config") or config, layers, **flags)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Layers of a target whose outputs are read where the config names none (the paper's code)."""
+    return (1, num_layers // 2 - 1, num_layers - 4)
+
+
+def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
+    """Layers whose outputs are meant, from 0.
+
+    Stored ids come in two conventions: "output of", which begins with 1 by default, and "input of",
+    that is the output of the layer before, which begins with 2 (sglang#25454). A wrong guess costs
+    about 0.1 tokens a pass, and no error.
+    """
+    back = 0 if ids[0] == 1 else 1
+    return tuple(i - back for i in ids)
+
+
+def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
+    """mlx-lm's decoder layer for a head's config, and its arguments.
+
+    Llama's; Qwen3's where that is the model type, which norms queries and keys; or Qwen2's where
+    queries, keys and values have a bias.
+    """
+    name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
+    if config.get("qkv_bias"):
+        name = "qwen2"
+    module = importlib.import_module(f"mlx_lm.models.{name}")
+    rope = config.get("rope_parameters") or {}
+    heads = config["num_attention_heads"]
+    arguments = {
+        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_scaling": rope or None,
+        "num_key_value_heads": heads,
+        "head_dim": config["hidden_size"] // heads,
+        "max_position_embeddings": 2048,
+        **{key: value for key, value in config.items() if value is not None},
+        "model_type": name,
+        "tie_word_embeddings": False,
+        "layer_types": None,
+    }
+    return module.TransformerBlock, module.ModelArgs.from_dict(arguments)
+
+
+class Eagle3(Head):
+    """An EAGLE-3 head.
+
+    Args:
+        config: what its config says.
+        ends: of the target.
+        vocabulary: what its logits are over; None for the target's tokens.
+        own_embeddings: rows of its own embeddings; 0 for the target's.
+        own_head: rows of its own head; 0 for the target's.
+    """
+
+    kind = "EAGLE-3"
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        ends: TargetEnds,
+        vocabulary: DraftVocabulary | None = None,
+        *,
+        own_embeddings: int = 0,
+        own_head: int = 0,
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        block, args = layer_classes(config.layer)
+        width, eps = args.hidden_size, args.rms_norm_eps
+        num_read = len(config.layers)
+        self.config = config
+        self.ends = ends
+        self.vocabulary = vocabulary
+        self.features = Features(layers=config.layers)
+        self.fc = nn.Linear(num_read * ends.width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.layers = [block(args) for _ in range(config.layer.get("num_hidden_layers", 1))]
+        _widen(self.layers[0].self_attn, width)
+        self.norm = nn.RMSNorm(width, eps)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(num_read * ends.width, eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(ends.width, eps) for _ in range(num_read)]
+        if own_embeddings:
+            self.embed_tokens = nn.Embedding(own_embeddings, width)
+        if own_head:
+            self.lm_head = nn.Linear(width, own_head, bias=False)
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> RecurrentSession:
+        """Start a generation."""
+        return RecurrentSession(self, sampling, prompt, context)
+
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] the outputs of the target's layers, fused."""
+        states = [features.layers[layer] for layer in self.config.layers]
+        if self.config.fc_norm:
+            states = [norm(x) for norm, x in zip(self.fc_norm, states, strict=True)]
+        fused = mx.concatenate(states, axis=-1)
+        if self.config.norm_before_fc:
+            fused = self.input_norm(fused)
+        rows: mx.array = self.fc(fused)
+        return rows
+
+    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [n, D]: the first layer attends over [embedding, state], others as usual."""
+        h: mx.array = states[None]
+        first = self.layers[0]
+        mask = create_attention_mask(h, cache[0])
+        embedded = first.input_layernorm(self.embed(tokens)[None])
+        normed = self.hidden_norm(h)
+        residual = normed if self.config.norm_before_residual else h
+        h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), mask, cache[0])
+        h = h + first.mlp(first.post_attention_layernorm(h))
+        for layer, kept in zip(self.layers[1:], cache[1:], strict=True):
+            h = layer(h, mask, kept)
+        if self.config.norm_output:
+            h = self.norm(h)
+        return h[0]
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """[n, D] its own embeddings, or else the target's."""
+        return self.embed_tokens(tokens) if "embed_tokens" in self else self.ends.embed(tokens)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V], -inf for tokens that are not in the draft vocabulary."""
+        normed = states if self.config.norm_output else self.norm(states)
+        logits = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
+
+    def make_cache(self) -> list[Any]:
+        """One for each layer."""
+        return [KVCache() for _ in self.layers]
+
+    def notes(self) -> list[str]:
+        """Layers, vocabulary, variants."""
+        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+        notes = [f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"]
+        if self.vocabulary is not None:
+            notes.append(f"{self.vocabulary.ids.shape[0]} of {self.ends.vocab_size} tokens")
+        return notes + [name for name in names if getattr(self.config, name)]
+
+
+def _widen(attention: nn.Module, width: int) -> None:
+    """Let the projections of an attention take [embedding, state]."""
+    for name in ("q_proj", "k_proj", "v_proj"):
+        narrow = attention[name]
+        setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
+
+
+class Eagle1(Head):
+    """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
+
+    Args:
+        config: its config.json.
+        ends: of the target.
+        own_embeddings: rows of its own embeddings; 0 for the target's.
+        has_bias: whether what fuses has one.
+    """
+
+    kind = "EAGLE"
+    features = Features(head_input=True)
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        ends: TargetEnds,
+        *,
+        own_embeddings: int = 0,
+        has_bias: bool = False,
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        block, args = layer_classes(config)
+        width = args.hidden_size
+        self.ends = ends
+        self.fc = nn.Linear(2 * width, width, bias=has_bias)
+        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
+        self.layers[0].input_layernorm = nn.Identity()
+        if own_embeddings:
+            self.embed_tokens = nn.Embedding(own_embeddings, width)
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> RecurrentSession:
+        """Start a generation."""
+        return RecurrentSession(self, sampling, prompt, context)
+
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] the target's states after its final norm."""
+        assert features.head_input is not None
+        return features.head_input
+
+    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [n, D] in place of the target's after its final norm."""
+        embedded = self.embed_tokens(tokens) if "embed_tokens" in self else self.ends.embed(tokens)
+        h: mx.array = self.fc(mx.concatenate([embedded, states], axis=-1))[None]
+        mask = create_attention_mask(h, cache[0])
+        for layer, kept in zip(self.layers, cache, strict=True):
+            h = layer(h, mask, kept)
+        return h[0]
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V] of the target's own head."""
+        return self.ends.logits(states)
+
+    def make_cache(self) -> list[Any]:
+        """One for each layer."""
+        return [KVCache() for _ in self.layers]

@@ -1,0 +1,146 @@
+"""Trained heads for a model: those that are here, and repositories that are known to have one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from specdec_mlx.drafters.heads.building import VOCABULARY_MARGIN
+from specdec_mlx.drafters.heads.mtp_families import family_of
+from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, known_kind
+
+KNOWN: dict[str, tuple[str, ...]] = {
+    "llama-3.1-8b-instruct": (
+        "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B",
+        "RedHatAI/Llama-3.1-8B-Instruct-speculator.eagle3",
+        "z-lab/LLaMA3.1-8B-Instruct-DFlash-UltraChat",
+    ),
+    "llama-3.3-70b-instruct": ("yuhuili/EAGLE3-LLaMA3.3-Instruct-70B",),
+    "llama-3": ("amd/PARD-Llama-3.2-1B",),
+    "deepseek-r1-distill-llama-8b": ("yuhuili/EAGLE3-DeepSeek-R1-Distill-LLaMA-8B",),
+    "deepseek-r1-distill-qwen": ("amd/PARD-DeepSeek-R1-Distill-Qwen-1.5B",),
+    "qwen2.5": ("amd/PARD-Qwen2.5-0.5B",),
+    "qwen3": ("amd/PARD-Qwen3-0.6B",),
+    "qwen3-1.7b": ("AngelSlim/Qwen3-1.7B_eagle3",),
+    "qwen3-4b": ("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16"),
+    "qwen3-8b": (
+        "AngelSlim/Qwen3-8B_eagle3",
+        "Tengyunw/qwen3_8b_eagle3",
+        "RedHatAI/Qwen3-8B-speculator.eagle3",
+        "z-lab/Qwen3-8B-DFlash-b16",
+    ),
+    "qwen3-14b": ("AngelSlim/Qwen3-14B_eagle3", "RedHatAI/Qwen3-14B-speculator.eagle3"),
+    "qwen3-32b": ("AngelSlim/Qwen3-32B_eagle3",),
+    "qwen3-30b-a3b-instruct-2507": ("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",),
+    "qwen3-coder-30b-a3b": ("z-lab/Qwen3-Coder-30B-A3B-DFlash",),
+    "qwen3-coder-next": ("z-lab/Qwen3-Coder-Next-DFlash",),
+    "qwen3.5-4b": ("mlx-community/Qwen3.5-4B-MTP-4bit", "z-lab/Qwen3.5-4B-DFlash"),
+    "qwen3.5-9b": ("mlx-community/Qwen3.5-9B-MTP-4bit", "z-lab/Qwen3.5-9B-DFlash"),
+    "qwen3.5-27b": ("z-lab/Qwen3.5-27B-DFlash",),
+    "qwen3.5-35b-a3b": ("z-lab/Qwen3.5-35B-A3B-DFlash",),
+    "qwen3.5-122b-a10b": ("z-lab/Qwen3.5-122B-A10B-DFlash",),
+    "qwen3.6-27b": ("z-lab/Qwen3.6-27B-DFlash",),
+    "qwen3.6-35b-a3b": ("z-lab/Qwen3.6-35B-A3B-DFlash",),
+    "qwen3.8-27b": ("mlx-community/Qwen3.8-27B-MTP-4bit", "seabit-ai/Qwen3.8-27B-MTP-draft"),
+    "gpt-oss-20b": ("RedHatAI/gpt-oss-20b-speculator.eagle3", "z-lab/gpt-oss-20b-DFlash"),
+    "gpt-oss-120b": (
+        "RedHatAI/gpt-oss-120b-speculator.eagle3",
+        "lmsys/EAGLE3-gpt-oss-120b-bf16",
+        "z-lab/gpt-oss-120b-DFlash",
+    ),
+    "gemma-4-31b-it": ("RedHatAI/gemma-4-31B-it-speculator.eagle3", "z-lab/gemma-4-31B-it-DFlash"),
+    "gemma-4-26b-a4b-it": (
+        "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",
+        "z-lab/gemma-4-26B-A4B-it-DFlash",
+    ),
+    "glm-4.7-flash": ("thoughtworks/GLM-4.7-Flash-Eagle3",),
+    "vicuna-7b-v1.3": ("FasterDecoding/medusa-vicuna-7b-v1.3",),
+    "vicuna-13b-v1.3": ("yuhuili/EAGLE3-Vicuna1.3-13B",),
+    "zephyr-7b-beta": ("FasterDecoding/medusa-1.0-zephyr-7b-beta",),
+}
+"""How the name of a model begins -> repositories with heads for it, by what their authors say."""
+
+KINDS = {
+    "eagle3": "EAGLE-3",
+    "dflash": "DFlash",
+    "medusa": "Medusa",
+    "pard": "PARD",
+    "mtp": "multi-token prediction",
+}
+
+
+class HeadHere(NamedTuple):
+    """A head in a folder. refusal: why it does not serve, None if it can."""
+
+    name: str
+    kind: str
+    refusal: str | None = None
+
+
+def known_repositories(model: str) -> list[str]:
+    """Repositories that are known to have a head for a model, by its name."""
+    name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
+    return [
+        repository
+        for beginning, repositories in KNOWN.items()
+        if name.startswith(beginning) and not name[len(beginning) :][:1].isalnum()
+        for repository in repositories
+        if not (beginning == "qwen3" and name.startswith("qwen3."))
+    ]
+
+
+def heads_among(
+    folders: Iterable[tuple[str, Path]], target: Mapping[str, Any]
+) -> Iterator[HeadHere]:
+    """Heads among folders, each with its name, and whether they fit a target by its config."""
+    for name, folder in folders:
+        config = _config(folder)
+        kind = known_kind(config)
+        if kind in UNSUPPORTED:
+            yield HeadHere(name, UNSUPPORTED[kind], "cannot be loaded yet")
+        elif kind is not None:
+            yield HeadHere(name, KINDS[kind], _misfit(config, target))
+
+
+def heads_lines(model: str, folder: Path, folders: Iterable[tuple[str, Path]]) -> list[str]:
+    """What is known of heads for a model, for people to read; empty if nothing is.
+
+    Args:
+        model: its name.
+        folder: where it is.
+        folders: where heads may be, each with its name.
+    """
+    target = _config(folder)
+    lines = [
+        f"  {one.name}  {one.kind}, {'here' if one.refusal is None else one.refusal}"
+        for one in sorted(heads_among(folders, target), key=lambda one: one.refusal is not None)
+    ]
+    lines += [f"  {repository}  to be fetched" for repository in known_repositories(model)]
+    if family_of(target) is not None:
+        lines.append("  its original repository  multi-token prediction, to be fetched")
+    return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """A folder's configuration; empty if it has none that can be read."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
+    """Why a head does not fit a target, by what their configurations say."""
+    head = config.get("transformer_layer_config") or config.get("text_config") or config
+    model = target.get("text_config") or target
+    width = config.get("target_hidden_size") or head.get("hidden_size")
+    ours, theirs = head.get("vocab_size"), model.get("vocab_size")
+    if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
+        return "another vocabulary"
+    reads_states = "pard_token" not in config
+    if reads_states and None not in (width, model.get("hidden_size")):
+        return None if width == model["hidden_size"] else "another width"
+    return None

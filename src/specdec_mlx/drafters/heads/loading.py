@@ -1,0 +1,169 @@
+"""Loading a head for a target: what kind it is, whether it fits, its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.utils import infer_quant_config
+
+from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
+from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.mtp_families import family_of
+from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
+from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.errors import HeadError
+from specdec_mlx.models import load_model
+
+MOST_NAMED = 8
+"""Tensors that an error names."""
+
+KEEPS_TYPE = ("e_score_correction_bias",)
+"""Parameters whose type is not the target's: sums that choose experts."""
+
+GROUP_SIZES = (64, 32)
+"""Of quantization, the first that divides the rows."""
+
+
+def load_head(
+    path_or_repo: str | Path,
+    target: nn.Module,
+    *,
+    draft_bits: int | None = None,
+    greedy: bool = False,
+    draft_temp: float | None = None,
+    layers: Sequence[int] | None = None,
+    pre_norm: bool = False,
+    norms_less_one: bool | None = None,
+) -> HeadDrafter | PardDrafter:
+    """A trained head as a drafter for a loaded target.
+
+    What kind it is, is told from its config.json and the names of its tensors; the drafter's
+    `describe()` says it. Of a repository with more in it only the files are fetched that hold the
+    head.
+
+    Args:
+        path_or_repo: a folder, or a Hugging Face name: of a head, or the original repository of a
+            target that was trained with a multi-token prediction layer.
+        target: the model that it is to draft for, which lends it embeddings and head.
+        draft_bits: quantize the head's matrices to so many bits.
+        greedy: propose the head's argmax, a point mass, whatever the target's sampling.
+        draft_temp: temperature of the drafts, None for the target's own.
+        layers: whose outputs of the target it reads, from 0, where its config is wrong.
+        pre_norm: whether a multi-token prediction layer reads the state before the target's final
+            norm instead of after it.
+        norms_less_one: whether its norms are stored as w - 1; None for what its family does.
+
+    Raises:
+        HeadError: it is not known, not complete, or does not fit the target.
+    """
+    files = HeadFiles(path_or_repo)
+    kind = kind_of(files.config, files.names)
+    if kind == "pard":
+        model, tokenizer = load_model(path_or_repo)
+        mask = int(files.config["pard_token"])
+        _quantize(model, draft_bits)
+        return PardDrafter(model, tokenizer, greedy, draft_temp, mask_token=mask)
+    if kind not in BUILDERS:
+        raise HeadError(_refusal(files, kind))
+    ends = target_ends(target)
+    variant = Variant(layers, pre_norm, norms_less_one)
+    head, weights = build_head(kind, files, ends, variant)
+    _set_weights(head, weights, files, ends)
+    _quantize(head, draft_bits)
+    mx.eval(head.parameters())
+    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size)
+
+
+def is_head(path_or_repo: str | Path) -> bool:
+    """Whether a folder or repository says that it holds a head rather than a model of its own."""
+    try:
+        files = HeadFiles(path_or_repo)
+    except HeadError:
+        return False
+    return known_kind(files.config) is not None
+
+
+def _refusal(files: HeadFiles, kind: str | None) -> str:
+    """Why these files cannot be loaded."""
+    if kind in UNSUPPORTED:
+        return f"{files.name} holds {UNSUPPORTED[kind]}. That cannot be loaded yet."
+    found = family_of(files.config)
+    if found is not None:
+        return without_its_layer(files, *found)
+    return (
+        f"{files.name} is no head of a known kind ({', '.join(BUILDERS)}, pard): its config.json "
+        f"has model_type {files.config.get('model_type')!r}. A small model with the target's "
+        "tokenizer is loaded by mlx_lm.load and drafts with ModelDrafter."
+    )
+
+
+def _set_weights(
+    head: Head, weights: dict[str, mx.array], files: HeadFiles, ends: TargetEnds
+) -> None:
+    """Give a head its weights, in the target's type; quantized layers where they are quantized.
+
+    Raises:
+        HeadError: some are missing, some it has no place for, or shapes do not fit.
+    """
+    config = files.config.get("quantization")
+    if config is not None:
+        nn.quantize(head, class_predicate=lambda path, part: _stored(path, part, weights))
+    expected = dict(tree_flatten(head.parameters()))
+    missing = sorted(expected.keys() - weights.keys())
+    unknown = sorted(weights.keys() - expected.keys())
+    if missing or unknown:
+        what = [f"it lacks {_named(missing)}"] if missing else []
+        what += [f"there is no place for {_named(unknown)}"] if unknown else []
+        raise HeadError(
+            f"{files.name} was recognised as {head.kind}, but {' and '.join(what)}. It is another "
+            "variant, or not complete."
+        )
+    wrong = [n for n, x in weights.items() if x.shape != expected[n].shape]
+    if wrong:
+        name = wrong[0]
+        raise HeadError(
+            f"{files.name}: {name} has the shape {list(weights[name].shape)}, and for this target "
+            f"{list(expected[name].shape)} is expected. Use a head that was trained for it."
+        )
+    cast = {n: x if n.endswith(KEEPS_TYPE) else _as(x, ends.dtype) for n, x in weights.items()}
+    head.load_weights(list(cast.items()))
+
+
+def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:
+    """Numbers with a point in a type; others as they are."""
+    return x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x
+
+
+def _named(names: list[str]) -> str:
+    """A few of the names, and how many more."""
+    more = len(names) - MOST_NAMED
+    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _stored(path: str, part: nn.Module, weights: dict[str, mx.array]) -> bool | dict[str, Any]:
+    """How a layer is quantized in the file."""
+    if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
+        return False
+    return dict(infer_quant_config(path, part, weights))
+
+
+def _quantize(head: nn.Module, bits: int | None) -> None:
+    """Quantize what can be; experts' routers stay as they are."""
+    if bits is None:
+        return
+
+    def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(part, "to_quantized") or path.endswith(("gate", "router", "classifier")):
+            return False
+        width = part.weight.shape[-1]
+        size = next((size for size in GROUP_SIZES if width % size == 0), None)
+        return False if size is None else {"group_size": size, "bits": bits}
+
+    nn.quantize(head, class_predicate=how)

@@ -1,0 +1,91 @@
+"""Medusa: one small head for each of the next tokens, all from one state.
+
+Cai et al. 2024, arXiv 2401.10774. Head i guesses the token i + 2 positions after the state's:
+x + silu(W x + b), then a matrix of its own over the vocabulary. The heads do not see what the
+others guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+
+
+class Medusa(Head):
+    """Medusa heads.
+
+    Args:
+        num_heads: how many tokens they guess.
+        num_layers: blocks of each, below its matrix.
+        ends: of the target.
+        own_heads: rows of the matrix that each has; 0 for the target's head.
+    """
+
+    kind = "Medusa"
+    features = Features(head_input=True)
+
+    def __init__(
+        self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        width = ends.width
+        self.ends = ends
+        self.blocks = [
+            [nn.Linear(width, width) for _ in range(num_layers)] for _ in range(num_heads)
+        ]
+        if own_heads:
+            self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in range(num_heads)]
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> MedusaSession:
+        """Start a generation."""
+        return MedusaSession(self, sampling, prompt, context)
+
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] the target's states after its final norm."""
+        assert features.head_input is not None
+        return features.head_input
+
+    def logits(self, state: mx.array, index: int) -> mx.array:
+        """Logits [1, V] of one head, of the target's state [1, D]."""
+        for block in self.blocks[index]:
+            state = state + nn.silu(block(state))
+        return self.lm_heads[index](state) if "lm_heads" in self else self.ends.logits(state)
+
+    def notes(self) -> list[str]:
+        """How many heads."""
+        return [f"{len(self.blocks)} heads"]
+
+
+class MedusaSession(HeadSession):
+    """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
+
+    state: mx.array | None = None
+
+    def propose(self, limit: int) -> Draft:
+        """At most `limit` tokens of one state; none before the prompt was read."""
+        self.read()
+        if self.state is None:
+            return Draft()
+        length = min(limit, len(self.head.blocks))
+        draws = self.draws(length)
+        for i in range(length):
+            draws.draw(self.head.logits(self.state, i))
+        return draws.draft()
+
+    def read(self) -> list[Any]:
+        """Of the rows that wait only the last is wanted."""
+        if len(self.waiting):
+            self.state = self.waiting.take(len(self.waiting))[-1:]
+        return [self.state]

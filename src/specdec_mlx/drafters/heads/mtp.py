@@ -1,0 +1,163 @@
+"""Multi-token prediction: the layer that a model was trained with to see one token further.
+
+    in(t) = projection [embedding_norm(embed(x_{t+1})), hidden_norm(h_t)]
+    s(t)  = norm(decoder_layer(in(t))),  logits of x_{t+2} = head(s(t))
+
+(DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm,
+and s(t) takes its place when the layer drafts further. The decoder layer is a model of mlx-lm's
+with one layer, whose embedding passes on what it is given: its attention, experts, masks and caches
+are the target's own.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.mtp_families import MTPFamily
+from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.types import DraftContext, FeatureRows, Features
+
+LAYER = "layers.0."
+
+
+class MTPHead(Head):
+    """A multi-token prediction layer.
+
+    Args:
+        family: how it is written.
+        config: of the target, as in the original repository.
+        ends: of the target.
+        pre_norm: whether it reads the target's state before its final norm instead of after it.
+    """
+
+    kind = "multi-token prediction"
+
+    def __init__(
+        self,
+        family: MTPFamily,
+        config: Mapping[str, Any],
+        ends: TargetEnds,
+        *,
+        pre_norm: bool = False,
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        shell = one_layer_model(family, config)
+        body = shell.model
+        width, eps = ends.width, body.norm.eps
+        body.embed_tokens = nn.Identity()
+        for name, value in family.attributes.items():
+            setattr(body, name, value)
+        if not family.has_final_norm:
+            body.norm = nn.Identity()
+        self.family = family
+        self.ends = ends
+        self.pre_norm = pre_norm
+        last = ends.num_layers - 1
+        self.features = Features(layers=(last,)) if pre_norm else Features(head_input=True)
+        self.embedding_norm = nn.RMSNorm(width, eps)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.projection = nn.Linear(2 * width, width, bias=False)
+        self.body = body
+        self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> RecurrentSession:
+        """Start a generation."""
+        return RecurrentSession(self, sampling, prompt, context)
+
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] the target's states."""
+        rows = features.head_input
+        if self.pre_norm:
+            rows = features.layers[self.ends.num_layers - 1]
+        assert rows is not None
+        return rows
+
+    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [n, D] in place of the target's after its final norm."""
+        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
+        if self.family.hidden_first:
+            parts.reverse()
+        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1))[None], cache)
+        return made[0]
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V] of the target's own head."""
+        return self.ends.logits(states)
+
+    def make_cache(self) -> list[Any]:
+        """As the target makes it for such a layer."""
+        return self._make_cache()
+
+    def notes(self) -> list[str]:
+        """What kind of layer, and what it reads."""
+        where = "before" if self.pre_norm else "after"
+        notes = [f"{self.family.architecture} layer", f"reads the state {where} the final norm"]
+        return notes + (["the state comes first"] if self.family.hidden_first else [])
+
+
+def one_layer_model(family: MTPFamily, config: Mapping[str, Any]) -> nn.Module:
+    """A model of the family's architecture with the decoder layer alone, random weights."""
+    module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
+    text = {**config, **family.changes, "model_type": family.architecture}
+    return module.Model(module.ModelArgs.from_dict(text))
+
+
+def mtp_weights(
+    family: MTPFamily,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, mx.array],
+    prefix: str,
+    *,
+    add_one: bool,
+) -> dict[str, mx.array]:
+    """A head's weights by the names of `MTPHead`.
+
+    mlx-lm's own conversion splits and stacks what the decoder layer needs. Norms do not go through
+    it: some conversions add one to those that they know, and a norm must get its one exactly once.
+
+    Args:
+        family: how the layer is written.
+        config: of the target.
+        tensors: those of the layer, by the checkpoint's names.
+        prefix: what comes before its names.
+        add_one: whether norms are stored as w - 1 here.
+    """
+    ours = {f"{theirs}.": f"{name}." for name, theirs in family.names.items() if name != "norm"}
+    if "norm" in family.names:
+        ours[f"{family.names['norm']}."] = "body.norm."
+    weights, layer = {}, {}
+    for name, value in tensors.items():
+        rest = name.removeprefix(prefix)
+        known = next((old for old in ours if rest.startswith(old)), None)
+        if known is not None:
+            weights[ours[known] + rest.removeprefix(known)] = value
+        elif rest.startswith(family.layer):
+            layer[rest.removeprefix(family.layer)] = value
+    norms = {name for name, value in layer.items() if _is_norm(name, value)}
+    weights |= {f"body.{LAYER}{name}": layer[name] for name in norms}
+    convert = {f"model.{LAYER}{name}": x for name, x in layer.items() if name not in norms}
+    shell = one_layer_model(family, config)
+    if hasattr(shell, "sanitize"):
+        convert = shell.sanitize(convert)
+    for name, value in convert.items():
+        weights[f"body.{LAYER}{name.partition(LAYER)[2]}"] = value
+    if add_one:
+        weights = {n: x + 1 if _is_norm(n, x) else x for n, x in weights.items()}
+    return weights
+
+
+def _is_norm(name: str, value: mx.array) -> bool:
+    """Whether this is the scale of a norm."""
+    return "norm" in name and value.ndim == 1

@@ -1,0 +1,70 @@
+"""PARD: a small model that drafts all tokens in one pass (An et al. 2025, arXiv 2504.18583).
+
+It is an ordinary model with the target's tokenizer, trained to see behind mask tokens: the pass
+over what is new in the text and K - 1 masks has the K drafts in its last K rows. It reads nothing
+of the target, so that one such model serves a family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec_mlx.drafters.heads.session import Draws
+from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import Draft, DraftContext
+
+
+@dataclass(frozen=True, eq=False)
+class PardDrafter(ModelDrafter):
+    """Draft with a model that was trained to draft in parallel; see `ModelDrafter`.
+
+    mask_token: what stands for tokens that are not known yet, `pard_token` in its config.
+    """
+
+    mask_token: int = 0
+
+    @property
+    def key(self) -> str:
+        """The model by its content, and how it drafts."""
+        return f"PARD {super().key}"
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError for a target with another tokenizer."""
+        if self.tokenizer is not None and context.tokenizer is not None:
+            check_same_tokenizer(context.tokenizer, self.tokenizer)
+
+    def describe(self) -> str:
+        """What was recognised, in a line."""
+        return f"PARD; mask token {self.mask_token}"
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> PardSession:
+        """Start a generation; the model reads the prompt with its first proposal."""
+        return PardSession(self, prompt, context)
+
+
+class PardSession(ModelSession):
+    """The draft model's side of one generation; its caches never hold more than the text."""
+
+    def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+        """Start with the prompt as the text."""
+        super().__init__(drafter, prompt, context)
+        self.mask_token = drafter.mask_token
+
+    def propose(self, limit: int) -> Draft:
+        """`limit` tokens, all of one pass."""
+        if limit == 0:
+            return Draft()
+        self.catch_up()
+        room = self.rollback.widest_pass()
+        pending = self.tokens[self.rollback.position :]
+        length = limit if room is None else min(limit, 1 + room - len(pending))
+        self.rollback.checkpoint()
+        logits = self.feed(to_ids([*pending, *[self.mask_token] * (length - 1)]))[-length:]
+        self.rollback.rewind_to(len(self.tokens))
+        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, length)
+        for i in range(length):
+            draws.draw(logits[i : i + 1])
+        return draws.draft()

@@ -1,0 +1,86 @@
+"""The two ends of a target: what embeds its tokens, and what makes logits of its last state.
+
+Heads share them. They are found by watching one short pass, not by guessing where a model keeps
+them: the embedding is the first module that turns ids into states, the head the last that turns
+states into logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.errors import HeadError
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.watching import watching
+
+
+@dataclass(frozen=True)
+class TargetEnds:
+    """The ends of a target, and the sizes that a head has to fit.
+
+    embed: token ids [..., n] -> states [..., n, D]; a factor that some models apply to them is left
+        out, since heads are trained with the bare matrix. logits: the head's input [..., D] ->
+        logits [..., V]; a cap that the model has behind it is left out. width: D. vocab_size: V.
+        num_layers: of the decoder. dtype: of the states.
+    """
+
+    embed: Callable[[mx.array], mx.array]
+    logits: Callable[[mx.array], mx.array]
+    width: int
+    vocab_size: int
+    num_layers: int
+    dtype: mx.Dtype
+
+
+class _Call(NamedTuple):
+    """A module that was called with `given` and returned `result`."""
+
+    module: Any
+    given: Any
+    result: Any
+
+
+def _find(model: nn.Module) -> TargetEnds:
+    """Watch a pass over two tokens, which is never computed."""
+    calls: list[_Call] = []
+    parts = [part for part in model.modules() if part is not model]
+    with watching(parts, lambda *call: calls.append(_Call(*call))):
+        logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
+    embeddings = [c for c in calls if _is(c.given, mx.integer) and _is(c.result, mx.floating)]
+    of_states = (c for c in calls if _is(c.given, mx.floating) and c.given.shape != logits.shape)
+    heads = [c for c in of_states if _shape(c.result) == logits.shape]
+    if not embeddings or not heads:
+        missing = "makes its logits" if embeddings else "embeds its tokens"
+        raise HeadError(
+            f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
+            "share it. Use a draft model, or a drafter that works on tokens."
+        )
+    head = heads[-1]
+    return TargetEnds(
+        embed=embeddings[0].module,
+        logits=head.module.as_linear if hasattr(head.module, "as_linear") else head.module,
+        width=head.given.shape[-1],
+        vocab_size=logits.shape[-1],
+        num_layers=len(model.layers),
+        dtype=head.given.dtype,
+    )
+
+
+target_ends = PerModel(_find)
+"""The ends of a loaded model, looked for once. They hold its modules, and not the model."""
+
+
+def _is(x: Any, kind: Any) -> bool:
+    """Whether this is an array of a kind of numbers."""
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, kind)
+
+
+def _shape(x: Any) -> tuple[int, ...]:
+    """Shape of an array; none of anything else."""
+    return x.shape if isinstance(x, mx.array) else ()

@@ -1,0 +1,171 @@
+"""Heads that torch has run, as checkpoints to load, and targets whose states are made up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+import tiny
+from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
+from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.types import FeatureRows
+
+FIXTURES = Path(__file__).parent / "fixtures"
+WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
+CORRECTION = 23
+"""What is emitted in place of the second draft token; see fixtures/make_references.py."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """A fixture: a checkpoint, a text with the target's states, and what torch made of them."""
+
+    config: dict[str, Any]
+    weights: Mapping[str, np.ndarray[Any, Any]]
+    arrays: Mapping[str, np.ndarray[Any, Any]]
+
+    @property
+    def prompt(self) -> list[int]:
+        """The tokens before the first draft."""
+        return [int(token) for token in self.arrays["prompt"]]
+
+    def write(self, folder: Path, fmt: str = "pt", **changes: Any) -> Path:
+        """As a folder that can be loaded. changes: entries of the configuration."""
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config | changes))
+        tensors = {name: mx.array(value) for name, value in self.weights.items()}
+        mx.save_safetensors(str(folder / "model.safetensors"), tensors, metadata={"format": fmt})
+        return folder
+
+    def target(self) -> nn.Module:
+        """A model with the ends of the fixture's target."""
+        model = target()
+        for part, name in ((model.model.embed_tokens, "embed"), (model.lm_head, "head")):
+            if name in self.arrays:
+                part.weight = mx.array(self.arrays[name])
+        return model
+
+
+@cache
+def reference(name: str) -> Reference:
+    """A fixture by name."""
+    with np.load(FIXTURES / f"{name}.npz") as file:
+        arrays = {key: file[key] for key in file.files if key != "config"}
+        config = json.loads(str(file["config"]))
+    weights = {key[2:]: value for key, value in arrays.items() if key.startswith("w.")}
+    return Reference(config, weights, {k: v for k, v in arrays.items() if not k.startswith("w.")})
+
+
+def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> nn.Module:
+    """A Llama with these sizes, whose head is not tied to its embeddings."""
+    return tiny.build(
+        "llama",
+        hidden_size=width,
+        vocab_size=vocab,
+        num_hidden_layers=layers,
+        layer_types=["full_attention"] * layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        head_dim=8,
+        tie_word_embeddings=False,
+    )
+
+
+def features(
+    drafter: HeadDrafter, rows: Any, *, read: tuple[int, ...] | None = None
+) -> FeatureRows:
+    """Rows [n, W] as the target would show them; what a head should not read is another state.
+
+    read: the layers that the rows are of, those that the drafter reads if None; for a head that
+    reads the state after the final norm the rows are that.
+    """
+    rows = mx.array(rows)
+    wanted = drafter.features.layers if read is None else read
+    parts: Any = mx.split(rows, len(wanted), axis=-1) if wanted else []
+    layers = {i: rows[:, :WIDTH] * 0.5 + i for i in range(-1, NUM_LAYERS)}
+    layers |= dict(zip(wanted, parts, strict=True))
+    return FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
+
+
+# Heads with random weights ------------------------------------------------------------------------
+
+
+def layer_config(ends: TargetEnds) -> dict[str, Any]:
+    """Of a head's decoder layer, in the width of its target."""
+    return {
+        "model_type": "llama",
+        "hidden_size": ends.width,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": ends.vocab_size,
+        "max_position_embeddings": 512,
+    }
+
+
+def _layers(ends: TargetEnds) -> tuple[int, ...]:
+    """The first, one in the middle, the last."""
+    return (0, ends.num_layers // 2, ends.num_layers - 1)
+
+
+def eagle3(ends: TargetEnds) -> Head:
+    """With a third of the tokens."""
+    ids = mx.arange(0, ends.vocab_size, 3)
+    vocabulary = DraftVocabulary(ids - mx.arange(len(ids)), ends.vocab_size)
+    config = Eagle3Config(layer_config(ends), _layers(ends))
+    return Eagle3(config, ends, vocabulary, own_head=len(ids))
+
+
+def eagle3_variants(ends: TargetEnds) -> Head:
+    """With all that may be otherwise."""
+    config = Eagle3Config(
+        layer_config(ends) | {"num_hidden_layers": 2},
+        _layers(ends),
+        norm_before_residual=True,
+        norm_before_fc=True,
+        fc_norm=True,
+        norm_output=True,
+    )
+    return Eagle3(config, ends, own_embeddings=ends.vocab_size)
+
+
+def dflash(ends: TargetEnds) -> Head:
+    """Blocks of six."""
+    layer = layer_config(ends) | {"model_type": "qwen3", "num_hidden_layers": 2}
+    config = DFlashConfig(layer, _layers(ends)[:2], mask_token=ends.vocab_size - 1, block_size=6)
+    return DFlash(config, ends)
+
+
+HEADS: dict[str, Callable[[TargetEnds], Head]] = {
+    "eagle3": eagle3,
+    "eagle3 variants": eagle3_variants,
+    "eagle1": lambda ends: Eagle1(layer_config(ends), ends, has_bias=True),
+    "dflash": dflash,
+    "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
+    "medusa, target's head": lambda ends: Medusa(5, 1, ends),
+}
+
+
+def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:
+    """A head for a target, as the models of `tiny` are made."""
+    mx.random.seed(seed)
+    head = make(target_ends(target))
+    head.load_weights(tiny.randomised(head), strict=False)
+    mx.eval(head.parameters())
+    return head

@@ -1,0 +1,415 @@
+"""Loading a trained head: what is recognised, what is refused and how, the ends of a target."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+import heads
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.candidates import report
+from specdec_mlx.drafters.heads.dflash import spread_layers
+from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
+from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.known import known_repositories
+from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
+from specdec_mlx.drafters.heads.target_ends import target_ends
+from specdec_mlx.drafters.heads.torch_files import read_torch_file
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.generation import choose_drafter
+from specdec_mlx.mlx_lm_plugin.flags import Flags
+from tiny_model_folder import write_model_folder
+
+# What is recognised ------------------------------------------------------------------------------
+
+EAGLE = ["fc.weight", "layers.0.self_attn.q_proj.weight"]
+RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
+    ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}, [], "eagle3"),
+    ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, [], "eagle3"),
+    ({"model_type": "llama"}, [*EAGLE, "midlayer.hidden_norm.weight"], "eagle3"),
+    ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, EAGLE, "eagle"),
+    ({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}, [], "dflash"),
+    ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 3}}, [], "dflash"),
+    ({"speculators_model_type": "dflash", "draft_vocab_size": 64000}, [], "dflash"),
+    ({"model_type": "llama", "pard_token": 128256}, [], "pard"),
+    ({"medusa_num_heads": 2}, [], "medusa"),
+    ({"model_type": "llama"}, ["0.0.linear.weight", "0.1.weight"], "medusa"),
+    ({"model_type": "qwen3_5_mtp", "text_config": {}}, ["fc.weight"], "mtp"),
+    ({"model_type": "qwen3_5", "text_config": {}}, ["mtp.fc.weight"], "mtp"),
+    ({"model_type": "qwen3_5", "text_config": {}}, ["model.layers.0.x"], None),
+    (
+        {"model_type": "deepseek_v3", "num_hidden_layers": 61},
+        ["model.layers.61.eh_proj.weight"],
+        "mtp",
+    ),
+    (
+        {"model_type": "glm4_moe", "num_hidden_layers": 46},
+        ["model.layers.4.eh_proj.weight"],
+        None,
+    ),
+    ({"model_type": "mimo"}, ["model.mtp_layers.0.input_proj.weight"], "mtp"),
+    ({"model_type": "ernie4_5_moe"}, ["model.mtp_linear_proj.0.weight"], "mtp"),
+    ({"model_type": "gemma4_assistant"}, [], "gemma4_assistant"),
+    ({"speculators_model_type": "peagle"}, [], "peagle"),
+    ({"model_type": "llama"}, ["model.embed_tokens.weight"], None),
+]
+
+
+@pytest.mark.parametrize(("config", "names", "kind"), RECOGNISED)
+def test_a_head_is_told_by_its_config_and_its_tensors(
+    config: dict[str, Any], names: list[str], kind: str | None
+) -> None:
+    """As the published repositories write them; a model of its own is none."""
+    assert kind_of(config, names) == kind
+
+
+def test_layers_in_either_convention_are_outputs() -> None:
+    """First id 1: the outputs are named; first id 2: the inputs, one layer on."""
+    assert output_layers([1, 11, 20]) == (1, 11, 20)
+    assert output_layers([2, 12, 21]) == (1, 11, 20)
+    assert default_layers(24) == (1, 11, 20)
+    assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_layers(40, 5) == (1, 10, 19, 28, 37)
+
+
+DESCRIBED = {
+    "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
+    "eagle1": "EAGLE",
+    "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
+    "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "
+    "final norm",
+}
+
+
+@pytest.mark.parametrize("name", DESCRIBED)
+def test_a_head_says_what_it_was_recognised_as(name: str, tmp_path: Path) -> None:
+    """With what it reads, in its repr too."""
+    reference = heads.reference(name)
+    drafter = sd.load_head(reference.write(tmp_path), reference.target())
+    assert drafter.describe() == f"{tmp_path}: {DESCRIBED[name]}"
+    assert DESCRIBED[name] in repr(drafter)
+
+
+def test_norms_converted_for_mlx_are_not_shifted_again(tmp_path: Path) -> None:
+    """A repository made for MLX has its norms as they are applied, and often no prefix."""
+    reference = heads.reference("mtp_qwen3_5")
+    raw = sd.load_head(reference.write(tmp_path / "raw"), reference.target())
+    shifted = {
+        name.removeprefix("mtp."): value + 1 if value.ndim == 1 else value
+        for name, value in reference.weights.items()
+    }
+    changed = heads.Reference(
+        reference.config | {"model_type": "qwen3_5_mtp"}, shifted, reference.arrays
+    )
+    converted = sd.load_head(changed.write(tmp_path / "mlx", fmt="mlx"), reference.target())
+    ours, theirs = (dict(tree_flatten(d.head.parameters())) for d in (raw, converted))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.allclose(ours[name], theirs[name]) for name in ours)
+    twice = sd.load_head(tmp_path / "mlx", reference.target(), norms_less_one=True)
+    assert not mx.allclose(twice.head.hidden_norm.weight, ours["hidden_norm.weight"])
+
+
+def test_only_the_files_that_hold_the_layer_are_opened(tmp_path: Path) -> None:
+    """Of a whole model's repository, by its index; the other shards need not even be there."""
+    reference = heads.reference("mtp_deepseek_v3")
+    reference.write(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-00002-of-00002.safetensors")
+    index = dict.fromkeys(reference.weights, "model-00002-of-00002.safetensors")
+    index |= {"model.layers.0.mlp.up_proj.weight": "model-00001-of-00002.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    drafter = sd.load_head(tmp_path, reference.target())
+    assert drafter.head.kind == "multi-token prediction"
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp_deepseek_v3"])
+def test_bits_quantize_the_head_and_not_the_target(name: str, tmp_path: Path) -> None:
+    """Its matrices, as far as their rows can be divided; experts too."""
+    reference, target = heads.reference(name), heads.reference(name).target()
+    drafter = sd.load_head(reference.write(tmp_path), target, draft_bits=4)
+    kinds = {type(part).__name__ for _, part in drafter.head.named_modules()}
+    assert "QuantizedLinear" in kinds
+    assert not any(isinstance(part, nn.QuantizedLinear) for part in target.modules())
+    rows = heads.features(drafter, reference.arrays["rows"])
+    session = drafter.begin(reference.prompt, sd.DraftContext(vocab_size=heads.VOCAB))
+    session.see(rows.rows(range(6)))
+    assert len(session.propose(2)) == 2
+
+
+# What is refused ----------------------------------------------------------------------------------
+
+
+def refused(folder: Path, target: nn.Module) -> str:
+    """The message of the error."""
+    with pytest.raises(sd.HeadError) as error:
+        sd.load_head(folder, target)
+    return str(error.value)
+
+
+def test_missing_tensors_are_listed(tmp_path: Path) -> None:
+    """By the names that they have here; those that nobody knows too."""
+    reference = heads.reference("eagle3")
+    weights = dict(reference.weights)
+    weights["midlayer.surprise.weight"] = weights.pop("norm.weight")
+    broken = heads.Reference(reference.config, weights, reference.arrays)
+    message = refused(broken.write(tmp_path), reference.target())
+    assert "recognised as EAGLE-3" in message
+    assert "lacks norm.weight" in message
+    assert "no place for layers.0.surprise.weight" in message
+
+
+def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
+    """By the width of the states and by the vocabulary."""
+    for name in ("eagle3", "eagle1", "dflash", "mtp_qwen3_5"):
+        folder = heads.reference(name).write(tmp_path / name)
+        message = refused(folder, heads.target(width=64))
+        assert "states have 32 numbers" in message
+        assert "have 64" in message
+        message = refused(folder, heads.target(vocab=1000))
+        assert "vocabulary of 97 tokens" in message
+        assert "1000" in message
+
+
+def test_a_model_without_its_layer_is_refused(tmp_path: Path) -> None:
+    """Conversions for MLX leave these tensors out, and then say nothing of it."""
+    reference = heads.reference("mtp_qwen3_5")
+    weights = {"model.norm.weight": reference.weights["mtp.norm.weight"]}
+    folder = heads.Reference(reference.config, weights, {}).write(tmp_path)
+    message = refused(folder, reference.target())
+    assert "qwen3_5 model without the tensors" in message
+    assert "mtp." in message
+
+
+def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
+    """A model of its own, a kind that cannot be loaded yet, an empty folder, none at all."""
+    target = heads.target()
+    reference = heads.reference("eagle1")
+    model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
+    assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
+    known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
+    message = refused(known.write(tmp_path / "b"), target)
+    assert UNSUPPORTED["gemma4_assistant"] in message
+    (tmp_path / "c").mkdir()
+    assert "has no config.json" in refused(tmp_path / "c", target)
+    for text, said in (("[]", "holds a list"), ("{", "cannot be read")):
+        (tmp_path / "c" / "config.json").write_text(text)
+        assert said in refused(tmp_path / "c", target)
+
+
+def test_is_head_tells_heads_from_models(tmp_path: Path) -> None:
+    """By the configuration alone; what is not there is none."""
+    assert is_head(heads.reference("eagle3").write(tmp_path / "a"))
+    assert not is_head(heads.reference("mtp_qwen3_5").write(tmp_path / "b"))
+    assert not is_head(tmp_path / "c")
+
+
+def test_ids_that_the_target_lacks_are_refused() -> None:
+    """A draft vocabulary of another target."""
+    with pytest.raises(ValueError, match="0 to 4, and the target has 4"):
+        DraftVocabulary(mx.array([0, 1, 2]), 4)
+
+
+def test_a_head_is_refused_by_a_target_that_it_was_not_loaded_for(tmp_path: Path) -> None:
+    """Before anything is computed."""
+    reference = heads.reference("eagle1")
+    drafter = sd.load_head(reference.write(tmp_path), reference.target())
+    with pytest.raises(sd.HeadError, match="loaded for a target with 97 tokens, and this one has"):
+        list(sd.speculate(tiny.build("qwen2"), [1, 2, 3], drafter))
+
+
+# Other kinds --------------------------------------------------------------------------------------
+
+
+def test_medusa_heads_load_from_their_names(tmp_path: Path) -> None:
+    """Two heads of one block; the config may say another number."""
+    arrays = np.random.default_rng(0).standard_normal((6, 97, 32)).astype(np.float32)
+    weights = {}
+    for j in range(2):
+        weights[f"{j}.0.linear.weight"] = arrays[3 * j, :32]
+        weights[f"{j}.0.linear.bias"] = arrays[3 * j + 1, 0]
+        weights[f"{j}.1.weight"] = arrays[3 * j + 2]
+    folder = heads.Reference({"medusa_num_heads": 5}, weights, {}).write(tmp_path)
+    drafter = sd.load_head(folder, heads.target())
+    assert drafter.describe().endswith("Medusa; 2 heads")
+    x = arrays[0, 40]
+    y = weights["1.0.linear.weight"] @ x + weights["1.0.linear.bias"]
+    expected = weights["1.1.weight"] @ (x + y / (1 + np.exp(-y)))
+    assert np.allclose(drafter.head.logits(mx.array(x)[None], 1)[0], expected, atol=1e-3)
+    more = heads.Reference({"medusa_num_heads": 5}, {**weights, "a.b": arrays[0]}, {})
+    assert "no place for a.b" in refused(more.write(tmp_path), heads.target())
+
+
+def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
+    """With the mask token of its config."""
+    write_model_folder(tmp_path, pard_token=17)
+    drafter = sd.load_head(tmp_path, heads.target())
+    assert isinstance(drafter, sd.PardDrafter)
+    assert drafter.describe() == "PARD; mask token 17"
+    assert drafter.tokenizer is not None
+
+
+@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Path) -> None:
+    """Every tensor has its place, under the names of the original repository."""
+    family = FAMILIES[name]
+    config = tiny.CONFIGS[name] | {"model_type": name}
+    target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
+    made = heads.random_head(lambda ends: MTPHead(family, config, ends), target)
+    stored = {}
+    for path, value in tree_flatten(made.parameters()):
+        part, _, rest = path.partition(".")
+        if path.startswith("body.layers.0."):
+            stored[family.prefix + family.layer + path.removeprefix("body.layers.0.")] = value
+        elif path.startswith("body.norm."):
+            stored[f"{family.prefix}{family.names['norm']}.weight"] = value
+        else:
+            stored[f"{family.prefix}{family.names[part]}.{rest}"] = value
+    stored |= {"model.embed_tokens.weight": mx.zeros((3, 3)), "model.norm.weight": mx.zeros(3)}
+    folder = heads.Reference(config, {n: np.array(x) for n, x in stored.items()}, {})
+    loaded = sd.load_head(folder.write(tmp_path), target).head
+    ours, theirs = (dict(tree_flatten(head.parameters())) for head in (made, loaded))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[path], theirs[path]) for path in ours)
+
+
+def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
+    """In `generate` and on the command line, which loads the target first."""
+    assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
+    folder = heads.reference("eagle3").write(tmp_path / "eagle3")
+    target = heads.reference("eagle3").target()
+    assert isinstance(choose_drafter(None, folder, target), sd.HeadDrafter)
+    flags = Flags(draft_model=str(folder), draft_bits=8)
+    assert flags.has_head
+    assert isinstance(flags.drafter(target), sd.HeadDrafter)
+    with pytest.raises(ValueError, match="trained head of a target, which this command"):
+        flags.drafter()
+    assert not Flags().has_head
+
+
+def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
+    """Those here that fit, those that do not with the reason, those known by the model's name."""
+    write_model_folder(tmp_path / "Qwen3-8B-4bit")
+    heads.reference("eagle3").write(tmp_path / "narrow", vocab_size=None)
+    heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
+    heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
+    text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
+    assert "  fits  EAGLE-3, here\n" in text
+    assert "  narrow  EAGLE-3, another width\n" in text
+    assert "  other  EAGLE-3, another vocabulary\n" in text
+    assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text
+    assert "Left out" not in text
+
+
+@pytest.mark.parametrize(
+    ("model", "repository"),
+    [
+        ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
+        ("mlx-community/Qwen3.5-4B-4bit", "z-lab/Qwen3.5-4B-DFlash"),
+        ("Qwen/Qwen3-0.6B", "amd/PARD-Qwen3-0.6B"),
+    ],
+)
+def test_known_repositories_are_found_by_the_models_name(model: str, repository: str) -> None:
+    """However it was converted; not those of a model whose name goes on."""
+    found = known_repositories(model)
+    assert repository in found
+    assert not known_repositories(model.replace("B", "Bx").replace("wen", "wenx"))[1:]
+    assert ("amd/PARD-Qwen3-0.6B" in found) == ("Qwen3-" in model)
+
+
+# Torch's own files --------------------------------------------------------------------------------
+
+
+def test_torchs_files_are_read_without_torch() -> None:
+    """Types, shapes, and a tensor that is a transposed view, as torch wrote them."""
+    tensors = read_torch_file(heads.FIXTURES / "torch_file.bin")
+    assert {name: x.dtype for name, x in tensors.items()} == {
+        "float32": mx.float32,
+        "bfloat16": mx.bfloat16,
+        "int64": mx.int64,
+        "bool": mx.bool_,
+        "transposed": mx.float32,
+    }
+    assert tensors["float32"].tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert tensors["bfloat16"].tolist() == [0.5, -1.5]
+    assert tensors["int64"].tolist() == [7, -8]
+    assert tensors["bool"].tolist() == [True, False]
+    assert tensors["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_a_torch_file_that_names_code_is_refused(tmp_path: Path) -> None:
+    """Nothing but tensors is built, so that nothing of the file's choosing runs."""
+
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (print, ("it ran",))
+
+    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
+        archive.writestr("x/data.pkl", pickle.dumps({"a": Evil()}))
+    with pytest.raises(sd.HeadError, match=r"names builtins\.print"):
+        read_torch_file(tmp_path / "x.bin")
+    (tmp_path / "y.bin").write_bytes(b"no archive")
+    with pytest.raises(sd.HeadError, match="not an archive"):
+        read_torch_file(tmp_path / "y.bin")
+
+
+def test_a_head_in_torchs_file_loads(tmp_path: Path) -> None:
+    """Where the repository has pytorch_model.bin alone."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes((heads.FIXTURES / "torch_file.bin").read_bytes())
+    files = HeadFiles(tmp_path)
+    assert files.names == {"float32", "bfloat16", "int64", "bool", "transposed"}
+    read, converted = files.read(["int64"])
+    assert read["int64"].tolist() == [7, -8]
+    assert not converted
+
+
+# The ends of a target -----------------------------------------------------------------------------
+
+ENDS = ("llama", "qwen2", "gemma2", "gpt2", "qwen3_5", "deepseek_v3", "mamba2", "phi")
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_the_ends_of_a_target_are_found(name: str) -> None:
+    """The head of its last state makes its logits, up to a cap; its embedding has its width."""
+    model = tiny.build(name)
+    before = {path: type(part) for path, part in model.named_modules()}
+    ends = target_ends(model)
+    assert {path: type(part) for path, part in model.named_modules()} == before
+    assert ends.vocab_size == model(mx.array([[1]])).shape[-1]
+    assert ends.num_layers == len(model.layers)
+    states = mx.random.normal((3, ends.width))
+    assert ends.logits(states).shape == (3, ends.vocab_size)
+    assert ends.embed(mx.array([1, 2])).shape[0] == 2
+
+
+def test_gemmas_embedding_is_the_bare_matrix() -> None:
+    """Without the square root of the width, which heads are trained without."""
+    model = tiny.build("gemma2")
+    expected = model.model.embed_tokens.weight[3:4]
+    assert mx.array_equal(target_ends(model).embed(mx.array([3])), expected)
+
+
+def divisible(part: nn.Module) -> bool | dict[str, int]:
+    fits = hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+    return {"group_size": 32, "bits": 4} if fits else False
+
+
+def test_a_quantized_target_lends_its_ends() -> None:
+    """Of another class, found in the same way."""
+    model = heads.target(width=64)
+    nn.quantize(model, class_predicate=lambda path, part: divisible(part))
+    ends = target_ends(model)
+    assert (ends.width, ends.vocab_size) == (64, heads.VOCAB)
+    assert ends.logits(ends.embed(mx.array([1]))).shape == (1, heads.VOCAB)

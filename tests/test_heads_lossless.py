@@ -1,0 +1,295 @@
+"""Whole texts with heads on real targets: the target's own, whatever the head proposes.
+
+The heads have random weights, and so are nearly always wrong. Where it matters that some of a draft
+is kept, part of what they propose is replaced by what is coming; their caches and rows are the same
+as if they had proposed it themselves.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import heads
+import specdec_mlx as sd
+import test_distribution as distribution
+import tiny
+from scripted import OracleDrafter
+from selection import FULL, cases
+from specdec_mlx.checks.reading import standing_alone
+from specdec_mlx.checks.state import check_state
+from specdec_mlx.checks.subject import Subject, Work
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.rules.block import Block
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+
+TARGETS = {
+    "qwen2": "key-value caches",
+    "gemma3_text": "rotating windows",
+    "qwen3_5": "recurrent layers, replayed",
+    "deepseek_v3": "latent attention",
+    "qwen3_moe": "experts",
+}
+KINDS = ("eagle3", "eagle1", "dflash", "medusa")
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+NUM_TOKENS = 40
+"""Past the windows of the tiny models."""
+
+
+@cache
+def target(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+@cache
+def plain(name: str) -> list[int]:
+    return [t.token for t in sd.speculate(target(name), PROMPT, max_tokens=NUM_TOKENS)]
+
+
+@cache
+def drafter(kind: str, name: str) -> HeadDrafter:
+    """A random head of a kind for a target; "mtp" is the layer of its own family."""
+    if kind != "mtp":
+        return HeadDrafter(heads.random_head(heads.HEADS[kind], target(name)))
+    config = tiny.CONFIGS[name]
+    config = config.get("text_config", config) | {"model_type": name}
+    return HeadDrafter(
+        heads.random_head(lambda ends: MTPHead(FAMILIES[name], config, ends), target(name))
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PartlyRight:
+    """A head whose drafts are right at about half of the positions, and checked on the way.
+
+    Before each draft a fresh session is shown the states of a fresh pass over the text, and has to
+    draft the same.
+    """
+
+    head: HeadDrafter
+    model: nn.Module
+    text: Sequence[int]
+    compared: list[int] = field(default_factory=list)
+
+    @property
+    def features(self) -> Features:
+        return self.head.features
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> PartlyRightSession:
+        return PartlyRightSession(self, prompt, context)
+
+
+class PartlyRightSession:
+    def __init__(self, drafter: PartlyRight, prompt: Sequence[int], context: DraftContext) -> None:
+        self.drafter = drafter
+        self.context = context
+        self.tokens = list(prompt)
+        self.num_prompt = len(prompt)
+        self.session: Any = drafter.head.begin(prompt, context)
+        vocab = context.vocab_size
+        self.script = OracleDrafter(drafter.text, vocab, wrong=0.5).script()
+
+    def see(self, features: FeatureRows) -> None:
+        self.session.see(features)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.session.observe(tokens)
+        self.tokens += tokens
+
+    def propose(self, limit: int) -> Draft:
+        draft = self.session.propose(limit)
+        fresh = self.drafter.head.begin(self.tokens, self.context)
+        fresh.see(rows_of(self.drafter.model, self.tokens[:-1], self.drafter.features))
+        assert to_list(draft.tokens) == to_list(fresh.propose(limit).tokens)
+        self.drafter.compared.append(len(draft))
+        start = len(self.tokens) - self.num_prompt
+        return Draft(self.script[start : start + len(draft)])
+
+
+def rows_of(model: nn.Module, tokens: Sequence[int], wanted: Features) -> FeatureRows:
+    """The states of a fresh pass over these tokens."""
+    taps = Taps(model, wanted)
+    taps.read(lambda: model(mx.array([tokens]), cache=make_prompt_cache(model))[0])
+    assert taps.features is not None
+    return taps.features
+
+
+TABLE = [(kind, name) for name in TARGETS for kind in KINDS] + [
+    ("mtp", "qwen3_5"),
+    ("mtp", "deepseek_v3"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    cases(
+        TABLE,
+        ("eagle3", "qwen2"),
+        ("dflash", "gemma3_text"),
+        ("eagle1", "qwen3_moe"),
+        ("medusa", "deepseek_v3"),
+        ("mtp", "qwen3_5"),
+        ("mtp", "deepseek_v3"),
+    ),
+)
+def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str) -> None:
+    """On every kind of cache, over drafts kept in part, whole and not at all; and the text."""
+    reader = PartlyRight(drafter(kind, name), target(name), plain(name))
+    tokens = list(sd.speculate(target(name), PROMPT, reader, max_tokens=NUM_TOKENS, draft_length=4))
+    assert [t.token for t in tokens] == plain(name)
+    stats = tokens[-1].stats
+    assert stats.accepted > 5
+    assert stats.drafted - stats.accepted > 5
+    assert sum(reader.compared) == stats.drafted
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 8, "auto"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, length: int | str) -> None:
+    """With heads that are nearly always wrong."""
+    tokens = sd.speculate(
+        target("qwen2"), PROMPT, drafter(kind, "qwen2"), max_tokens=24, draft_length=length
+    )
+    assert [t.token for t in tokens] == plain("qwen2")[:24]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seeds_text_is_the_same_with_a_head(kind: str) -> None:
+    """Under the coupled rule, drawn at temperature 1."""
+    options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}
+    alone, with_head = (
+        [t.token for t in sd.speculate(target("qwen2"), PROMPT, d, max_tokens=24, **options)]
+        for d in (None, drafter(kind, "qwen2"))
+    )
+    assert alone == with_head
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str) -> None:
+    """A head does not know the earlier turn; the caches hold what was handed out."""
+    model, one = target("qwen2"), drafter(kind, "qwen2")
+    caches = {True: make_prompt_cache(model), False: make_prompt_cache(model)}
+    texts = {}
+    for with_head, kept in caches.items():
+        loop = sd.speculate(
+            model, PROMPT, one if with_head else None, prompt_cache=kept, draft_length=3
+        )
+        first = [next(loop).token for _ in range(5)]
+        loop.close()
+        assert kept[0].offset == len(PROMPT) + 5
+        second = sd.speculate(
+            model, [7, 7, 21], one if with_head else None, prompt_cache=kept, max_tokens=12
+        )
+        texts[with_head] = first + [t.token for t in second]
+    assert texts[True] == texts[False]
+
+
+# Drawn at random ----------------------------------------------------------------------------------
+
+RULES = ("rejection", "block")
+NUM_TEXTS = 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "rule"),
+    cases([(k, r) for k in KINDS for r in RULES], ("eagle1", "block")),
+)
+def test_texts_follow_the_targets_law_with_the_heads_q(kind: str, rule: str) -> None:
+    """Chi-square of the joint of three tokens of a model with six, in each setting."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    one = HeadDrafter(heads.random_head(heads.HEADS[kind], model))
+    settings = ("temperature 1", "top-k")
+    alarm = 1e-4 / (len(KINDS) * len(RULES) * len(settings))
+    for name in settings:
+        sampling = distribution.SETTINGS[name]
+        count = distribution.generate(model, one, sampling, NUM_TEXTS, rule)
+        assert distribution.p_value(count.texts, distribution.joint_law(sampling)) > alarm, name
+        assert min(count.accepted, count.rejected) > NUM_TEXTS / 8
+
+
+@dataclass(frozen=True, eq=False)
+class Flattened:
+    """A head that declares another distribution than it draws from."""
+
+    head: HeadDrafter
+
+    @property
+    def features(self) -> Features:
+        return self.head.features
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = self.head.begin(prompt, context)
+        propose = session.propose
+
+        def wrong(limit: int) -> Draft:
+            draft = propose(limit)
+            uniform = mx.full(draft.logprobs.shape, -mx.log(mx.array(6.0)))
+            return Draft(draft.tokens, uniform)
+
+        session.propose = wrong  # type: ignore[method-assign]
+        return session
+
+
+@FULL
+def test_another_q_than_the_drafts_were_drawn_from_is_found() -> None:
+    """By the comparison above."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    wrong = Flattened(HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model)))
+    sampling = distribution.SETTINGS["temperature 1"]
+    count = distribution.generate(model, wrong, sampling, 2 * NUM_TEXTS, "rejection")
+    assert distribution.p_value(count.texts, distribution.joint_law(sampling)) < 1e-6
+
+
+# The users' own check -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, "eagle1"))
+def test_the_check_passes_for_a_head(kind: str) -> None:
+    """Its parts have drafts to look at, though most of them ask sessions outside of generations."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    one = HeadDrafter(heads.random_head(heads.HEADS[kind], model))
+    report = sd.check(
+        model,
+        None,
+        drafter=sd.FirstOf(sd.PromptLookupDrafter(min_ngram=5), one) if kind == "eagle3" else one,
+        sampler=sd.Sampling(temp=1.0),
+        draft_length=3,
+        prompts=[[1, 4, 1, 5], [2, 0, 3]],
+        budget=6,
+        progress=False,
+    )
+    assert not [part.name for part in report.parts if part.status == "failed"]
+    assert report["drafter's state"].status == "passed"
+
+
+def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it drafted stays in its caches."""
+    model = distribution.tiny_llama(distribution.TARGET)
+    one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
+    subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), TEXTS, 6)
+    work = Work(time.perf_counter() + 60)
+    assert check_state(subject, work).status == "passed"
+    read = RecurrentSession.read
+
+    def wrong(self: RecurrentSession) -> list[Any]:
+        self.num_read = self.rollback.position
+        return read(self)
+
+    monkeypatch.setattr(RecurrentSession, "read", wrong)
+    assert check_state(subject, work).status == "failed"
+
+
+TEXTS = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]

@@ -1,0 +1,201 @@
+"""Trained heads against torch: the numbers of their authors' code, on published names and shapes.
+
+Each fixture is a checkpoint with random weights, loaded from a folder like any other. What torch
+made of it is the logits of a prompt, of a draft of three tokens, and of another one after the first
+token of that was accepted. A wrong state, norm, layer, order or position still gives lossless text,
+only slower, so each of them is a control that the same comparison rejects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import heads
+import specdec_mlx as sd
+from specdec_mlx.drafters.heads import dflash, mtp_families, session
+from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import DraftContext
+
+TOLERANCE = 1e-4
+"""Of the largest logit."""
+
+NAMES = ("eagle3", "eagle1", "dflash", "mtp_qwen3_5", "mtp_deepseek_v3")
+RECURRENT = [name for name in NAMES if name != "dflash"]
+READS = {"eagle3": (1, 3, 4), "dflash": (1, 3, 5)}
+"""Layers that the rows of a fixture are of; of others they are the state after the final norm."""
+
+Change = Callable[[pytest.MonkeyPatch, dict[str, Any]], None]
+
+
+def load(name: str, folder: Path, **options: Any) -> Any:
+    """The head of a fixture, for the target with its ends."""
+    reference = heads.reference(name)
+    changes = options.pop("changes", {})
+    path = reference.write(folder, **changes)
+    return sd.load_head(path, reference.target(), **options)
+
+
+def both_drafts(
+    name: str, drafter: Any, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, tuple[list[int], mx.array]]:
+    """Tokens and logits of the first and the second draft of a session shown the rows."""
+    seen: list[mx.array] = []
+    draw = session.Draws.draw
+
+    def noting(self: Any, logits: mx.array) -> mx.array:
+        seen.append(logits)
+        return draw(self, logits)
+
+    reference = heads.reference(name)
+    rows = reference.arrays["rows"]
+    context = DraftContext(vocab_size=heads.VOCAB)
+    with monkeypatch.context() as patch:
+        patch.setattr(session.Draws, "draw", noting)
+        asked = drafter.begin(reference.prompt, context)
+        shown = [heads.features(drafter, rows[a:b], read=READS.get(name, ())) for a, b in SHOWN]
+        asked.see(shown[0])
+        asked.see(shown[1])
+        first = to_list(asked.propose(3).tokens)
+        asked.see(shown[2])
+        asked.observe([int(reference.arrays["first_tokens"][0]), heads.CORRECTION])
+        second = to_list(asked.propose(3).tokens)
+    return {
+        "first": (first, mx.concatenate(seen[:3])),
+        "second": (second, mx.concatenate(seen[3:])),
+    }
+
+
+SHOWN = ((0, 4), (4, 6), (6, 8))
+"""Positions shown: the prompt in two chunks, and those kept after the first draft."""
+
+
+def is_as_in_torch(name: str, part: str, logits: mx.array) -> bool:
+    """Whether logits [n, V] are the fixture's; of tokens that the head does not have, -inf."""
+    reference = heads.reference(name)
+    expected = reference.arrays[f"{part}_logits"]
+    got = np.array(logits)
+    if "d2t" in reference.weights:
+        ids = reference.weights["d2t"] + np.arange(expected.shape[-1])
+        absent = np.delete(got, ids, axis=-1)
+        if not np.isneginf(absent).all():
+            return False
+        got = got[:, ids]
+    limit = TOLERANCE * np.abs(expected).max()
+    return bool(got.shape == expected.shape and np.abs(got - expected).max() <= limit)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_loaded_head_is_the_one_that_torch_runs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts, and after a partial accept drafts again, with the same logits and tokens."""
+    drafts = both_drafts(name, load(name, tmp_path), monkeypatch)
+    for part, (tokens, logits) in drafts.items():
+        assert is_as_in_torch(name, part, logits), part
+        assert tokens == heads.reference(name).arrays[f"{part}_tokens"].tolist()
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_the_prompt_is_read_as_torch_reads_it(name: str, tmp_path: Path) -> None:
+    """Logits of all of its positions, not just of the last."""
+    drafter, reference = load(name, tmp_path), heads.reference(name)
+    rows = heads.features(drafter, reference.arrays["rows"][:6], read=READS.get(name, ()))
+    head = drafter.head
+    states = head.step(head.rows(rows), mx.array(reference.prompt[1:]), head.make_cache())
+    assert is_as_in_torch(name, "prefill", head.logits(states))
+
+
+# Controls ----------------------------------------------------------------------------------------
+
+
+def option(**options: Any) -> Change:
+    """A control that loads the head otherwise."""
+    return lambda patch, given: given.update(options)
+
+
+def family(name: str, **changes: Any) -> Change:
+    """A control that takes the layer to be written otherwise."""
+    changed = replace(mtp_families.FAMILIES[name], **changes)
+    return lambda patch, given: patch.setitem(mtp_families.FAMILIES, name, changed)
+
+
+def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """A state goes with the token at its own position instead of the one after it."""
+    step = RecurrentSession.step
+
+    def wrong(self: Any, states: mx.array, tokens: mx.array) -> mx.array:
+        shifted = mx.concatenate([tokens[:1], tokens[:-1]])
+        return step(self, states, shifted if tokens.shape[0] > 1 else tokens)
+
+    patch.setattr(RecurrentSession, "step", wrong)
+
+
+def drafted_entries_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """What was drafted is not taken back out of the caches."""
+    patch.setattr(Rollback, "rewind_to", lambda self, position: position)
+
+
+def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """The context stands one position nearer to the block."""
+    keys_and_values = dflash._keys_and_values
+
+    def wrong(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
+        is_block = x.shape[1] == 4
+        return keys_and_values(attention, x, offset if is_block else offset + 1)
+
+    patch.setattr(dflash, "_keys_and_values", wrong)
+
+
+CONTROLS: dict[str, tuple[str, Change]] = {
+    "Qwen norms not shifted": ("mtp_qwen3_5", option(norms_less_one=False)),
+    "DeepSeek norms shifted": ("mtp_deepseek_v3", option(norms_less_one=True)),
+    "Qwen before the final norm": ("mtp_qwen3_5", option(pre_norm=True)),
+    "DeepSeek before the final norm": ("mtp_deepseek_v3", option(pre_norm=True)),
+    "Qwen, state first": ("mtp_qwen3_5", family("qwen3_5", hidden_first=True)),
+    "DeepSeek, state first": ("mtp_deepseek_v3", family("deepseek_v3", hidden_first=True)),
+    "EAGLE-3, layers off by one": ("eagle3", option(layers=(2, 4, 5))),
+    "EAGLE-3, layers in another order": ("eagle3", option(layers=(4, 3, 1))),
+    "EAGLE-3, normed residual": ("eagle3", option(changes={"norm_before_residual": True})),
+    "EAGLE-3, normed state fed back": ("eagle3", option(changes={"norm_output": True})),
+    "EAGLE-3, tokens off by one": ("eagle3", tokens_off_by_one),
+    "EAGLE-1, tokens off by one": ("eagle1", tokens_off_by_one),
+    "DeepSeek, tokens off by one": ("mtp_deepseek_v3", tokens_off_by_one),
+    "DFlash, layers off by one": ("dflash", option(layers=(2, 4, 6))),
+    "DFlash, context off by one": ("dflash", context_off_by_one),
+    "DFlash, no window": ("dflash", option(changes={"layer_types": None})),
+    "DFlash, window one wider": ("dflash", option(changes={"sliding_window": 5})),
+    "DFlash, window both ways": ("dflash", option(changes={"is_causal": False})),
+}
+
+
+@pytest.mark.parametrize("control", CONTROLS)
+def test_the_comparison_finds_each_trap(
+    control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With this one thing wrong, one of the two drafts at least has other logits."""
+    name, change = CONTROLS[control]
+    options: dict[str, Any] = {}
+    change(monkeypatch, options)
+    drafts = both_drafts(name, load(name, tmp_path, **options), monkeypatch)
+    assert not all(is_as_in_torch(name, part, logits) for part, (_, logits) in drafts.items())
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_drafted_entries_that_stay_are_found_by_the_second_draft(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not by the first, which is why there are two."""
+    drafter = load(name, tmp_path)
+    drafted_entries_stay(monkeypatch, {})
+    drafts = both_drafts(name, drafter, monkeypatch)
+    assert is_as_in_torch(name, "first", drafts["first"][1])
+    assert not is_as_in_torch(name, "second", drafts["second"][1])

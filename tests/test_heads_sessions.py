@@ -1,0 +1,387 @@
+"""Heads in a generation: rows and tokens go together, q is what is drawn from, caches stay true."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import heads
+import selection
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.heads import session as head_session
+from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import first_layers
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.session import Draws, WaitingRows
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.testing import check_drafter
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import DraftContext, FeatureRows
+
+WIDTH, VOCAB = heads.WIDTH, heads.VOCAB
+
+
+@cache
+def target() -> nn.Module:
+    return heads.target()
+
+
+def mtp(name: str) -> Callable[[TargetEnds], Head]:
+    def make(ends: TargetEnds) -> Head:
+        config = tiny.CONFIGS[name] | {"vocab_size": VOCAB, "model_type": name}
+        config = config.get("text_config", config)
+        return MTPHead(FAMILIES[name], config, ends)
+
+    return make
+
+
+HEADS = heads.HEADS
+FAMILY_HEADS = {name: mtp(name) for name in FAMILIES}
+
+
+@cache
+def drafter(name: str) -> HeadDrafter:
+    """A head with random weights for a target of its width."""
+    make = HEADS.get(name) or FAMILY_HEADS[name]
+    width = WIDTH if name in HEADS else _width(name)
+    return HeadDrafter(
+        heads.random_head(make, target() if width == WIDTH else heads.target(width=width))
+    )
+
+
+def _width(name: str) -> int:
+    config = tiny.CONFIGS[name]
+    return int(config.get("text_config", config)["hidden_size"])
+
+
+def context(**given: Any) -> DraftContext:
+    return DraftContext(vocab_size=VOCAB, noise=Noise(5), **given)
+
+
+class Shown:
+    """A session that is shown made-up rows of a text, as the loop would show them."""
+
+    def __init__(
+        self, drafter: HeadDrafter, prompt: Sequence[int], context: DraftContext, chunk: int = 1000
+    ) -> None:
+        self.drafter = drafter
+        self.text = list(prompt)
+        self.num_shown = 0
+        self.session = drafter.begin(prompt, context)
+        while self.num_shown < len(self.text) - 1:
+            self.show(min(chunk, len(self.text) - 1 - self.num_shown))
+
+    def show(self, count: int) -> None:
+        self.session.see(states(self.drafter, self.num_shown, count))
+        self.num_shown += count
+
+    def emit(self, *tokens: int) -> None:
+        self.show(len(self.text) + len(tokens) - 1 - self.num_shown)
+        self.session.observe(tokens)
+        self.text += tokens
+
+    def propose(self, limit: int) -> sd.Draft:
+        return self.session.propose(limit)
+
+
+def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
+    """Rows of positions, made from the position alone."""
+    width = drafter.head.ends.width
+    values = np.random.default_rng(0).standard_normal((600, 9, width)).astype(np.float32)
+    rows = mx.array(values[start : start + count])
+    return FeatureRows({layer: rows[:, layer] for layer in range(8)}, head_input=rows[:, 8])
+
+
+PROMPT = [5, 17, 9, 33, 71, 2, 64]
+ALL = [*HEADS, *FAMILY_HEADS]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_draft_follows_from_the_text_and_its_rows_alone(name: str) -> None:
+    """Whatever was drafted, accepted or shown in chunks before: as a fresh session would draft."""
+    one = drafter(name)
+    shown = Shown(one, PROMPT, context(), chunk=2)
+    lengths = [4, 3, 0, 5, 2]
+    emitted: list[list[int]] = [[0, 1], [8], [3, 4, 5], [], [90]]
+    for length, more in zip(lengths, emitted, strict=True):
+        got = to_list(shown.propose(length).tokens)
+        fresh = Shown(one, shown.text, context())
+        assert got == to_list(fresh.propose(length).tokens)
+        assert len(got) == min(length, 5)
+        accepted = got[: len(got) // 2]
+        shown.emit(*accepted, *more, 11)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
+    """Of the text before it; Medusa's on the last row."""
+    one = drafter(name)
+    logits = first_logits(one, PROMPT)
+    for position in range(len(PROMPT) - 1):
+        changed = list(PROMPT)
+        changed[position + 1] += 1
+        by_token = mx.abs(first_logits(one, changed) - logits).max().item()
+        reads_token = "medusa" not in name and (name != "dflash" or position == len(PROMPT) - 2)
+        assert (by_token > 0) == reads_token, position
+
+
+def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
+    """What the first token is drawn from, as log-probabilities at temperature 1."""
+    sampled = context(sampling=sd.Sampling(temp=1.0))
+    logprobs = Shown(drafter, prompt, sampled).propose(1).logprobs
+    assert logprobs is not None
+    return mx.exp(logprobs)
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temp", [0.7, 1.0])
+def test_what_is_handed_over_is_what_was_drawn_from(name: str, temp: float) -> None:
+    """Normalised, filtered like the target's, and the argmax of it with the draft's own noise."""
+    sampling = sd.Sampling(temp=temp, top_p=0.9)
+    given = context(sampling=sampling)
+    draft = Shown(drafter(name), PROMPT, given).propose(3)
+    assert draft.logprobs is not None
+    assert draft.logprobs.shape == (3, VOCAB)
+    assert mx.allclose(mx.exp(draft.logprobs).sum(-1), mx.ones(3), atol=1e-5)
+    noise = given.draft_gumbels(0, 3)
+    assert to_list(draft.tokens) == mx.argmax(draft.logprobs + noise, axis=-1).tolist()
+    assert not mx.isinf(draft.logprobs).all()
+    assert mx.isinf(draft.logprobs).any(), "top-p left everything in"
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_a_greedy_target_gets_point_masses(name: str) -> None:
+    """So does an opaque sampler, and any target if that is asked for."""
+    one = drafter(name)
+    for given in (context(sampling=sd.Sampling()), context()):
+        assert Shown(one, PROMPT, given).propose(2).logprobs is None
+    greedy = HeadDrafter(one.head, greedy=True)
+    sampled = context(sampling=sd.Sampling(temp=1.0))
+    assert Shown(greedy, PROMPT, sampled).propose(2).logprobs is None
+
+
+def test_drafts_may_have_a_temperature_of_their_own() -> None:
+    """With the target's filters; a number below 0 is refused."""
+    sampled = context(sampling=sd.Sampling(temp=1.0, top_k=5))
+    cold = Shown(HeadDrafter(drafter("eagle1").head, draft_temp=0.1), PROMPT, sampled).propose(1)
+    warm = Shown(drafter("eagle1"), PROMPT, sampled).propose(1)
+    assert mx.isfinite(cold.logprobs).sum() == 5
+    assert cold.logprobs.max() > warm.logprobs.max()
+    with pytest.raises(ValueError, match="draft_temp=-1"):
+        HeadDrafter(drafter("eagle1").head, draft_temp=-1)
+
+
+def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
+    """And all others do."""
+    sampled = context(sampling=sd.Sampling(temp=1.0))
+    logprobs = Shown(drafter("eagle3"), PROMPT, sampled).propose(1).logprobs
+    finite = [i for i in range(VOCAB) if mx.isfinite(logprobs[0, i])]
+    assert finite == list(range(0, VOCAB, 3))
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_processors_see_the_text_and_the_draft(name: str) -> None:
+    """Before each token: prompt, emitted, and what was drafted so far."""
+    seen: list[list[int]] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    shown = Shown(drafter(name), PROMPT, context(logits_processors=[processor]))
+    shown.emit(1)
+    drafted = to_list(shown.propose(3).tokens)
+    assert seen == [[*PROMPT, 1, *drafted[:i]] for i in range(3)]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_nothing_is_drafted_before_a_row_was_shown(name: str) -> None:
+    """The first token of a prompt of one has no state before it."""
+    shown = Shown(drafter(name), [7], context())
+    assert len(shown.propose(4)) == 0
+    shown.emit(9)
+    assert len(shown.propose(4)) == 4
+
+
+@pytest.mark.parametrize("name", ["eagle3", "qwen3_5", "dflash", "medusa"])
+def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows do not pile up: of a long prompt, and of a long stretch without drafts."""
+    most = 8
+    monkeypatch.setattr(head_session, "MOST_WAITING", most)
+    prompt = [i % VOCAB for i in range(5 * most)]
+    shown = Shown(drafter(name), prompt, context(), chunk=6)
+    assert len(shown.session.waiting) < most
+    fresh = Shown(drafter(name), prompt, context())
+    assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
+    for i in range(2 * most):
+        shown.emit(i % VOCAB)
+        assert len(shown.session.waiting) <= most
+    fresh = Shown(drafter(name), shown.text, context())
+    assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
+
+
+def test_waiting_rows_are_taken_in_order() -> None:
+    """Whatever the sizes in which they come and go."""
+    waiting = WaitingRows()
+    waiting.add(mx.arange(3)[:, None])
+    waiting.add(mx.arange(3, 5)[:, None])
+    assert waiting.take(4).tolist() == [[0], [1], [2], [3]]
+    assert (waiting.start, len(waiting)) == (4, 1)
+    waiting.add(mx.array([[5]]))
+    assert waiting.take(9).tolist() == [[4], [5]]
+    assert (waiting.start, len(waiting)) == (6, 0)
+
+
+def test_an_empty_draft_is_one() -> None:
+    """Nothing drawn, nothing handed over."""
+    assert len(Draws(context(), sd.Sampling(), PROMPT, 7, 3).draft()) == 0
+
+
+def test_two_heads_do_not_share_a_key() -> None:
+    """By content and options; the same head loaded twice does."""
+    keys = {drafter(name).key for name in HEADS} | {HeadDrafter(drafter("eagle1").head, True).key}
+    assert len(keys) == len(HEADS) + 1
+
+
+# Medusa by its formula ---------------------------------------------------------------------------
+
+
+def test_medusa_is_its_formula() -> None:
+    """Head i: x + silu(W x + b), twice, then its matrix, of the last state shown."""
+    one = drafter("medusa")
+    head = one.head
+    state = np.array(states(one, len(PROMPT) - 2, 1).head_input)[0].astype(np.float64)
+    expected = []
+    for blocks, matrix in zip(head.blocks, head.lm_heads, strict=True):
+        x = state
+        for block in blocks:
+            y = np.array(block.weight) @ x + np.array(block.bias)
+            x = x + y / (1 + np.exp(-y))
+        expected.append(int(np.argmax(np.array(matrix.weight) @ x)))
+    assert to_list(Shown(one, PROMPT, context()).propose(9).tokens) == expected
+
+
+# PARD ---------------------------------------------------------------------------------------------
+
+
+@cache
+def small() -> nn.Module:
+    return tiny.build("qwen2", vocab_size=VOCAB)
+
+
+MASK = VOCAB - 1
+
+
+def test_pard_drafts_what_stands_behind_its_masks() -> None:
+    """The last K rows of one pass over the text and K - 1 masks, whatever was drafted before."""
+    session = PardDrafter(small(), mask_token=MASK).begin(PROMPT, context())
+    text = list(PROMPT)
+    for length, emitted in ((4, 2), (1, 1), (6, 0), (3, 3)):
+        got = to_list(session.propose(length).tokens)
+        logits = small()(mx.array([[*text, *[MASK] * (length - 1)]]))[0, -length:]
+        assert got == mx.argmax(logits, axis=-1).tolist()
+        tokens = [*got[:emitted], 50]
+        session.observe(tokens)
+        text += tokens
+
+
+def test_pard_caches_hold_the_text_and_no_mask() -> None:
+    """After each proposal: as many positions as the text has."""
+    session = PardDrafter(small(), mask_token=MASK).begin(PROMPT, context())
+    session.propose(5)
+    assert session.rollback.position == len(PROMPT)
+    assert session.rollback.caches[0].offset == len(PROMPT)
+
+
+# Early exit ---------------------------------------------------------------------------------------
+
+EXITS = {
+    "llama": 2,
+    "qwen2": 1,
+    "gemma2": 1,
+    "gemma3_text": 2,
+    "gpt2": 1,
+    "deepseek_v3": 1,
+    "mamba2": 1,
+}
+"""Architecture -> layers; some need a layer of each of their kinds."""
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_an_early_exit_is_the_model_with_fewer_layers(name: str) -> None:
+    """The logits of a model that was built with the first layers; the target stays as it was."""
+    model = tiny.build(name)
+    count, layers = len(model.layers), EXITS[name]
+    ids = mx.array([[3, 14, 15, 9, 2]])
+    before = model(ids)
+    short = first_layers(model, layers)
+    assert len(short.layers) == layers
+    assert len(model.layers) == count
+    logits = short(ids, cache=make_prompt_cache(short))
+    assert logits.shape == before.shape
+    assert not mx.allclose(logits, before)
+    assert mx.array_equal(model(ids), before)
+    assert all(a is b for a, b in zip(short.layers, model.layers, strict=False))
+
+
+def test_an_early_exit_by_hand() -> None:
+    """Embedding, first layers, final norm, head."""
+    model = heads.target()
+    ids = mx.array([[3, 14, 15, 9, 2]])
+    h = model.model.embed_tokens(ids)
+    for layer in model.layers[:3]:
+        h = layer(h, "causal", None)
+    expected = model.lm_head(model.model.norm(h))
+    assert mx.allclose(first_layers(model, 3)(ids), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [0, 8, -1])
+def test_an_exit_that_is_none_is_refused(layers: int) -> None:
+    """Before the first layer, or behind the last."""
+    with pytest.raises(sd.HeadError, match="expected 1 to 7"):
+        sd.early_exit(heads.target(), layers)
+
+
+def test_layers_that_cannot_run_alone_are_refused() -> None:
+    """This model looks for its first layer with full attention, which is the second."""
+    with pytest.raises(sd.HeadError, match=r"1 layers of mlx_lm\.models\.llama cannot be run"):
+        sd.early_exit(tiny.build("llama"), 1)
+
+
+# The conformance tests, and whole texts ----------------------------------------------------------
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    "pard": lambda: PardDrafter(small(), mask_token=MASK),
+    "early exit": lambda: sd.early_exit(target(), 2),
+}
+
+
+@selection.FULL
+@pytest.mark.parametrize("name", WHOLE)
+def test_drafters_that_read_tokens_conform(name: str) -> None:
+    """What `check_drafter` asks of any."""
+    check_drafter(WHOLE[name](), vocab_size=VOCAB, num_draws=400)
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("length", [1, 4])
+def test_their_text_is_the_targets_own(name: str, length: int) -> None:
+    """Greedy, and a seed's under the coupled rule."""
+    model = target()
+    for options in ({}, {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}):
+        plain = [t.token for t in sd.speculate(model, PROMPT, max_tokens=24, **options)]
+        tokens = sd.speculate(
+            model, PROMPT, WHOLE[name](), max_tokens=24, draft_length=length, **options
+        )
+        assert [t.token for t in tokens] == plain

@@ -1,0 +1,271 @@
+"""Going back on recurrent models is a choice of states: nothing is fed again, to the last bit."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.gated_delta import gated_delta_update
+from mlx_lm.models.ssm import ssm_update
+
+import specdec_mlx as sd
+import tiny
+from lossless import PROMPT, plain_text
+from scripted import OracleDrafter
+from selection import cases
+from specdec_mlx.target import recurrent_states, watching
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.strategies import leaves
+from specdec_mlx.types import Features
+
+GATED_DELTA = ["qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "olmo_hybrid", "bailing_moe_v3"]
+MAMBA_2 = ["mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "plamo2"]
+SHORT_CONVOLUTIONS = ["lfm2", "lfm2_moe", "gear"]
+KNOWN = GATED_DELTA + MAMBA_2 + SHORT_CONVOLUTIONS
+UNKNOWN = ["jamba", "mamba", "rwkv7", "recurrent_gemma", "baichuan_m1", "bailing_hybrid"]
+ROUND_OTHERWISE = ["kimi_linear", "kimi_k3", "bailing_moe_v3", "gear"]
+"""A single position rounds otherwise in their attention: its latent form, or the last one's window,
+which then rotates."""
+
+NAMED = ["qwen3_5", "qwen3_next", "mamba2", "falcon_h1", "lfm2", "nemotron_h"]
+
+DRAFT = [28, 66, 31, 4, 87, 12, 53, 9]
+FOLLOWING = [50, 23, 77]
+
+
+@cache
+def built(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+def step(model: nn.Module, caches: list[Any], tokens: list[int]) -> mx.array:
+    """Logits [n, V] of single tokens."""
+    return mx.concatenate([model(mx.array([[token]]), cache=caches)[0] for token in tokens])
+
+
+def passed(model: nn.Module, width: int) -> tuple[Rollback, mx.array]:
+    """Caches after the prompt and a pass over so many draft positions, and its logits."""
+    rollback = Rollback(make_prompt_cache(model))
+    rollback.forward(model, mx.array(PROMPT[:-1]))
+    rollback.states = recurrent_states_of(model)
+    rollback.checkpoint()
+    return rollback, rollback.forward(model, mx.array(DRAFT[:width]))
+
+
+def stepped(model: nn.Module, num_kept: int) -> tuple[list[Any], mx.array]:
+    """Caches after the prompt and the first draft tokens one at a time, and their logits."""
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT[:-1]]), cache=caches)
+    return caches, step(model, caches, DRAFT[:num_kept])
+
+
+# The property -------------------------------------------------------------------------------------
+
+
+TABLE = [(name, width) for name in KNOWN for width in (2, 5, MOST_POSITIONS)]
+ALWAYS = [(name, 5) for name in NAMED]
+
+
+@pytest.mark.parametrize(("name", "width"), cases(TABLE, *ALWAYS))
+def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(name: str, width: int) -> None:
+    """Logits of the pass and those that follow are bit-equal to one token at a time."""
+    model = built(name)
+    for num_kept in range(1, width + 1):
+        rollback, logits = passed(model, width)
+        start = rollback.position - width
+        assert rollback.rewind_to(start + num_kept) == start + num_kept, "nothing is fed again"
+        caches, expected = stepped(model, num_kept)
+        following = step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING)
+        if name in ROUND_OTHERWISE:
+            assert mx.allclose(logits[:num_kept], expected, rtol=1e-4, atol=1e-4)
+            assert mx.allclose(*following, rtol=1e-4, atol=1e-4)
+        else:
+            assert mx.array_equal(logits[:num_kept], expected)
+            assert mx.array_equal(*following)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_going_back_twice_is_going_back_once(name: str) -> None:
+    """A choice can be made again, of fewer positions, and of none by the checkpoint."""
+    model = built(name)
+    rollback, _ = passed(model, 5)
+    end = rollback.position
+    rollback.rewind_to(end - 1)
+    rollback.rewind_to(end - 3)
+    caches, _ = stepped(model, 2)
+    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
+    rollback, _ = passed(model, 5)
+    assert rollback.rewind_to(end - 5) == end - 5
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT[:-1]]), cache=caches)
+    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
+
+
+@cache
+def long_text(name: str) -> list[int]:
+    return plain_text(built(name), PROMPT, 200).tokens
+
+
+def half_right(name: str, **options: Any) -> list[sd.Token]:
+    model = built(name)
+    vocab_size = model(mx.array([[1]]), cache=make_prompt_cache(model)).shape[-1]
+    drafter = OracleDrafter(long_text(name), vocab_size, wrong=0.5)
+    options = {"max_tokens": 200, "draft_length": 4, **options}
+    return list(sd.speculate(model, PROMPT, drafter, **options))
+
+
+@pytest.mark.parametrize("name", cases(NAMED, "qwen3_5", "falcon_h1", "lfm2"))
+def test_no_position_is_fed_again_in_a_generation(name: str) -> None:
+    """200 tokens, K = 4, drafts half right: the text is plain decoding's, and as many positions are
+    fed as on a model with key-value caches and the same drafts."""
+    items = half_right(name)
+    assert [item.token for item in items] == long_text(name)
+    stats, with_keys = items[-1].stats, half_right("llama")[-1].stats
+    assert stats.replayed == 0
+    assert 0.3 < stats.acceptance_rate < 0.7
+    assert stats.rounds == with_keys.rounds
+    assert stats.fed == with_keys.fed
+
+
+@pytest.mark.parametrize("name", cases(UNKNOWN, "rwkv7"))
+def test_other_recurrences_feed_again_what_was_kept(name: str) -> None:
+    """As before; and the text is right."""
+    assert recurrent_states_of(built(name)) is None
+    items = half_right(name)
+    assert [item.token for item in items] == long_text(name)
+    assert items[-1].stats.replayed > 0
+
+
+def test_models_without_recurrence_are_not_measured() -> None:
+    assert recurrent_states_of(built("llama")) is None
+
+
+@pytest.mark.parametrize("name", cases(["qwen3_next", "mamba2"], "mamba2"))
+def test_wider_passes_feed_again_what_was_kept(name: str) -> None:
+    """Beyond 8 positions states are not kept; the text is right."""
+    items = half_right(name, draft_length=MOST_POSITIONS)
+    assert [item.token for item in items] == long_text(name)
+    assert items[-1].stats.replayed > 0
+
+
+def test_without_measuring_what_was_kept_is_fed_again() -> None:
+    """probe=False: nothing is assumed."""
+    assert half_right("mamba2", probe=False)[-1].stats.replayed > 0
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("name", cases(["qwen3_5", "mamba2", "lfm2"], "mamba2"))
+def test_in_half_precision_states_are_chosen_too(name: str, dtype: mx.Dtype) -> None:
+    """And are bit-equal to single steps: Mamba-2 runs a short pass step by step."""
+    model = tiny.build(name, dtype)
+    rollback, logits = passed(model, 5)
+    rollback.rewind_to(rollback.position - 2)
+    caches, expected = stepped(model, 3)
+    assert mx.array_equal(logits[:3], expected)
+    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
+
+
+# What is measured first ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_a_wrong_choice_is_found_before_it_is_made(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that is late by one position: the model then feeds again."""
+    after = recurrent_states._Source.after
+
+    def late(self: Any, recording: Any, num_positions: int, slot: mx.array) -> mx.array:
+        return after(self, recording, max(1, num_positions - 1), slot)
+
+    monkeypatch.setattr(recurrent_states._Source, "after", late)
+    assert recurrent_states_of(tiny.build(name)) is None
+
+
+def test_a_pass_that_is_not_like_the_one_watched_feeds_again() -> None:
+    """Caches that are padded on the left give their recurrences a mask."""
+    model = tiny.build("mamba2")
+    caches = [ArraysCache(2, left_padding=[1]) for _ in model.layers]
+    rollback = Rollback(caches, states=recurrent_states_of(model))
+    rollback.checkpoint()
+    rollback.forward(model, mx.array(DRAFT))
+    assert rollback.rewind_to(3) == 0
+
+
+# Nothing left over --------------------------------------------------------------------------------
+
+
+def places() -> Iterator[Any]:
+    for name in KNOWN:
+        file = importlib.import_module(f"mlx_lm.models.{name}")
+        for function in (gated_delta_update, ssm_update):
+            if hasattr(file, function.__name__):
+                yield getattr(file, function.__name__), function
+
+
+def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception() -> None:
+    model = tiny.build("qwen3_next")
+    rollback, _ = passed(model, 5)
+    before = step(model, rollback.caches, FOLLOWING)
+    norm = model.model.norm
+    model.model.norm = interrupted
+    rollback = Rollback(make_prompt_cache(model))
+    rollback.states = recurrent_states_of(built("qwen3_next"))
+    rollback.checkpoint()
+    with pytest.raises(KeyboardInterrupt):
+        rollback.forward(model, mx.array(DRAFT))
+    model.model.norm = norm
+    assert all(found is own for found, own in places())
+    assert not watching._num_watching
+    assert not watching._num_answering
+    assert rollback.position == 0
+    assert all(cache.empty() for cache in leaves(rollback.caches))
+    rollback, _ = passed(model, 5)
+    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), before)
+
+
+def interrupted(x: mx.array) -> mx.array:
+    raise KeyboardInterrupt
+
+
+def test_generations_in_two_threads_do_not_see_each_other() -> None:
+    """On one model, at the same time: both texts are right, and nothing is fed again."""
+
+    def write(_: int) -> tuple[list[int], int]:
+        items = half_right("qwen3_next", stream=mx.new_stream(mx.cpu))
+        return [item.token for item in items], items[-1].stats.replayed
+
+    expected = long_text("qwen3_next")
+    half_right("qwen3_next")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, range(2))) == [(expected, 0)] * 2
+    assert all(found is own for found, own in places())
+
+
+def test_states_are_chosen_while_the_target_is_read() -> None:
+    """A head on a hybrid: its rows are those of kept positions, and nothing is fed again."""
+    model = built("qwen3_next")
+    model_pass = ModelPass(model, Rollback(make_prompt_cache(model)))
+    model_pass.tap(Features(layers=(0,), head_input=True))
+    model_pass.feed(mx.array(PROMPT[:-1]))
+    assert model_pass.widest() is None
+    model_pass.rollback.checkpoint()
+    model_pass.feed(mx.array(DRAFT[:5]))
+    rows, num_rows = model_pass.fed_features()
+    assert num_rows == 5
+    logits = model.lm_head(rows.head_input)
+    end = model_pass.rollback.position
+    assert model_pass.rollback.rewind_to(end - 3) == end - 3
+    caches, expected = stepped(model, 2)
+    assert mx.array_equal(logits[:2], expected)
+    following = step(model, model_pass.rollback.caches, FOLLOWING)
+    assert mx.array_equal(following, step(model, caches, FOLLOWING))

@@ -1,0 +1,452 @@
+"""Reading the target: rows of kept positions, with bit-equal logits, and nothing left over."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from threading import Barrier
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.base import create_attention_mask
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+import specdec_mlx as sd
+import tiny
+from lossless import PROMPT, SECOND_PROMPT, plain_text
+from scripted import OracleDrafter
+from selection import cases
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target import taps, watching
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+
+IDS = mx.array(PROMPT)
+NUM_TOKENS = 40
+ALL = Features(layers=(0, 1), head_input=True, top=3)
+
+MODELS = [
+    "llama",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4",
+    "deepseek_v3",
+    "mamba2",
+    "rwkv7",
+    "qwen3_next",
+]
+MODELS += ["gemma3n", "deepseek_v41"]  # several streams side by side
+
+
+@cache
+def built(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+@cache
+def text_of(name: str) -> tuple[int, ...]:
+    return tuple(plain_text(built(name), PROMPT, NUM_TOKENS).tokens)
+
+
+def fed(model: nn.Module, ids: mx.array = IDS, caches: list[Any] | None = None) -> mx.array:
+    """Logits [n, V] of one pass."""
+    return model(ids[None], cache=make_prompt_cache(model) if caches is None else caches)[0]
+
+
+def read(model: nn.Module, ids: mx.array = IDS, wanted: Features = ALL) -> FeatureRows:
+    """What one pass shows."""
+    reading = Taps(model, wanted)
+    reading.read(lambda: fed(model, ids))
+    assert reading.features is not None
+    return reading.features
+
+
+def arrays(rows: FeatureRows) -> list[mx.array]:
+    there = [*rows.layers.values(), rows.head_input, rows.top_tokens]
+    return [array for array in there if array is not None]
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+# Which rows ---------------------------------------------------------------------------------------
+
+
+def test_rows_are_the_layers_outputs_the_heads_input_and_the_likeliest_tokens() -> None:
+    """Against a pass that is spelled out, layer by layer, with mlx-lm's own modules."""
+    model = built("llama")
+    h = model.model.embed_tokens(IDS[None])
+    mask = create_attention_mask(h, None)
+    states = []
+    for layer in model.layers:
+        h = layer(h, mask)
+        states.append(h[0])
+    normed = model.model.norm(h)[0]
+    rows = read(model)
+    assert mx.array_equal(rows.layers[0], states[0])
+    assert mx.array_equal(rows.layers[1], states[1])
+    assert mx.array_equal(rows.head_input, normed)
+    order = mx.argsort(-fed(model), axis=-1)[:, :3]
+    assert rows.top_tokens.tolist() == order.tolist()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_row_depends_on_the_positions_before_it_alone(name: str) -> None:
+    """Rows of the first 9 positions are the same whatever follows, and each follows its token; the
+    axis of positions is found where states have several streams."""
+    model = built(name)
+    whole, head = arrays(read(model)), arrays(read(model, IDS[:9]))
+    other = arrays(read(model, mx.concatenate([IDS[:9], IDS[9:] + 1])))
+    for rows, first, changed in zip(whole, head, other, strict=True):
+        assert rows.shape[0] == len(PROMPT)
+        assert rows.ndim == 2
+        assert near(rows[:9], first)
+        assert near(rows[:9], changed[:9])
+        assert not near(rows[9:], changed[9:])
+
+
+def near(a: mx.array, b: mx.array, tolerance: float = 1e-3) -> bool:
+    return bool(mx.allclose(a, b, rtol=tolerance, atol=tolerance).item())
+
+
+def quantized(name: str) -> nn.Module:
+    model = tiny.build(name)
+    nn.quantize(model, group_size=32, bits=4)
+    return model
+
+
+def with_adapters(name: str) -> nn.Module:
+    model = tiny.build(name)
+    keys = ["self_attn.q_proj", "mlp.down_proj"]
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": keys})
+    return model
+
+
+def with_an_adapted_head(name: str) -> nn.Module:
+    from mlx_lm.tuner.lora import LoRALinear
+
+    model = tiny.build(name)
+    model.lm_head = LoRALinear.from_base(model.lm_head, r=4)
+    model.lm_head.lora_b = mx.random.normal(model.lm_head.lora_b.shape)
+    return model
+
+
+VARIANTS = {
+    "plain": lambda: tiny.build("llama"),
+    "tied": lambda: tiny.build("llama", tie_word_embeddings=True),
+    "quantized": lambda: quantized("llama"),
+    "quantized, tied": lambda: quantized("gemma3_text"),
+    "adapters": lambda: with_adapters("llama"),
+    "adapted head": lambda: with_an_adapted_head("llama"),
+    "bfloat16": lambda: tiny.build("llama", mx.bfloat16),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_bit_equal_and_the_heads_input_makes_them(variant: str) -> None:
+    """For quantized models, adapters, also around the head, and tied embeddings."""
+    model = VARIANTS[variant]()
+    reading, before = Taps(model, ALL), classes(model)
+    logits = reading.read(lambda: fed(model))
+    assert mx.array_equal(logits, fed(model))
+    head = getattr(model, "lm_head", None) or model.model.embed_tokens.as_linear
+    assert reading.features is not None
+    assert mx.array_equal(head(reading.features.head_input[None])[0], logits)
+    assert classes(model) == before
+
+
+def test_a_model_quantized_between_two_generations_is_read_where_it_is_now() -> None:
+    """Nothing is remembered of the modules that it had."""
+    model = tiny.build("llama")
+    read(model)
+    nn.quantize(model, group_size=32, bits=4)
+    assert mx.array_equal(model.lm_head(read(model).head_input[None])[0], fed(model))
+
+
+class TwoHeads(nn.Module):
+    """A model with another head, which is called before the one that makes its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.other = model, nn.Linear(*reversed(model.lm_head.weight.shape))
+        self.layers = model.layers
+
+    def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+        h = self.model.model(ids, cache=cache)
+        others = self.other(2 * h)
+        return self.model.lm_head(h) + 0 * others
+
+
+def test_of_several_heads_the_last_is_read() -> None:
+    """In the order of the calls: it makes the logits."""
+    model = tiny.build("llama")
+    alone = read(model).head_input
+    assert mx.array_equal(read(TwoHeads(model)).head_input, alone)
+
+
+# Whose rows: through a generation -----------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Reader:
+    """Drafts what another drafter does, and keeps what it is shown."""
+
+    drafter: OracleDrafter
+    features: Features = ALL
+    sessions: list[ReadingSession] = field(default_factory=list, repr=False)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ReadingSession:
+        self.sessions.append(ReadingSession(self.drafter.begin(prompt, context), len(prompt)))
+        return self.sessions[-1]
+
+    @property
+    def rows(self) -> FeatureRows:
+        """All that the latest session was shown."""
+        return FeatureRows.joined(self.sessions[-1].shown)
+
+
+class ReadingSession:
+    def __init__(self, session: Any, num_prompt: int) -> None:
+        self.session = session
+        self.length = num_prompt
+        self.shown: list[FeatureRows] = []
+
+    def propose(self, limit: int) -> Draft:
+        return self.session.propose(limit)  # type: ignore[no-any-return]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.length += len(tokens)
+        assert sum(len(part.top_tokens) for part in self.shown) == self.length - 1
+        self.session.observe(tokens)
+
+    def see(self, features: FeatureRows) -> None:
+        mx.eval(arrays(features))
+        self.shown.append(features)
+
+
+def reader(name: str, features: Features = ALL) -> Reader:
+    vocab_size = fed(built(name)).shape[-1]
+    return Reader(OracleDrafter(text_of(name), vocab_size, wrong=0.4), features)
+
+
+def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.Token]:
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "prefill_step_size": 5, **options}
+    options.setdefault("prompt_tokens", PROMPT)
+    return sd.speculate(built(name), drafter=drafter, **options)
+
+
+def expected(name: str, length: int, first: Sequence[int] = PROMPT) -> FeatureRows:
+    """Rows of a text that is read in one pass: prompt + what was generated but the last token."""
+    text = mx.array([*first, *text_of(name)][: length - 1])
+    return read(built(name), text)
+
+
+def assert_same_rows(got: FeatureRows, wanted: FeatureRows) -> None:
+    for a, b in zip(arrays(got), arrays(wanted), strict=True):
+        assert a.shape == b.shape
+        assert near(a, b)
+
+
+ONE_BY_ONE = [lambda logprobs: mx.argmax(logprobs, axis=-1)]
+"""Samplers that may remember what they saw: their rows are drawn one at a time."""
+
+
+@pytest.mark.parametrize("sampler", [None, *ONE_BY_ONE], ids=["lazy", "row by row"])
+@pytest.mark.parametrize("name", cases(MODELS, "llama", "gemma3_text", "qwen3_next"))
+def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(
+    name: str, sampler: Any
+) -> None:
+    """The prompt's chunk by chunk, those of rejected drafts never, replayed ones once."""
+    drafter = reader(name)
+    items = list(speculate(name, drafter, sampler=sampler))
+    assert [item.token for item in items] == list(text_of(name))
+    assert 0 < items[-1].stats.acceptance_rate < 1
+    sizes = [len(part.head_input) for part in drafter.sessions[-1].shown]
+    assert sizes[:3] == [5, 5, 3], "the prompt, but for its last token, in chunks"
+    assert_same_rows(drafter.rows, expected(name, len(PROMPT) + NUM_TOKENS))
+
+
+def test_rows_of_another_pass_are_not_taken_for_these() -> None:
+    """The control: off by one position the comparison fails."""
+    drafter = reader("llama")
+    list(speculate("llama", drafter))
+    wanted = expected("llama", len(PROMPT) + NUM_TOKENS)
+    shifted = wanted.rows([*range(1, len(wanted.head_input)), 0])
+    with pytest.raises(AssertionError):
+        assert_same_rows(drafter.rows, shifted)
+
+
+def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pending tokens that one pass has no room for are fed before it, and read as well."""
+    model, wanted = built("mamba2"), list(text_of("mamba2"))
+    model_pass = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
+    monkeypatch.setattr(model_pass, "widest", lambda: 3)
+    verifier = Verifier(model_pass, NextToken(sd.Sampling(), (), Noise(0)), "match")
+    verifier.tap(ALL)
+    under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)
+    assert under_way.read().tokens == wanted[:3]
+    assert under_way.num_fed == len(PROMPT) + 2
+    assert under_way.features is not None
+    assert_same_rows(under_way.features, expected("mamba2", len(PROMPT) + 3))
+
+
+def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
+    """Two that read, behind one that does not: each sees every kept position, whoever drafted."""
+    first = reader("llama", Features(layers=(1,), top=1))
+    second = reader("llama", Features(head_input=True, top=3))
+    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), first, second)
+    items = list(speculate("llama", drafter))
+    assert [item.token for item in items] == list(text_of("llama"))
+    wanted = expected("llama", len(PROMPT) + NUM_TOKENS)
+    for one in (first, second):
+        assert_same_rows(one.rows, wanted.only(one.features))
+
+
+def test_a_second_turn_shows_the_new_text_alone() -> None:
+    """On caches that hold an earlier turn: from the new prompt on, and the text is right."""
+    name, caches = "llama", make_prompt_cache(built("llama"))
+    list(speculate(name, reader(name), prompt_cache=caches))
+    said = [*PROMPT, *text_of(name), *SECOND_PROMPT]
+    afresh = plain_text(built(name), said, 10).tokens
+    drafter = Reader(OracleDrafter(afresh, 1000))
+    options = {"prompt_tokens": SECOND_PROMPT, "prompt_cache": caches, "max_tokens": 10}
+    items = list(speculate(name, drafter, **options))
+    assert [item.token for item in items] == afresh
+    whole = read(built(name), mx.array([*said, *afresh]))
+    start, num_rows = len(said) - len(SECOND_PROMPT), len(SECOND_PROMPT) + 10 - 1
+    shown = range(start, start + num_rows + len(afresh[:1]) - 1)
+    assert_same_rows(drafter.rows, whole.rows(shown))
+
+
+# Nothing left over --------------------------------------------------------------------------------
+
+
+def test_nothing_is_watched_for_a_drafter_that_does_not_ask(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def never(*args: Any) -> None:
+        raise AssertionError("watched a pass that nobody reads")
+
+    monkeypatch.setattr(taps, "watching", never)
+    assert len(list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter()))) == 256
+
+
+def test_between_passes_the_model_is_its_own() -> None:
+    """While tokens are handed out, after `close` and after the end no module has another class."""
+    model = built("llama")
+    before = classes(model)
+    items = speculate("llama", reader("llama"))
+    for _ in range(5):
+        next(items)
+        assert classes(model) == before
+    items.close()
+    assert classes(model) == before
+    assert not watching._num_watching
+
+
+def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches the caller, and the next generation reads again."""
+    model = tiny.build("llama")
+    reading, before, mlp = Taps(model, ALL), classes(model), type(model.layers[1].mlp)
+    with monkeypatch.context() as patch:
+        patch.setattr(mlp, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reading.read(lambda: fed(model))
+    assert classes(model) == before
+    assert not watching._num_watching
+    assert reading.features is None
+    assert mx.array_equal(reading.read(lambda: fed(model)), fed(model))
+
+
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_generations_that_take_turns_on_one_model_read_each_their_own() -> None:
+    """And one that wants less is not shown more."""
+    one, other = reader("llama"), reader("llama", Features(head_input=True, top=1))
+    turns = zip(speculate("llama", one), speculate("llama", other), strict=True)
+    assert all(a.token == b.token for a, b in turns)
+    wanted = expected("llama", len(PROMPT) + NUM_TOKENS)
+    assert_same_rows(one.rows, wanted)
+    assert_same_rows(other.rows, wanted.only(other.features))
+
+
+def test_a_pass_in_another_thread_is_not_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two passes that are built at the same time, on one model, each with its own rows; the class
+    comes back with the last of them."""
+    model = tiny.build("llama")
+    before, meeting, mlp = classes(model), Barrier(2), type(model.layers[0].mlp)
+    call = mlp.__call__
+
+    def meet(self: nn.Module, x: mx.array) -> mx.array:
+        meeting.wait(timeout=20)
+        return call(self, x)  # type: ignore[no-any-return]
+
+    texts = [IDS, IDS + 1]
+    alone = [read(model, ids) for ids in texts]
+    mx.eval([arrays(rows) for rows in alone])
+    taps_ = [Taps(model, ALL) for _ in texts]
+    monkeypatch.setattr(mlp, "__call__", meet)
+
+    def run(index: int) -> list[mx.array]:
+        with mx.stream(mx.new_stream(mx.cpu)):
+            taps_[index].read(lambda: fed(model, texts[index]))
+            mx.eval(found := arrays(taps_[index].features))
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        together = list(pool.map(run, range(2)))
+    for rows, own in zip(together, alone, strict=True):
+        assert all(map(mx.array_equal, rows, arrays(own)))
+    assert classes(model) == before
+    assert not watching._num_watching
+
+
+def test_a_watched_model_can_be_copied_and_saved_from() -> None:
+    """Parameters keep their paths while a pass is being built."""
+    model = tiny.build("llama")
+    names = [name for name, _ in model.named_modules()]
+    with watching.watching(model.modules(), lambda *call: None):
+        assert [name for name, _ in model.named_modules()] == names
+        assert isinstance(model.lm_head, nn.Linear)
+        assert copy.copy(model.layers[0]).keys() == model.layers[0].keys()
+
+
+# What cannot be read ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted", "message"),
+    [
+        ("llama", Features(layers=(3,)), "Layer 3 .* it has layers 0 to 2"),
+        ("llama", Features(layers=(-1,)), "Layer -1 .* it has layers 0 to 2"),
+        ("talkie", Features(head_input=True), "no module makes its logits"),
+        ("iquestloopcoder", Features(layers=(0,)), "called 0 times a pass"),
+    ],
+)
+def test_what_a_target_does_not_show_is_refused_by_name(
+    name: str, wanted: Features, message: str
+) -> None:
+    """Before anything is computed, and the model is left as it was."""
+    before = classes(built(name))
+    with pytest.raises(UnreadableError, match=message):
+        list(sd.speculate(built(name), PROMPT, Reader(OracleDrafter([], 100), wanted)))
+    assert classes(built(name)) == before
+
+
+def test_more_top_tokens_than_there_are_is_all_of_them() -> None:
+    logits = mx.array([[0.1, 3.0, 2.0], [5.0, -1.0, 6.0]])
+    assert taps.top_tokens(logits, 9).tolist() == [[1, 2, 0], [2, 0, 1]]
