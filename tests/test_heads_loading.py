@@ -18,6 +18,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.drafters.candidates import report
+from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -290,7 +291,7 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
     target = heads.reference("eagle3").target()
     assert isinstance(choose_drafter(None, folder, target), sd.HeadDrafter)
-    flags = Flags(draft_model=str(folder), draft_bits=8)
+    flags = Flags(draft_model=str(folder), lighter=Lighter(bits=8))
     assert flags.has_head
     assert isinstance(flags.drafter(target), sd.HeadDrafter)
     with pytest.raises(ValueError, match="trained head of a target, which this command"):
