@@ -25,6 +25,9 @@ from specdec_mlx.draft_length.accounts import (
 )
 from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
 
+LOOK_AGAIN = 8
+"""Idle rounds after which it is worked out anew whether asking may pay."""
+
 RETRY_AFTER = 12
 """Rounds after which a draft model is asked again where its last drafts were not worth it."""
 
@@ -65,13 +68,15 @@ class StepwiseAccount(Account):
     draft in the making. num_steps: draft steps since the latest round was recorded. num_missed:
     tokens of the text that it has not read, None for all. num_emitted: tokens of this generation.
     text_budget: what the text may still lose. prefill: seconds that the target took to read a token
-    of the prompt. is_trial: whether reading is charged to the budgets.
+    of the prompt. is_trial: whether reading is charged to the budgets. outlook: what
+    `_outlook` found. num_idle: rounds since it was last asked.
     """
 
     time_step: Callable[[], float] | None = None
     prefill: float | None = None
     is_trial: bool = False
     evidence: list[Evidence] = field(default_factory=list)
+    outlook: tuple[bool, float] | None = None
     num_steps: int = 0
     num_idle: int = 0
     num_missed: int | None = None
@@ -93,7 +98,7 @@ class StepwiseAccount(Account):
         if not self.learned.drafting.is_known:
             self._measure_step()
         longest = self._longest()
-        if not longest or not self._can_ever_pay() or not self._may_read(rate):
+        if not longest or not self._outlook()[0] or not self._may_read():
             return 0
         value, needed = self._plan(rate)
         if value < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
@@ -200,11 +205,17 @@ class StepwiseAccount(Account):
             self.learned.drafting.set_price(self.time_step() / statistics.median(costs.plain))
             self.num_steps += 1  # this round's seconds are not those of a plain one
 
+    def _outlook(self) -> tuple[bool, float]:
+        """Whether it can ever pay, and the best rate; worked out anew now and then only."""
+        if self.outlook is None or self.num_idle % LOOK_AGAIN == 0:
+            self.outlook = self._can_ever_pay(), self._best_rate()
+        return self.outlook
+
     def _can_ever_pay(self) -> bool:
         """Whether some length would pay if every token of it were accepted."""
         return any(k + 1 > self._pass(k) + self._drafting(k) for k in range(1, LONGEST + 1))
 
-    def _may_read(self, rate: float) -> bool:
+    def _may_read(self) -> bool:
         """Whether what it has missed is read by now.
 
         Either the text so far would have saved as much as reading takes: who always waits for
@@ -213,7 +224,7 @@ class StepwiseAccount(Account):
         """
         if not self._has_to_catch_up():
             return True
-        gain = self._best_rate() - 1.0
+        gain = self._outlook()[1] - 1.0
         if self._reading_cost() <= gain * self.num_emitted:
             return True
         budget = min(self.learned.exploration_budget, self.text_budget)
