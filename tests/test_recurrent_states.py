@@ -110,6 +110,23 @@ def test_going_back_twice_is_going_back_once(name: str) -> None:
     assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+def test_states_of_a_pass_are_for_that_pass_alone(name: str) -> None:
+    """After another one, however it was made, and after a return to the checkpoint, the way back is
+    the checkpoint; the state after the wrong position would be taken in silence."""
+    model = built(name)
+    rollback, _ = passed(model, 5)
+    start = rollback.position - 5
+    rollback.forward(model, mx.array(FOLLOWING[:1]))
+    assert rollback.rewind_to(start + 5) == start
+    rollback, _ = passed(model, 5)
+    model(mx.array([FOLLOWING]), cache=rollback.caches)
+    rollback.advance(len(FOLLOWING))
+    assert rollback.rewind_to(start + 7) == start
+    rollback.advance(2)
+    assert rollback.rewind_to(start + 1) == start
+
+
 @cache
 def long_text(name: str) -> list[int]:
     return plain_text(built(name), PROMPT, 200).tokens

@@ -8,6 +8,8 @@ again: the state after n positions is had from what the recurrence was given in 
   layer, only after a rejection. The state of each position, which is large, is never stored.
 - Mamba-2: a pass over several positions takes a blocked form that rounds otherwise than single
   steps. A short pass is therefore run step by step, as plain decoding does it, and each state kept.
+  On a CPU that makes a pass over 5 positions 1.3 times as long (4 layers, width 384), and a text
+  with half of its drafts right take 0.44 of the time that feeding again takes.
 - Short convolutions, beside these and alone: their state is the last rows of their input.
 
 The functions are those of mlx-lm, answered for during the pass (see `watching`). Which call belongs
