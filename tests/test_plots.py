@@ -184,6 +184,12 @@ def test_cost_curve_marks_the_length_that_pays_best() -> None:
     assert len(axes(plots.cost_curve(curve)).get_lines()) == 1
 
 
+def test_the_whole_band_of_a_cost_curve_is_shown() -> None:
+    """Its upper ends may stand far above the curve; none is cut off."""
+    curve = CostCurve("steps", (1, 2, 3), (1, 1.1, 1.2), low=(1, 1, 1), high=(1, 1.2, 4.0))
+    assert axes(plots.cost_curve(curve)).get_ylim()[1] > 4.0
+
+
 def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
     runs = {2: stats_of([(2, 2), (2, 0)]), 4: stats_of([(4, 4), (4, 2)])}
     alpha = 8 / 10

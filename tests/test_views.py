@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -192,6 +193,36 @@ def test_a_benchmark_of_texts_from_python() -> None:
     assert [r.drafter for r in everything] == ["mlx-lm", "mlx-lm-speculation", "ngram", "model"]
     assert all(r.identical == r.texts == 3 for r in everything)
     assert "letters" in Checker(record._repr_html_()).text
+
+
+def test_rules_are_compared_from_python_and_have_a_column() -> None:
+    """A contender for each rule at the temperature asked for; one rule needs no column."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    record = bench_texts(
+        model,
+        tokenizer,
+        {"letters": ["a b a b"]},
+        ["model"],
+        ["2"],
+        draft_model=model,
+        rules=["rejection", "block"],
+        temp=1.0,
+        settings=Settings(max_tokens=12),
+        progress=False,
+    )
+    everything = [r for r in record.results if r.category == "all"]
+    assert [r.rule for r in everything] == ["", "", "rejection", "block"]
+    assert all(r.identical is None for r in everything), "texts at temperature 1 are not compared"
+    assert record.settings["temp"] == 1.0
+    assert "drafterKrulespeed" in Checker(record._repr_html_()).text
+    one_rule = replace(record, results=record.results[:3])
+    assert "drafterKspeed" in Checker(one_rule._repr_html_()).text
+
+
+def test_a_record_prints_without_its_texts() -> None:
+    """A notebook keeps what a record prints beside its table; token ids would be most of it."""
+    record = Record("", {}, {}, [RecordedText("a", "letters", [1, 2], [3] * 99)])
+    assert "RecordedText" not in repr(record)
 
 
 def test_bench_and_replay_are_tables() -> None:

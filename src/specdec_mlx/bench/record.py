@@ -52,11 +52,11 @@ class Record(Rows):
     command: str
     machine: dict[str, str]
     settings: dict[str, Any]
-    texts: list[RecordedText]
+    texts: list[RecordedText] = field(repr=False)
     cost: CostCurve | None = None
     results: list[Result] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list, repr=False)
 
     @property
     def categories(self) -> list[str]:
@@ -123,11 +123,18 @@ def read_result(data: dict[str, Any]) -> Result:
 
 
 def record_html(record: Record) -> str:
-    """For a notebook: a row for each kind of text and contender, and where it ran."""
-    header = ["texts", "drafter", "K", "speed", "95%", "tok/s", "tok/pass", "accepted", "identical"]
+    """For a notebook: a row for each kind of text and contender, and where it ran.
+
+    The acceptance rule has a column where there is more than one.
+    """
+    with_rule = len({r.rule for r in record.results if r.rule}) > 1
+    who = ["texts", "drafter", "K", *(["rule"] if with_rule else [])]
+    header = [*who, "speed", "95%", "tok/s", "tok/pass", "accepted", "identical"]
     rows = [
         [
-            *(r.category, r.drafter, r.draft_length or "-", or_dash(r.ratio)),
+            *(r.category, r.drafter, r.draft_length or "-"),
+            *([r.rule or "-"] if with_rule else []),
+            or_dash(r.ratio),
             "-" if r.ratio_low is None else f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
             *(or_dash(r.total_tokens_per_second, 1), f"{r.tokens_per_pass:.2f}"),
             f"{r.accepted_share:.0%}" if r.drafted else "-",
@@ -137,7 +144,7 @@ def record_html(record: Record) -> str:
     ]
     machine = ", ".join(f"{key} {value}" for key, value in record.machine.items())
     note = "speed: tokens per second relative to plain mlx-lm, with a 95% interval over texts"
-    return f"{table_html(header, rows, 3)}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
+    return f"{table_html(header, rows, len(who))}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
 
 
 def or_dash(value: float | None, digits: int = 2) -> str:

@@ -187,6 +187,8 @@ def bench_texts(
     draft_lengths: Sequence[str] = ("4",),
     *,
     draft_model: nn.Module | None = None,
+    rules: Sequence[str] = DEFAULT_RULES,
+    temp: float = 0.0,
     settings: Settings | None = None,
     progress: bool = True,
 ) -> Record:
@@ -199,6 +201,8 @@ def bench_texts(
         drafters: names with options, as on the command line.
         draft_lengths: K or the name of a policy, as on the command line.
         draft_model: what the drafter "model" means; it has the target's tokenizer.
+        rules: acceptance rules, as on the command line.
+        temp: temperature; at 0 the texts are compared with plain decoding's.
         settings: 128 tokens and one repeat if None.
         progress: show a bar.
 
@@ -218,13 +222,20 @@ def bench_texts(
         model,
         drafters,
         draft_lengths,
-        tokenizer=tokenizer,
-        draft_model=draft_model,
-        draft_tokenizer=None if draft_model is None else tokenizer,
+        temp,
+        tokenizer,
+        draft_model,
+        None if draft_model is None else tokenizer,
+        rules,
     )
-    settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
-    make_bar = _progress_bar if progress else None
-    return run_bench(model, make_tasks(tokenizer, prompts), contenders, settings, make_bar=make_bar)
+    return run_bench(
+        model,
+        make_tasks(tokenizer, prompts),
+        contenders,
+        settings or Settings(end_tokens=tokenizer.eos_token_ids),
+        temp=temp,
+        make_bar=_progress_bar if progress else None,
+    )
 
 
 def make_record(

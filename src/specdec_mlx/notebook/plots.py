@@ -155,15 +155,14 @@ def cost_curve(
     positions = [m for m in known if m <= MOST_POSITIONS]
     relative = [cost(m) / cost(1) for m in positions]
     ax.plot(positions, relative, "o-", color=BLUE, markersize=4, label="c(m)")
+    highest = max(relative)
     if cost.low:
-        low, high = ([x / cost(1) for x in side] for side in (cost.low, cost.high))
         shown = slice(len(positions))
-        ax.fill_between(
-            positions, low[shown], high[shown], color=BLUE, alpha=0.25, linewidth=0, label="95%"
-        )
+        low, high = ([x / cost(1) for x in side[shown]] for side in (cost.low, cost.high))
+        ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
+        highest = max(highest, *high)
     unit = "plain steps" if acceptance is None else "plain steps; tokens"
     label_axes(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
-    highest = max(relative)
     if acceptance is not None:
         K = best_draft_length_on_curve(acceptance, cost, draft_cost * cost(1), positions[-1] - 1)
         label = f"pays best: K = {K}"
