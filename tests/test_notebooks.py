@@ -23,7 +23,7 @@ QUESTIONS = [
     "04_how_many_tokens_to_draft.ipynb",
     "05_write_a_drafter.ipynb",
     "06_mlx_lm.ipynb",
-    "08_compare_on_your_own_pair.ipynb",
+    "07_compare_on_your_own_pair.ipynb",
 ]
 MOST_CELLS = 17
 """One question each, answered before the reader is tired."""
