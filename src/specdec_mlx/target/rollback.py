@@ -53,8 +53,8 @@ class Rollback:
     broken: str | None = None
     states: RecurrentStates | None = None
     _checkpoints: list[_Checkpoint] = field(default_factory=list)
-    _found: list[tuple[Any, Strategy]] = field(default_factory=list)
-    _found_in: list[int] = field(default_factory=list)
+    _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
+    _found_in: list[int] = field(default_factory=list, compare=False)
     _chosen: dict[int, Strategy] = field(default_factory=dict)
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
