@@ -144,7 +144,7 @@ def record_html(record: Record) -> str:
     ]
     machine = ", ".join(f"{key} {value}" for key, value in record.machine.items())
     note = "speed: tokens per second relative to plain mlx-lm, with a 95% interval over texts"
-    table = table_html(header, rows, num_text_columns=len(who))
+    table = table_html(header, rows, len(who))
     return f"{table}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
 
 
