@@ -280,7 +280,8 @@ def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    "name", cases(["residual replaced by p", "p and q swapped"], "p and q swapped")
+    "name",
+    [pytest.param(name, marks=FULL) for name in ("residual replaced by p", "p and q swapped")],
 )
 def test_texts_of_a_wrong_rule_are_likened_to_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -292,6 +293,7 @@ def test_texts_of_a_wrong_rule_are_likened_to_it(
     assert f"they look like: {name}" in part.verdict
 
 
+@FULL
 def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
     """Nothing but the drafter's state says so."""
     report = CheckReport(run_parts(subject(OutOfStep(draft_model())), work(), progress=False))

@@ -281,9 +281,7 @@ def p_value(seen: np.ndarray, law: np.ndarray) -> float:
 ALWAYS = [
     ("model", "llama"),
     ("prompt lookup", "table"),
-    ("n-gram, drawn", "table"),
     ("model, coupled", "table"),
-    ("model, sharper", "table"),
 ]
 
 

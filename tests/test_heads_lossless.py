@@ -203,10 +203,9 @@ RULES = ("rejection", "block")
 NUM_TEXTS = 200
 
 
-@pytest.mark.parametrize(
-    ("kind", "rule"),
-    cases([(k, r) for k in KINDS for r in RULES], ("eagle1", "block")),
-)
+@FULL
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("kind", KINDS)
 def test_texts_follow_the_targets_law_with_the_heads_q(kind: str, rule: str) -> None:
     """Chi-square of the joint of three tokens of a model with six, in each setting."""
     model = distribution.tiny_llama(distribution.TARGET)

@@ -18,7 +18,7 @@ import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, SECOND_PROMPT, plain_text
 from scripted import OracleDrafter, Recorder, ScriptedDrafter, always_wrong
-from selection import cases
+from selection import FULL, cases
 from specdec_mlx import lab
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.sampling.noise import Noise
@@ -164,6 +164,7 @@ REPEATING = ("while", "assert", "if")
 """Topics of Python's manual, which the lab's draft model writes on from."""
 
 
+@FULL
 def test_texts_that_repeat_take_at_most_seven_passes_for_ten_draft_tokens() -> None:
     """Passes of the lab's draft model, prompts and all, over its draft tokens."""
     pair = lab.load_pair()
