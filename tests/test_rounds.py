@@ -401,9 +401,16 @@ def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
     assert pipeline.is_on
     pipeline.choose(found=True, has_cheap_drafter=True)
     assert not pipeline.is_on
-    modes = []
-    for _ in range(20):
-        pipeline.choose(found=False, has_cheap_drafter=True)
-        modes.append(pipeline.is_on)
-    assert modes == [False] * modes.count(False) + [True] * modes.count(True)
-    assert 10 < modes.count(False) < 16
+
+    def modes_after(num_accepted: int) -> list[bool]:
+        modes = []
+        for accepted in [num_accepted, *[0] * 20]:
+            pipeline.record(accepted)
+            pipeline.choose(found=False, has_cheap_drafter=True)
+            modes.append(pipeline.is_on)
+        assert modes == [False] * modes.count(False) + [True] * modes.count(True)
+        return modes
+
+    assert 4 < modes_after(0).count(False) < 8  # nothing was of use: soon
+    assert 3 < modes_after(3).count(False) < 9  # one draft was: it waits again
+    assert modes_after(0) == [True] * 21

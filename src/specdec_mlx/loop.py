@@ -299,6 +299,7 @@ class Generation:
             self.target.extend_history(outcome.tokens)
         record = self.clock.record(current, outcome, ahead, context)
         self.drafting.length.record(record)
+        self.pipeline.record(outcome.num_accepted)
         self.stats.record(record)
         return outcome
 
