@@ -24,6 +24,9 @@ from specdec_mlx.draft_length.accounts import (
 )
 from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
 
+PRICE_AGAIN = 64
+"""Idle rounds after which a draft model that cannot pay is priced anew."""
+
 LOOK_AGAIN = 8
 """Idle rounds after which it is worked out anew whether asking may pay."""
 
@@ -98,7 +101,7 @@ class StepwiseAccount(Account):
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
         self.evidence, self.is_trial = [], False
-        if not self.learned.drafting.is_known:
+        if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
         longest = self._longest()
         if not longest or not self._outlook()[0] or not self._may_read():
@@ -207,6 +210,10 @@ class StepwiseAccount(Account):
         if self.time_step is not None and costs.plain:
             self.learned.drafting.set_price(self.time_step() / statistics.median(costs.plain))
             self.num_steps += 1  # this round's seconds are not those of a plain one
+
+    def _is_stuck(self) -> bool:
+        """Whether it has long been thought never to pay: its price may be that of a bad moment."""
+        return self.num_idle % PRICE_AGAIN == PRICE_AGAIN - 1 and not self._outlook()[0]
 
     def _outlook(self) -> tuple[bool, float]:
         """Whether it can ever pay, and the best rate; worked out anew now and then only."""
