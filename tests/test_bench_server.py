@@ -77,7 +77,7 @@ def test_both_servers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture
     prompts.write_text("\n".join(map(json.dumps, rows)))
     figures = tmp_path / "figures.json"
     arguments = ["--model", str(folder), "--prompts", str(prompts), "--num", "3", "--clients", "2"]
-    arguments += ["--max-tokens", "12", "--draft-length", "3", "--in-process"]
+    arguments += ["--max-tokens", "40", "--draft-length", "3", "--in-process"]
     arguments += ["--json", str(figures)]
     assert bench.main(arguments) == 0
     alone, together = json.loads(figures.read_text())["phases"]
