@@ -89,8 +89,8 @@ EQUIVALENT: dict[str, str] = {
     "acceptance.Block.accept_probs: `1` → `2` (again) (again) (again) (again)": UNUSED,
     "acceptance.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
     "acceptance.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
-    "library_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
-    "library_of(p).ones_like(p)`": ONES,
+    "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
+    "namespace_of(p).ones_like(p)`": ONES,
     "acceptance._capped_ratio: `p < q` → `p <= q` (again)": UNUSED,
     "acceptance._capped_ratio: `1` → `2`": UNUSED,
     "acceptance._capped_ratio: `(p > 0) * xp.ones_like(p)` → `(p > 0) / xp.ones_like(p)`": ONES,

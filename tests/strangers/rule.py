@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from specdec_mlx.rules.arithmetic import (
     acceptance_probability,
-    library_of,
+    namespace_of,
     residual,
     row,
     with_zero_row,
@@ -25,5 +25,5 @@ class Reluctant(CoinRule):
 
     def next_probs(self, target_probs, draft_tokens, draft_probs, num_accepted):
         """Distribution of the token after the kept ones; [V]."""
-        kept = self.share * library_of(draft_probs).minimum(target_probs[:-1], draft_probs)
+        kept = self.share * namespace_of(draft_probs).minimum(target_probs[:-1], draft_probs)
         return residual(row(target_probs, num_accepted), row(with_zero_row(kept), num_accepted))

@@ -71,17 +71,18 @@ class StepwiseAccount(Account):
     It drafts on account as `ModelAccount` does, and within what a single text may lose.
 
     time_step: measures the seconds of one draft step before anything is read. evidence: of the
-    draft in the making. num_steps: draft steps since the latest round was recorded. num_missed:
-    tokens of the text that it has not read, None for all. num_emitted: tokens of this generation.
-    text_budget: what the text may still lose. prefill: seconds that the target took to read a token
-    of the prompt. is_trial: whether reading is charged to the budgets. outlook: what
-    `_outlook` found. num_idle: rounds since it was last asked.
+    draft in the making. reach: chance that all of it is accepted. num_steps: draft steps since the
+    latest round was recorded. num_missed: tokens of the text that it has not read, None for all.
+    num_emitted: tokens of this generation. text_budget: what the text may still lose. prefill:
+    seconds that the target took to read a token of the prompt. is_trial: whether reading is charged
+    to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last asked.
     """
 
     time_step: Callable[[], float] | None = None
     prefill: float | None = None
     is_trial: bool = False
     evidence: list[Evidence] = field(default_factory=list)
+    reach: float = 1.0
     outlook: tuple[bool, float] | None = None
     num_steps: int = 0
     num_idle: int = 0
@@ -100,7 +101,7 @@ class StepwiseAccount(Account):
 
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
-        self.evidence, self.is_trial = [], False
+        self.evidence, self.reach, self.is_trial = [], 1.0, False
         if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
         longest = self._longest()
@@ -155,11 +156,10 @@ class StepwiseAccount(Account):
     def goes_on(self, evidence: Sequence[Evidence], rate: float) -> Step:
         """Weigh the latest position and those that could follow it."""
         self.num_steps += 1
-        self.evidence = list(evidence)
-        reach = 1.0
-        for i, kind in enumerate(evidence):
-            reach *= self.learned.acceptance.chance(kind, i)
         length = len(evidence)
+        for i in range(len(self.evidence), length):
+            self.reach *= self.learned.acceptance.chance(evidence[i], i)
+        self.evidence, reach = list(evidence), self.reach
         own = reach - rate * (self._pass(length) - self._pass(length - 1))
         further = self._value_of_more(reach, length, rate)
         if length < LONGEST and further > 0 and own + further > 0:

@@ -186,6 +186,7 @@ class ModelSession:
         self.num_prompt = len(prompt)
         self.sampling = drafter.sampling_for(context.sampling)
         self.pace = _Pace()
+        self.seen: mx.array | None = None
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them."""
@@ -228,6 +229,7 @@ class ModelSession:
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
+        self.seen = to_ids(self.tokens) if self.context.logits_processors else None
         return limit if room is None else min(limit, 1 + room)
 
     def step(self, before: Sequence[_Step], noise: mx.array | None) -> _Step:
@@ -235,9 +237,8 @@ class ModelSession:
         pending = self.tokens[self.rollback.position :] if not before else ()
         ids = before[-1].token if before else to_ids(pending)
         logits = self.feed(ids)[-1:]
-        if self.context.logits_processors:
-            drafted = [step.token for step in before]
-            seen = mx.concatenate([to_ids(self.tokens), *drafted])
+        if self.seen is not None:
+            seen = mx.concatenate([self.seen, *(step.token for step in before)])
             for processor in self.context.logits_processors:
                 logits = processor(seen, logits)
         if noise is None:

@@ -15,6 +15,7 @@ which changes the q of later positions, but never whether they are drafted.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import takewhile
 from typing import Any
@@ -36,7 +37,7 @@ SHORTER = 1.25
 """Draft tokens in one of the target's from which a draft often ends inside of one."""
 
 
-class Retokenized:
+class Retokenized(ABC):
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, those of the last draft included. The text is encoded
@@ -70,9 +71,9 @@ class Retokenized:
         pending = self.catch_up()
         return self.draft(pending, limit) if pending else Draft()
 
+    @abstractmethod
     def draft(self, pending: list[int], limit: int) -> Draft:
         """A draft after the tokens that are still to be fed, at least one."""
-        raise NotImplementedError
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Note what was emitted; it is read with the next proposal."""

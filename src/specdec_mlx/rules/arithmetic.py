@@ -45,7 +45,7 @@ def residual(
     Algorithm 1). Where p = q the excess has no mass, rejection cannot happen, and p itself is
     returned.
     """
-    xp = library_of(target_probs)
+    xp = namespace_of(target_probs)
     excess = xp.maximum(weight * target_probs - draft_probs, 0)
     mass = xp.sum(excess, axis=-1, keepdims=True)
     return xp.where(mass > 0, excess / xp.where(mass > 0, mass, 1), target_probs)
@@ -55,7 +55,7 @@ def point_mass(
     tokens: Integer[Array, " k"], like: Float[Array, "rows vocab"]
 ) -> Float[Array, "k vocab"]:
     """Distribution of a drafter that would always propose `tokens`; dtype and V as in `like`."""
-    xp = library_of(like)
+    xp = namespace_of(like)
     hits = xp.arange(like.shape[-1])[None, :] == tokens[:, None]
     return xp.where(hits, xp.ones_like(like[:1]), xp.zeros_like(like[:1]))
 
@@ -69,38 +69,38 @@ def draw(
 
 def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:
     """How many of the leading entries of `coins` [K] are true."""
-    xp = library_of(coins)
+    xp = namespace_of(coins)
     return xp.sum(xp.cumprod(coins.astype(xp.int32)))
 
 
-def library_of(array: Any) -> Any:
+def namespace_of(array: Any) -> Any:
     """The library whose functions an array goes through."""
     return mx if isinstance(array, mx.array) else np
 
 
 def capped_ratio(p: Any, q: Any) -> Any:
     """min(1, p/q), with 0 for 0/0 and 1 for p/0."""
-    xp = library_of(p)
+    xp = namespace_of(p)
     return xp.where(p < q, p / xp.where(p < q, q, 1), (p > 0) * xp.ones_like(p))
 
 
 def log_where_positive(probs: Any) -> Any:
     """log p, with 0 for p = 0."""
-    xp = library_of(probs)
+    xp = namespace_of(probs)
     return xp.log(xp.where(probs > 0, probs, 1))
 
 
 def at(probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]) -> Float[Array, " k"]:
     """probs[i, tokens[i]] for each row i; [K]."""
-    return library_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]
+    return namespace_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]
 
 
 def row(array: Any, index: Any) -> Any:
     """Row `index` of an array, which may be a scalar array itself."""
-    return library_of(array).take(array, index, axis=0)
+    return namespace_of(array).take(array, index, axis=0)
 
 
 def with_zero_row(probs: Float[Array, "k vocab"]) -> Float[Array, "k+1 vocab"]:
     """Probabilities with a further row of zeros: after the last draft token nothing is excluded."""
-    xp = library_of(probs)
+    xp = namespace_of(probs)
     return xp.concatenate([probs, xp.zeros((1, probs.shape[-1]), probs.dtype)])

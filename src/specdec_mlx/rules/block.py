@@ -11,7 +11,7 @@ from specdec_mlx.rules.arithmetic import (
     at,
     capped_ratio,
     leading_run,
-    library_of,
+    namespace_of,
     residual,
     row,
     with_zero_row,
@@ -43,7 +43,7 @@ class Block(CoinRule):
         Nothing is excluded after the last token: $s_K = h_K = p_K$. 0/0 means that x_i is sure to
         be kept and that p = q after it, and so is the next token; 1 is taken.
         """
-        xp = library_of(target_probs)
+        xp = namespace_of(target_probs)
         weights = running_weights(target_probs, draft_tokens, draft_probs)
         excess = weights[:, None] * target_probs - with_zero_row(draft_probs)
         mass = xp.sum(xp.maximum(excess, 0), axis=-1)[1:]
@@ -52,7 +52,7 @@ class Block(CoinRule):
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
         """Tokens up to the last heads."""
-        return coins.shape[0] - leading_run(library_of(coins).logical_not(coins[::-1]))
+        return coins.shape[0] - leading_run(namespace_of(coins).logical_not(coins[::-1]))
 
     def next_probs(
         self,
@@ -76,7 +76,7 @@ def running_weights(
     draft_probs: Float[Array, "rows-1 vocab"],
 ) -> Float[Array, " rows"]:
     """p_0 ... p_K of `Block`; [K+1]."""
-    xp = library_of(target_probs)
+    xp = namespace_of(target_probs)
     p = at(target_probs[:-1], draft_tokens)
     q = at(draft_probs, draft_tokens)
     weights = [xp.ones_like(target_probs[0, 0])]

@@ -12,8 +12,8 @@ from specdec_mlx.rules.arithmetic import (
     acceptance_probability,
     at,
     leading_run,
-    library_of,
     log_where_positive,
+    namespace_of,
     row,
 )
 from specdec_mlx.rules.coins import CoinRule
@@ -107,7 +107,7 @@ class Typical(CoinRule):
 
     def threshold(self, target_probs: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
         """What p(x) must be above; [...] for probabilities [..., V]."""
-        xp = library_of(target_probs)
+        xp = namespace_of(target_probs)
         entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
         return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
 
@@ -119,7 +119,7 @@ class Typical(CoinRule):
     ) -> Float[Array, " rows-1"]:
         """1 where the draft token is typical, else 0; [K]."""
         p = at(target_probs[:-1], draft_tokens)
-        return (p > self.threshold(target_probs[:-1])) * library_of(p).ones_like(p)
+        return (p > self.threshold(target_probs[:-1])) * namespace_of(p).ones_like(p)
 
     def next_probs(
         self,

@@ -19,7 +19,7 @@ from specdec_mlx.rules.arithmetic import (
     acceptance_probability,
     draw,
     leading_run,
-    library_of,
+    namespace_of,
     residual,
 )
 
@@ -71,7 +71,7 @@ def remaining_laws(target_probs: Array, draft_probs: Array) -> Array:
     left = [target_probs]
     for row in draft_probs:
         left.append(residual(left[-1], row))
-    return library_of(target_probs).stack(left)
+    return namespace_of(target_probs).stack(left)
 
 
 def without_replacement(draft_probs: Array, candidates: Array) -> Array:
@@ -79,7 +79,7 @@ def without_replacement(draft_probs: Array, candidates: Array) -> Array:
 
     draft_probs: [V], with mass on at least C tokens; candidates: [C] distinct tokens.
     """
-    xp = library_of(draft_probs)
+    xp = namespace_of(draft_probs)
     rows = [draft_probs]
     for token in candidates[:-1]:
         left = xp.where(xp.arange(draft_probs.shape[-1]) == token, 0, rows[-1])

@@ -34,7 +34,7 @@ from specdec_mlx.rules.arithmetic import (
     Array,
     acceptance_probability,
     at,
-    library_of,
+    namespace_of,
 )
 from specdec_mlx.rules.block import running_weights
 from specdec_mlx.stats.estimates import Estimate, Mean, wilson
@@ -58,7 +58,7 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
         chance to accept this very token by each; and the chance that block verification keeps this
         position, whichever token is drawn.
     """
-    xp = library_of(target_probs)
+    xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs
     own_p, own_q = at(p, draft_tokens), at(q, draft_tokens)
     both = coupled_probs(p, q)
@@ -85,7 +85,7 @@ def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024). Sorted by q/p, the maximum is the
     first of the two up to x and the second after it, so that two running sums do for all x.
     """
-    xp = library_of(target_probs)
+    xp = namespace_of(target_probs)
     p, q = target_probs, draft_probs
     order = xp.argsort(xp.where(p > 0, q / xp.where(p > 0, p, 1), np.inf), axis=-1)
     p, q = (xp.take_along_axis(x, order, axis=-1) for x in (p, q))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +17,12 @@ Row = dict[str, Any]
 """Column -> value. Rows of one table may differ in their columns; what a row lacks is empty."""
 
 
-class Rows:
+class Rows(ABC):
     """What can be read as a table: give `rows`, and both exports follow."""
 
+    @abstractmethod
     def rows(self) -> Sequence[Row]:
         """The table, one dict a row."""
-        raise NotImplementedError
 
     def to_csv(self, path: Path | str) -> None:
         """Write the table as UTF-8, comma-separated, a header first; None becomes empty."""

@@ -260,13 +260,13 @@ class _Check:
                 "coins",
                 f"{name} are {type(on_numpy).__name__} of NumPy arrays and {type(on_mlx).__name__} "
                 "of MLX arrays.",
-                "Go through the library of the arrays given: rules.arithmetic.library_of",
+                "Use the namespace of the arrays given: rules.arithmetic.namespace_of",
             )
         if not question.is_extreme and not np.allclose(on_numpy, np.array(on_mlx), atol=FLOAT32):
             self.fail(
                 "coins",
                 f"{name} are {on_numpy.tolist()} on NumPy, {on_mlx.tolist()} on MLX; {question}.",
-                "One body of code for both: rules.arithmetic.library_of",
+                "One body of code for both: rules.arithmetic.namespace_of",
             )
 
     def _check_lazy(self, question: Question) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import DraftContext, Features
 
 
-class Head(nn.Module):  # type: ignore[misc]
+class Head(nn.Module, ABC):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
     kind: what it is called. features: what it reads.
@@ -23,6 +24,7 @@ class Head(nn.Module):  # type: ignore[misc]
     kind = ""
     features = Features()
 
+    @abstractmethod
     def begin(
         self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
     ) -> HeadSession:
@@ -33,7 +35,6 @@ class Head(nn.Module):  # type: ignore[misc]
             prompt: [n] token ids.
             context: the generation's.
         """
-        raise NotImplementedError
 
     def notes(self) -> list[str]:
         """What else is to be known about it, each in a few words."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -101,7 +102,7 @@ class Draws:
         return Draft(mx.concatenate(self._tokens), logprobs)
 
 
-class HeadSession:
+class HeadSession(ABC):
     """The head's side of one generation; a kind of heads adds `propose` and `read`.
 
     When it is asked, the target's rows are known up to the last token but one: the last token of
@@ -141,13 +142,13 @@ class HeadSession:
         if len(self.waiting) >= MOST_WAITING:
             mx.async_eval(self.read())
 
+    @abstractmethod
     def propose(self, limit: int) -> Draft:
         """Continue what was observed so far with 0 to `limit` tokens."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self) -> list[Any]:
         """Read the rows that can be read now; what has to be computed for that."""
-        raise NotImplementedError
 
     def draws(self, length: int) -> Draws:
         """A draft of at most `length` tokens after the text, to be drawn."""
