@@ -76,7 +76,9 @@ class Auto:
             if is_plain and round_.steady:  # a plain round is everybody's
                 part.learned.costs.add(0, round_.seconds)
         self._tokens = RATE_MEMORY * self._tokens + round_.emitted
-        self._cost = RATE_MEMORY * self._cost + self._round_cost(round_, drafting)
+        verified = drafting.round_cost(round_.drafted) if drafting else 1.0
+        self._cost = RATE_MEMORY * self._cost + verified
+        self._cost += sum(part.dropped_cost for part in others)
         for part in others:
             part.settle_steps(round_)
         if drafting is not None:
@@ -91,12 +93,6 @@ class Auto:
         if num_drafted == 0:
             return any(cost.needs_plain for cost in costs)
         return not any(cost.is_measured(num_drafted) for cost in costs)
-
-    def _round_cost(self, round_: RoundRecord, drafting: Account | None) -> float:
-        """What a round cost, in plain rounds, drafts of all parts included."""
-        verified = drafting.round_cost(round_.drafted) if drafting else 1.0
-        others = [part for part in self._parts.values() if part is not drafting]
-        return verified + sum(part.dropped_cost for part in others)
 
     @property
     def rate(self) -> float:

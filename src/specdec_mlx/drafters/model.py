@@ -19,6 +19,7 @@ from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesse
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence, GoesOn, Step, key_of
@@ -61,8 +62,7 @@ class ModelDrafter:
         make_guesser(self.drafter)
         if self.tokenizers not in TOKENIZERS:
             raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
-        if self.draft_temp is not None and not self.draft_temp >= 0:
-            raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
+        check_draft_temp(self.draft_temp)
 
     @property
     def key(self) -> str:
@@ -78,9 +78,7 @@ class ModelDrafter:
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""
-        if self.greedy or target is None or target.greedy:
-            return Sampling()
-        return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
+        return sampling_of_drafts(target, greedy=self.greedy, draft_temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -54,7 +55,7 @@ class Rollback:
     states: RecurrentStates | None = None
     _checkpoints: list[_Checkpoint] = field(default_factory=list)
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
-    _found_in: list[int] = field(default_factory=list, compare=False)
+    _found_in: list[Any] = field(default_factory=list, compare=False)
     _chosen: dict[int, Strategy] = field(default_factory=dict)
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
@@ -178,8 +179,11 @@ class Rollback:
 
     def _strategies(self) -> list[tuple[Any, Strategy]]:
         """Every cache that holds state, with its strategy; found anew where one was replaced."""
-        if self._found_in != (ids := list(map(id, self.caches))):
-            self._found_in = ids
+        is_same = len(self._found_in) == len(self.caches) and all(
+            map(is_, self._found_in, self.caches)
+        )
+        if not is_same:
+            self._found_in = list(self.caches)
             self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
         if not self._chosen:
             return self._found

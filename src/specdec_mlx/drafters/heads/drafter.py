@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import mlx.nn as nn
 
@@ -12,6 +12,7 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.types import DraftContext, Features
 
 
@@ -65,8 +66,7 @@ class HeadDrafter:
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is none."""
-        if self.draft_temp is not None and not self.draft_temp >= 0:
-            raise ValueError(f"draft_temp={self.draft_temp!r}: expected a number >= 0, or None.")
+        check_draft_temp(self.draft_temp)
 
     @property
     def model(self) -> nn.Module:
@@ -94,9 +94,7 @@ class HeadDrafter:
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""
-        if self.greedy or target is None or target.greedy:
-            return Sampling()
-        return target if self.draft_temp is None else replace(target, temp=self.draft_temp)
+        return sampling_of_drafts(target, greedy=self.greedy, draft_temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
