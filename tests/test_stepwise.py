@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
-from specdec_mlx.types import DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.types import DraftContext, Evidence, GoesOn, RoundRecord, Step
 
 EXACT = 1e-12
 VOCAB = 128
@@ -365,12 +365,12 @@ def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
     waiting.learned.context = 5000
     waiting.prefill = 0.03  # seconds a token, and a plain round takes one: 15 rounds to read it
     rounds = 0
-    while not waiting.limit(1.0):
-        waiting.num_emitted += 1
+    while not waiting.limit(1.0) and rounds < 60:
+        waiting.follow(RoundRecord(0, 0, 1, 1))
         rounds += 1
     assert 4 < rounds < 60
     waiting.learned.context = 50
-    waiting.num_emitted = 2
+    waiting.num_emitted, waiting.rest = 2, 0
     assert waiting.limit(1.0) > 0
 
 

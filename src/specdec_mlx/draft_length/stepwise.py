@@ -30,6 +30,10 @@ PRICE_AGAIN = 64
 LOOK_AGAIN = 8
 """Idle rounds after which it is worked out anew whether asking may pay."""
 
+REST = 2
+"""Rounds after one in which it was not worth asking, before that is worked out anew: to work it out
+takes as long as a hundredth of a small model's round."""
+
 RETRY_AFTER = 12
 """Rounds after which a draft model is asked again where its last drafts were not worth it."""
 
@@ -75,7 +79,8 @@ class StepwiseAccount(Account):
     latest round was recorded. num_missed: tokens of the text that it has not read, None for all.
     num_emitted: tokens of this generation. text_budget: what the text may still lose. prefill:
     seconds that the target took to read a token of the prompt. is_trial: whether reading is charged
-    to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last asked.
+    to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last asked. rest:
+    rounds until it is worked out again whether to ask.
     """
 
     time_step: Callable[[], float] | None = None
@@ -86,6 +91,7 @@ class StepwiseAccount(Account):
     outlook: tuple[bool, float] | None = None
     num_steps: int = 0
     num_idle: int = 0
+    rest: int = 0
     num_missed: int | None = None
     num_emitted: int = 0
     text_budget: float = TEXT_BUDGET
@@ -101,6 +107,14 @@ class StepwiseAccount(Account):
 
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
+        if self.rest:
+            return 0
+        length = self._worth_asking(rate)
+        self.rest = 0 if length else REST
+        return length
+
+    def _worth_asking(self, rate: float) -> int:
+        """The same, worked out anew."""
         self.evidence, self.reach, self.is_trial = [], 1.0, False
         if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
@@ -302,6 +316,7 @@ class StepwiseAccount(Account):
         """Earn this round's share of the time."""
         self._change_budget(PROVEN_SHARE if self.learned.is_proven else EXPLORATION_SHARE)
         self.text_budget += TEXT_SHARE
+        self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
         if self.evidence:  # it was asked, and read all that there was
             if self.is_trial:
