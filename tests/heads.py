@@ -18,6 +18,8 @@ from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.types import FeatureRows
@@ -160,6 +162,13 @@ HEADS: dict[str, Callable[[TargetEnds], Head]] = {
     "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
     "medusa, target's head": lambda ends: Medusa(5, 1, ends),
 }
+
+
+def mtp(name: str) -> Callable[[TargetEnds], Head]:
+    """The multi-token prediction layer of one of the models of `tiny`, by its model type."""
+    config = tiny.CONFIGS[name]
+    config = config.get("text_config", config) | {"model_type": name}
+    return lambda ends: MTPHead(FAMILIES[name], config, ends)
 
 
 def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:

@@ -28,8 +28,6 @@ from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
 from specdec_mlx.target.taps import Taps
@@ -62,13 +60,8 @@ def plain(name: str) -> list[int]:
 @cache
 def drafter(kind: str, name: str) -> HeadDrafter:
     """A random head of a kind for a target; "mtp" is the layer of its own family."""
-    if kind != "mtp":
-        return HeadDrafter(heads.random_head(heads.HEADS[kind], target(name)))
-    config = tiny.CONFIGS[name]
-    config = config.get("text_config", config) | {"model_type": name}
-    return HeadDrafter(
-        heads.random_head(lambda ends: MTPHead(FAMILIES[name], config, ends), target(name))
-    )
+    make = heads.mtp(name) if kind == "mtp" else heads.HEADS[kind]
+    return HeadDrafter(heads.random_head(make, target(name)))
 
 
 @dataclass(frozen=True, eq=False)

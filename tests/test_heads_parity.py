@@ -19,7 +19,8 @@ import pytest
 
 import heads
 import specdec_mlx as sd
-from specdec_mlx.drafters.heads import dflash, mtp_families, session
+from specdec_mlx.drafters import drawing
+from specdec_mlx.drafters.heads import dflash, mtp_families
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
@@ -49,7 +50,7 @@ def both_drafts(
 ) -> dict[str, tuple[list[int], mx.array]]:
     """Tokens and logits of the first and the second draft of a session shown the rows."""
     seen: list[mx.array] = []
-    draw = session.Draws.draw
+    draw = drawing.Draws.draw
 
     def noting(self: Any, logits: mx.array) -> mx.array:
         seen.append(logits)
@@ -59,7 +60,7 @@ def both_drafts(
     rows = reference.arrays["rows"]
     context = DraftContext(vocab_size=heads.VOCAB)
     with monkeypatch.context() as patch:
-        patch.setattr(session.Draws, "draw", noting)
+        patch.setattr(drawing.Draws, "draw", noting)
         asked = drafter.begin(reference.prompt, context)
         shown = [heads.features(drafter, rows[a:b], read=READS.get(name, ())) for a, b in SHOWN]
         asked.see(shown[0])

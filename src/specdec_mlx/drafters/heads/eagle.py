@@ -132,6 +132,7 @@ class Eagle3(Head):
         width, eps = args.hidden_size, args.rms_norm_eps
         num_read = len(config.layers)
         self.config = config
+        self.width = width
         self.ends = ends
         self.vocabulary = vocabulary
         self.features = Features(layers=config.layers)
@@ -236,7 +237,7 @@ class Eagle1(Head):
         """Random weights."""
         super().__init__()
         block, args = layer_classes(config)
-        width = args.hidden_size
+        width = self.width = args.hidden_size
         self.ends = ends
         self.fc = nn.Linear(2 * width, width, bias=has_bias)
         self.layers = [block(args) for _ in range(args.num_hidden_layers)]

@@ -60,6 +60,7 @@ class MTPHead(Head):
         if not family.has_final_norm:
             body.norm = nn.Identity()
         self.family = family
+        self.width = width
         self.ends = ends
         self.pre_norm = pre_norm
         last = ends.num_layers - 1
