@@ -30,6 +30,7 @@ from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
+from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
@@ -40,8 +41,9 @@ TARGETS = {
     "qwen3_5": "recurrent layers, replayed",
     "deepseek_v3": "latent attention",
     "qwen3_moe": "experts",
+    "gemma4": "layers that read the caches of others",
 }
-KINDS = ("eagle3", "eagle1", "dflash", "medusa")
+KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 40
 """Past the windows of the tiny models."""
@@ -114,13 +116,19 @@ class PartlyRightSession:
 
 def rows_of(model: nn.Module, tokens: Sequence[int], wanted: Features) -> FeatureRows:
     """The states of a fresh pass over these tokens."""
-    taps = Taps(model, wanted)
-    taps.read(lambda: model(mx.array([tokens]), cache=make_prompt_cache(model))[0])
+    caches = make_prompt_cache(model)
+    taps = Taps(model, wanted, lambda index: keys_values_of(caches, index))
+    taps.read(lambda: model(mx.array([tokens]), cache=caches)[0])
     assert taps.features is not None
     return taps.features
 
 
-TABLE = [(kind, name) for name in TARGETS for kind in KINDS] + [
+TABLE = [
+    (kind, name)
+    for name in TARGETS
+    for kind in KINDS
+    if (kind, name) != ("assistant", "deepseek_v3")  # has no keys and values of each head
+] + [
     ("mtp", "qwen3_5"),
     ("mtp", "deepseek_v3"),
 ]
@@ -136,6 +144,8 @@ TABLE = [(kind, name) for name in TARGETS for kind in KINDS] + [
         ("medusa", "deepseek_v3"),
         ("mtp", "qwen3_5"),
         ("mtp", "deepseek_v3"),
+        ("assistant", "gemma4"),
+        ("assistant", "gemma3_text"),
     ),
 )
 def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str) -> None:

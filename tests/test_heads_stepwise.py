@@ -105,8 +105,8 @@ class Enumerated:
             weights[tokens[:kept]] += chance
             rows_of[tokens[:kept]] = rows[:kept]
         for tokens, weight in weights.items():
-            rows = np.array(rows_of[tokens]).reshape(len(tokens), self.source.vocab_size)
-            yield weight, tokens, rows
+            stacked = np.array(rows_of[tokens]).reshape(len(tokens), self.source.vocab_size)
+            yield weight, tokens, stacked
 
     def ended(self, draws: Any) -> Draft:
         if self.at_once:

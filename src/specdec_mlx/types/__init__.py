@@ -51,7 +51,14 @@ from specdec_mlx.types.optional import (
     session_parts,
     shares_noise,
 )
-from specdec_mlx.types.target import FeatureRows, Features, PendingPass, Target
+from specdec_mlx.types.target import (
+    FeatureRows,
+    Features,
+    KeysValues,
+    PendingPass,
+    ReadsCache,
+    Target,
+)
 from specdec_mlx.types.verdicts import (
     AcceptanceRule,
     Agreement,
@@ -82,6 +89,7 @@ __all__ = [
     "Features",
     "GoesOn",
     "Keyed",
+    "KeysValues",
     "LogitsProcessor",
     "NeedsNoDistribution",
     "Origin",
@@ -89,6 +97,7 @@ __all__ = [
     "PendingPass",
     "ProposesAhead",
     "Randomness",
+    "ReadsCache",
     "ReadsTarget",
     "RoundRecord",
     "RunsModel",

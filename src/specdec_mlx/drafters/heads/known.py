@@ -65,6 +65,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
 KINDS = {
     "eagle3": "EAGLE-3",
     "dflash": "DFlash",
+    "gemma4_assistant": "Gemma 4 assistant",
     "medusa": "Medusa",
     "pard": "PARD",
     "mtp": "multi-token prediction",

@@ -118,16 +118,24 @@ class SteppingSession(HeadSession):
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph; none before anything was read."""
         length = self.begin_draft(limit)
-        return draft_to(length, self.draws(length), self.next_logits)
+        draft = draft_to(length, self.draws(length), self.next_logits)
+        self.end_draft()
+        return draft
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        self.end_draft()
+        return draft
 
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
         """Read what waits; how many tokens may be drafted then."""
+
+    def end_draft(self) -> None:
+        """Let go of what was held for a draft; by default nothing is."""
+        return
 
     @abstractmethod
     def next_logits(self, token: mx.array | None) -> mx.array:
