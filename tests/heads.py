@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -103,17 +103,17 @@ def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> 
     )
 
 
-def gemma4_target() -> nn.Module:
-    """A Gemma 4 with the sizes of the assistant's fixture."""
-    return tiny.build(
-        "gemma4_text",
-        hidden_size=WIDTH,
-        vocab_size=VOCAB,
-        vocab_size_per_layer_input=VOCAB,
-        head_dim=8,
-        global_head_dim=16,
-        num_key_value_heads=2,
-    )
+def gemma4_target(**changes: Any) -> nn.Module:
+    """A Gemma 4 with the sizes of the assistant's fixture, but for changes."""
+    sizes = {
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB,
+        "vocab_size_per_layer_input": VOCAB,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_key_value_heads": 2,
+    }
+    return tiny.build("gemma4_text", **(sizes | changes))
 
 
 def features(
@@ -134,7 +134,8 @@ def features(
     parts: Any = mx.split(rows, len(wanted), axis=-1) if wanted else []
     layers = {i: rows[:, :WIDTH] * 0.5 + i for i in range(-1, NUM_LAYERS)}
     layers |= dict(zip(wanted, parts, strict=True))
-    return FeatureRows(layers=layers, head_input=rows[:, :WIDTH], keys_values=keys_values)
+    shown = FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
+    return shown if keys_values is None else replace(shown, keys_values=keys_values)
 
 
 # Heads with random weights ------------------------------------------------------------------------
@@ -190,7 +191,7 @@ def dflash(ends: TargetEnds) -> Head:
 
 
 def assistant(ends: TargetEnds) -> Head:
-    """Two layers for each kind of attention of the target, 16 of 32 groups of tokens."""
+    """Two layers for each kind of attention of the target; half of 32 groups of tokens."""
     kinds, caches = list(ends.last_caches), ends.last_caches
     text = {
         "model_type": "gemma4_text",
@@ -203,7 +204,8 @@ def assistant(ends: TargetEnds) -> Head:
         "head_dim": caches.get("sliding_attention", caches["full_attention"]).width,
         "global_head_dim": caches["full_attention"].width,
     }
-    return Gemma4Assistant(AssistantConfig(text, 32, 16), ends)
+    grouped = 32 if ends.vocab_size % 32 == 0 else 0
+    return Gemma4Assistant(AssistantConfig(text, grouped, 16), ends)
 
 
 HEADS: dict[str, Callable[[TargetEnds], Head]] = {

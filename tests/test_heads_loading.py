@@ -90,6 +90,8 @@ DESCRIBED = {
     "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
     "eagle1": "EAGLE",
     "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
+    "gemma4_assistant": "Gemma 4 assistant; reads the target's caches 2 (sliding_attention), 3 "
+    "(full_attention); 5 of 12 groups of tokens",
     "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "
     "final norm",
 }
@@ -199,14 +201,38 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     reference = heads.reference("eagle1")
     model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
     assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
+    known = heads.Reference({"hydra_num_heads": 3}, model.weights, {})
+    assert UNSUPPORTED["hydra"] in refused(known.write(tmp_path / "b"), target)
     known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
-    message = refused(known.write(tmp_path / "b"), target)
-    assert UNSUPPORTED["gemma4_assistant"] in message
+    assert "has no text_config" in refused(known.write(tmp_path / "d"), target)
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", target)
     for text, said in (("[]", "holds a list"), ("{", "cannot be read")):
         (tmp_path / "c" / "config.json").write_text(text)
         assert said in refused(tmp_path / "c", target)
+
+
+def test_an_assistant_needs_the_keys_that_its_queries_go_with(tmp_path: Path) -> None:
+    """A target without a window, and one with wider keys, are refused; so is another width."""
+    reference = heads.reference("gemma4_assistant")
+    folder = reference.write(tmp_path)
+    assert "sliding attention, and this target has no such cache" in refused(folder, heads.target())
+    wider = heads.gemma4_target(global_head_dim=32)
+    assert "keys of 16 numbers" in refused(folder, wider)
+    assert "keys of 32 numbers" in refused(folder, wider)
+    other = reference.write(tmp_path / "other", backbone_hidden_size=64)
+    assert "64 numbers" in refused(other, reference.target())
+
+
+def test_a_chosen_group_of_tokens_has_the_logits_of_the_whole_head(tmp_path: Path) -> None:
+    """And all others have none."""
+    reference = heads.reference("gemma4_assistant")
+    head: Any = sd.load_head(reference.write(tmp_path), reference.target()).head
+    states = mx.random.normal((3, 16), key=mx.random.key(1))
+    some, all_of_them = head.logits(states), head.embed_tokens.as_linear(states)
+    chosen = mx.isfinite(some)
+    assert chosen.sum(axis=-1).tolist() == [5 * 96 // 12] * 3
+    assert mx.allclose(mx.where(chosen, some, 0), mx.where(chosen, all_of_them, 0), atol=1e-5)
 
 
 def test_is_head_tells_heads_from_models(tmp_path: Path) -> None:

@@ -169,6 +169,41 @@ def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, length: i
     assert [t.token for t in tokens] == plain("qwen2")[:24]
 
 
+@pytest.mark.parametrize("name", cases(["qwen2", "gemma4"], "qwen2"))
+def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> None:
+    """What caches hold is unpacked, and of earlier turns too; the text is plain's."""
+    one = drafter("assistant", name)
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if name == "qwen2" else {}
+    texts = []
+    for reader in (None, one):
+        kept = make_prompt_cache(target(name))
+        turns = [
+            sd.speculate(target(name), prompt, reader, prompt_cache=kept, draft_length=3, **options)
+            for prompt in (PROMPT, [7, 7, 21])
+        ]
+        texts.append([[next(turn).token for _ in range(12)] for turn in turns])
+    assert texts[0] == texts[1]
+
+
+def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
+    """A second turn's first draft is that of a session that was shown the whole text."""
+    model, one = target("gemma4"), drafter("assistant", "gemma4")
+    text = [*PROMPT, 7, 7, 21]
+    context = DraftContext(vocab_size=128)
+
+    def draft_after(begin: int) -> list[int]:
+        caches = make_prompt_cache(model)
+        if begin:
+            model(mx.array([text[:begin]]), cache=caches)
+        taps = Taps(model, one.features, lambda index: keys_values_of(caches, index))
+        taps.read(lambda: model(mx.array([text[begin:-1]]), cache=caches)[0])
+        session = one.begin(text[begin:], context)
+        session.see(taps.features)
+        return to_list(session.propose(4).tokens)
+
+    assert draft_after(0) == draft_after(len(PROMPT))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_seeds_text_is_the_same_with_a_head(kind: str) -> None:
     """Under the coupled rule, drawn at temperature 1."""

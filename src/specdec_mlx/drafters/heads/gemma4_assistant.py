@@ -23,6 +23,7 @@ from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows, Features, KeysValues, ReadsCache
@@ -42,7 +43,12 @@ class AssistantConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> AssistantConfig:
-        """From a config.json."""
+        """From a config.json; raises HeadError for one without a part that says what it is."""
+        if not config.get("text_config"):
+            raise HeadError(
+                "The config.json of this Gemma 4 assistant has no text_config, which describes its "
+                "layers. Fetch it again, or give another."
+            )
         grouped = config.get("use_ordered_embeddings", False)
         return cls(
             config["text_config"],

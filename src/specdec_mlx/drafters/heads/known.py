@@ -50,8 +50,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "lmsys/EAGLE3-gpt-oss-120b-bf16",
         "z-lab/gpt-oss-120b-DFlash",
     ),
-    "gemma-4-31b-it": ("RedHatAI/gemma-4-31B-it-speculator.eagle3", "z-lab/gemma-4-31B-it-DFlash"),
+    "gemma-4-e2b-it": ("google/gemma-4-e2b-it-assistant",),
+    "gemma-4-e4b-it": ("google/gemma-4-e4b-it-assistant",),
+    "gemma-4-31b-it": (
+        "google/gemma-4-31B-it-assistant",
+        "RedHatAI/gemma-4-31B-it-speculator.eagle3",
+        "z-lab/gemma-4-31B-it-DFlash",
+    ),
     "gemma-4-26b-a4b-it": (
+        "google/gemma-4-26B-A4B-it-assistant",
         "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",
         "z-lab/gemma-4-26B-A4B-it-DFlash",
     ),
@@ -137,7 +144,8 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head does not fit a target, by what their configurations say."""
     head = config.get("transformer_layer_config") or config.get("text_config") or config
     model = target.get("text_config") or target
-    width = config.get("target_hidden_size") or head.get("hidden_size")
+    width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+    width = width or head.get("hidden_size")
     ours, theirs = head.get("vocab_size"), model.get("vocab_size")
     if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
         return "another vocabulary"
