@@ -176,12 +176,13 @@ def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> Non
     options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if name == "qwen2" else {}
     texts = []
     for reader in (None, one):
-        kept = make_prompt_cache(target(name))
-        turns = [
-            sd.speculate(target(name), prompt, reader, prompt_cache=kept, draft_length=3, **options)
-            for prompt in (PROMPT, [7, 7, 21])
-        ]
-        texts.append([[next(turn).token for _ in range(12)] for turn in turns])
+        options["prompt_cache"] = make_prompt_cache(target(name))
+        text: list[int] = []
+        for prompt in (PROMPT, [7, 7, 21]):
+            turn = sd.speculate(target(name), prompt, reader, draft_length=3, **options)
+            text += [next(turn).token for _ in range(12)]
+            turn.close()
+        texts.append(text)
     assert texts[0] == texts[1]
 
 
