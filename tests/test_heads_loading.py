@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.known import known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, NUM_LAYERS, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
@@ -287,22 +287,33 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
-@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", OTHER_FORMULAS)
+def test_another_formula_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Original repositories of these have such a layer, and it says why it cannot be loaded."""
+    model = heads.Reference({"model_type": name}, {"mtp.x": np.zeros(3, np.float32)}, {})
+    message = refused(model.write(tmp_path), heads.target())
+    assert f"the multi-token prediction of {name} {OTHER_FORMULAS[name]}" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3"]
+)
 def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Path) -> None:
     """Every tensor has its place, under the names of the original repository."""
     family = FAMILIES[name]
     config = tiny.CONFIGS[name] | {"model_type": name}
     target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
     made = heads.random_head(lambda ends: MTPHead(family, config, ends), target)
+    prefix = family.prefix.replace(NUM_LAYERS, str(config["num_hidden_layers"]))
     stored = {}
     for path, value in tree_flatten(made.parameters()):
         part, _, rest = path.partition(".")
         if path.startswith("body.layers.0."):
-            stored[family.prefix + family.layer + path.removeprefix("body.layers.0.")] = value
+            stored[prefix + family.layer + path.removeprefix("body.layers.0.")] = value
         elif path.startswith("body.norm."):
-            stored[f"{family.prefix}{family.names['norm']}.weight"] = value
+            stored[f"{prefix}{family.names['norm']}.weight"] = value
         else:
-            stored[f"{family.prefix}{family.names[part]}.{rest}"] = value
+            stored[f"{prefix}{family.names[part]}.{rest}"] = value
     stored |= {"model.embed_tokens.weight": mx.zeros((3, 3)), "model.norm.weight": mx.zeros(3)}
     folder = heads.Reference(config, {n: np.array(x) for n, x in stored.items()}, {})
     loaded = sd.load_head(folder.write(tmp_path), target).head

@@ -28,6 +28,7 @@ from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
 from specdec_mlx.target.keys_values import keys_values_of
@@ -128,10 +129,7 @@ TABLE = [
     for name in TARGETS
     for kind in KINDS
     if (kind, name) != ("assistant", "deepseek_v3")  # has no keys and values of each head
-] + [
-    ("mtp", "qwen3_5"),
-    ("mtp", "deepseek_v3"),
-]
+] + [("mtp", name) for name in FAMILIES]
 
 
 @pytest.mark.parametrize(

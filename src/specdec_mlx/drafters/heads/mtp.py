@@ -27,6 +27,8 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 LAYER = "layers.0."
+EMBEDDINGS = ("embed_tokens", "word_embeddings")
+"""What mlx-lm's models call them."""
 
 
 class MTPHead(Head):
@@ -54,7 +56,7 @@ class MTPHead(Head):
         shell = one_layer_model(family, config)
         body = shell.model
         width, eps = ends.width, body.norm.eps
-        body.embed_tokens = nn.Identity()
+        body[next(name for name in EMBEDDINGS if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
         if not family.has_final_norm:
