@@ -12,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 import tiny
 from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
@@ -20,7 +21,7 @@ from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.types import FeatureRows, KeysValues, ReadsCache
@@ -224,6 +225,22 @@ def mtp(name: str) -> Callable[[TargetEnds], Head]:
     config = tiny.CONFIGS[name]
     config = config.get("text_config", config) | {"model_type": name}
     return lambda ends: MTPHead(FAMILIES[name], config, ends)
+
+
+def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """The tensors of a multi-token prediction layer, by the names of the original repository."""
+    prefix = family.prefix.format(**config)
+    stored: dict[str, mx.array] = {}
+    named: Any = tree_flatten(head.parameters())
+    for path, value in named:
+        part, _, rest = path.partition(".")
+        if path.startswith("body.layers.0."):
+            stored[prefix + family.layer + path.removeprefix("body.layers.0.")] = value
+        elif path.startswith("body.norm."):
+            stored[f"{prefix}{family.names['norm']}.weight"] = value
+        else:
+            stored[f"{prefix}{family.names[part]}.{rest}"] = value
+    return stored
 
 
 def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:

@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.known import known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES, NUM_LAYERS, OTHER_FORMULAS
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
@@ -304,16 +304,7 @@ def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Pat
     config = tiny.CONFIGS[name] | {"model_type": name}
     target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
     made = heads.random_head(lambda ends: MTPHead(family, config, ends), target)
-    prefix = family.prefix.replace(NUM_LAYERS, str(config["num_hidden_layers"]))
-    stored = {}
-    for path, value in tree_flatten(made.parameters()):
-        part, _, rest = path.partition(".")
-        if path.startswith("body.layers.0."):
-            stored[prefix + family.layer + path.removeprefix("body.layers.0.")] = value
-        elif path.startswith("body.norm."):
-            stored[f"{prefix}{family.names['norm']}.weight"] = value
-        else:
-            stored[f"{prefix}{family.names[part]}.{rest}"] = value
+    stored = heads.as_published(made, family, config)
     stored |= {"model.embed_tokens.weight": mx.zeros((3, 3)), "model.norm.weight": mx.zeros(3)}
     folder = heads.Reference(config, {n: np.array(x) for n, x in stored.items()}, {})
     loaded = sd.load_head(folder.write(tmp_path), target).head

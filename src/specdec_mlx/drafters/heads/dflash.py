@@ -8,7 +8,7 @@ last token of the text; embeddings and head are the target's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,6 +20,7 @@ from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.eagle import layer_classes
 from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import to_ids
@@ -174,6 +175,19 @@ class DFlash(Head):
     def make_cache(self) -> list[Any]:
         """One for each layer."""
         return [KVCache() for _ in self.layers]
+
+    def variations(self) -> list[Variation]:
+        """Layers one off."""
+        return [
+            otherwise(
+                name,
+                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
+                self,
+                config=replace(self.config, layers=layers),
+                features=Features(layers=layers),
+            )
+            for name, layers in neighbours(self.config.layers, self.ends.num_layers)
+        ]
 
     def notes(self) -> list[str]:
         """Layers and block."""

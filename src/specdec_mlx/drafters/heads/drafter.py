@@ -10,6 +10,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.heads.variations import Variation
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
@@ -39,6 +40,10 @@ class Head(nn.Module, ABC):  # type: ignore[misc]
 
     def notes(self) -> list[str]:
         """What else is to be known about it, each in a few words."""
+        return []
+
+    def variations(self) -> list[Variation]:
+        """What its files may mean as well."""
         return []
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +21,7 @@ from mlx_lm.models.cache import KVCache
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import DraftContext, FeatureRows, Features
@@ -196,6 +197,27 @@ class Eagle3(Head):
     def make_cache(self) -> list[Any]:
         """One for each layer."""
         return [KVCache() for _ in self.layers]
+
+    def variations(self) -> list[Variation]:
+        """Layers one off, and what the residual and the state that is fed back are."""
+        config = self.config
+        found = [
+            otherwise(
+                name,
+                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
+                self,
+                config=replace(config, layers=layers),
+                features=Features(layers=layers),
+            )
+            for name, layers in neighbours(config.layers, self.ends.num_layers)
+        ]
+        for key in ("norm_before_residual", "norm_output"):
+            value = not getattr(config, key)
+            advice = f"its config.json looks wrong; write {key}: {str(value).lower()} there"
+            flags: dict[str, Any] = {key: value}
+            changed = replace(config, **flags)
+            found.append(otherwise(f"{key} {value}", advice, self, config=changed))
+        return found
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, variants."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -23,7 +24,14 @@ from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.mtp_families import MTPFamily
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import (
+    Variation,
+    is_norm,
+    otherwise,
+    shifted_norms,
+)
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 LAYER = "layers.0."
@@ -65,6 +73,7 @@ class MTPHead(Head):
         self.width = width
         self.ends = ends
         self.pre_norm = pre_norm
+        self.skips_first = False
         last = ends.num_layers - 1
         self.features = Features(layers=(last,)) if pre_norm else Features(head_input=True)
         self.embedding_norm = nn.RMSNorm(width, eps)
@@ -89,7 +98,10 @@ class MTPHead(Head):
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
-        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
+        embedded = self.ends.embed(tokens)
+        if self.skips_first and next(leaves(cache)).offset == 0:
+            embedded = mx.where(mx.arange(len(tokens))[:, None] > 0, embedded, 0)
+        parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1))[None], cache)
@@ -102,6 +114,36 @@ class MTPHead(Head):
     def make_cache(self) -> list[Any]:
         """As the target makes it for such a layer."""
         return self._make_cache()
+
+    def variations(self) -> list[Variation]:
+        """Norms, the state that it reads, the order, and the first position."""
+        last, reads_layer = self.ends.num_layers - 1, not self.pre_norm
+        wanted = Features(layers=(last,)) if reads_layer else Features(head_input=True)
+        family = replace(self.family, hidden_first=not self.family.hidden_first)
+        where = "before" if reads_layer else "after"
+        return [
+            *shifted_norms(self),
+            otherwise(
+                f"state {where} the final norm",
+                f"it looks trained on the state {where} the final norm; load it with "
+                f"pre_norm={reads_layer}",
+                self,
+                pre_norm=reads_layer,
+                features=wanted,
+            ),
+            otherwise(
+                "the other order of state and embedding",
+                "its projection looks written for the other order, which is another family's",
+                self,
+                family=family,
+            ),
+            otherwise(
+                "no embedding at position 0",
+                "it looks trained without the embedding at position 0, as some engines run it",
+                self,
+                skips_first=not self.skips_first,
+            ),
+        ]
 
     def notes(self) -> list[str]:
         """What kind of layer, and what it reads."""
@@ -148,7 +190,7 @@ def mtp_weights(
             weights[ours[known] + rest.removeprefix(known)] = value
         elif rest.startswith(family.layer):
             layer[rest.removeprefix(family.layer)] = value
-    norms = {name for name, value in layer.items() if _is_norm(name, value)}
+    norms = {name for name, value in layer.items() if is_norm(name, value)}
     weights |= {f"body.{LAYER}{name}": layer[name] for name in norms}
     convert = {f"model.{LAYER}{name}": x for name, x in layer.items() if name not in norms}
     shell = one_layer_model(family, config)
@@ -157,10 +199,5 @@ def mtp_weights(
     for name, value in convert.items():
         weights[f"body.{LAYER}{name.partition(LAYER)[2]}"] = value
     if add_one:
-        weights = {n: x + 1 if _is_norm(n, x) else x for n, x in weights.items()}
+        weights = {n: x + 1 if is_norm(n, x) else x for n, x in weights.items()}
     return weights
-
-
-def _is_norm(name: str, value: mx.array) -> bool:
-    """Whether this is the scale of a norm."""
-    return "norm" in name and value.ndim == 1
