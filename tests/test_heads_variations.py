@@ -21,6 +21,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases
+from specdec_mlx.checks import variations
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.variations import NAME, check_variations
@@ -34,6 +35,12 @@ from specdec_mlx.types import DraftContext
 WIDTH, VOCAB = 64, 97
 PROMPTS = [[5, 17, 9], [33, 71, 2, 64]]
 FAMILY = FAMILIES["qwen3_5"]
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts as short as will do."""
+    monkeypatch.setattr(variations, "NUM_TOKENS", 16)
 
 
 def table() -> nn.Module:
