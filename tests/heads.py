@@ -243,6 +243,24 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
     return stored
 
 
+def write_eagle3(folder: Path, target: nn.Module) -> Path:
+    """A folder with a random EAGLE-3 head for a target, under SafeAILab's names."""
+    ends = target_ends(target)
+    tensors: dict[str, Any] = {}
+    named: Any = tree_flatten(random_head(eagle3, target).parameters())
+    for name, value in named:
+        inside = name.startswith(("layers.0.", "hidden_norm"))
+        tensors["midlayer." * inside + name.removeprefix("layers.0.")] = np.array(value)
+    ids = np.arange(0, ends.vocab_size, 3)
+    tensors["d2t"] = ids - np.arange(len(ids))
+    config = layer_config(ends) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(ids),
+        "eagle_aux_hidden_state_layer_ids": [1, 1, ends.num_layers - 1],
+    }
+    return Reference(config, tensors, {}).write(folder)
+
+
 def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:
     """A head for a target, as the models of `tiny` are made."""
     mx.random.seed(seed)

@@ -28,6 +28,7 @@ from specdec_mlx.types import (
     DraftContext,
     Drafter,
     DraftSession,
+    ReadsTarget,
     is_cheap,
     key_of,
     session_parts,
@@ -101,6 +102,18 @@ class Continued(Wrapper):
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
         return ContinuedSession(session, len(self.earlier), self.key)
+
+
+def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None:
+    """The drafter, shown the turns before the prompt as well.
+
+    Not one that reads the target, whose states begin with the prompt.
+    """
+    if isinstance(drafter, FirstOf):
+        return FirstOf(*(continued(part, earlier) or part for part in drafter.drafters))
+    if drafter is None or isinstance(drafter, ReadsTarget):
+        return drafter
+    return Continued(drafter, earlier)
 
 
 class ContinuedSession:
