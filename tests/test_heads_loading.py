@@ -22,7 +22,7 @@ from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.known import known_repositories
+from specdec_mlx.drafters.heads.known import heads_lines, known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
@@ -333,12 +333,32 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     heads.reference("eagle3").write(tmp_path / "narrow", vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
+    heads.reference("gemma4_assistant").write(tmp_path / "assistant", backbone_hidden_size=64)
     text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
+    assert "  assistant  Gemma 4 assistant, " in text
     assert "  fits  EAGLE-3, here\n" in text
     assert "  narrow  EAGLE-3, another width\n" in text
     assert "  other  EAGLE-3, another vocabulary\n" in text
     assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text
     assert "Left out" not in text
+
+
+def test_what_fits_is_told_by_the_targets_config(tmp_path: Path) -> None:
+    """An assistant reads the caches of a Gemma 4; a model whose own layer is known, or is not."""
+    assistant = heads.reference("gemma4_assistant").write(tmp_path / "assistant")
+    found = [("assistant", assistant)]
+    sizes = {"hidden_size": 32, "vocab_size": 97}
+    said = {
+        "gemma4_text": "  assistant  Gemma 4 assistant, here",
+        "llama": "  assistant  Gemma 4 assistant, for Gemma 4",
+        "glm4_moe": "  its original repository  multi-token prediction, to be fetched",
+        "nemotron_h": "multi-token prediction, not to be loaded: it is several layers",
+    }
+    for model_type, line in said.items():
+        folder = tmp_path / model_type
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(sizes | {"model_type": model_type}))
+        assert any(line in text for text in heads_lines("m", folder, found)), model_type
 
 
 @pytest.mark.parametrize(

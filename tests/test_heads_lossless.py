@@ -32,6 +32,7 @@ from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
 from specdec_mlx.target.keys_values import keys_values_of
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
@@ -157,14 +158,28 @@ def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str)
     assert sum(reader.compared) == stats.drafted
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 8, "auto"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, length: int | str) -> None:
+LENGTHS = (*range(9), "auto")
+
+
+@pytest.mark.parametrize(
+    ("length", "kind", "name"),
+    cases(
+        [(length, *row) for length in LENGTHS for row in TABLE],
+        *((length, kind, "qwen2") for length in (0, 1, 2, 8, "auto") for kind in KINDS),
+        (5, "mtp", "qwen3_5"),
+        (8, "assistant", "gemma4"),
+        (7, "eagle1", "deepseek_v3"),
+        (6, "dflash", "gemma3_text"),
+    ),
+)
+def test_greedy_text_is_the_targets_own_at_any_draft_length(
+    length: int | str, kind: str, name: str
+) -> None:
     """With heads that are nearly always wrong."""
     tokens = sd.speculate(
-        target("qwen2"), PROMPT, drafter(kind, "qwen2"), max_tokens=24, draft_length=length
+        target(name), PROMPT, drafter(kind, name), max_tokens=24, draft_length=length
     )
-    assert [t.token for t in tokens] == plain("qwen2")[:24]
+    assert [t.token for t in tokens] == plain(name)[:24]
 
 
 @pytest.mark.parametrize("name", cases(["qwen2", "gemma4"], "qwen2"))
@@ -203,21 +218,27 @@ def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
     assert draft_after(0) == draft_after(len(PROMPT))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_seeds_text_is_the_same_with_a_head(kind: str) -> None:
-    """Under the coupled rule, drawn at temperature 1."""
+IN_SHORT = [(kind, "qwen2") for kind in KINDS] + [("mtp", "qwen3_5"), ("assistant", "gemma4")]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+def test_a_seeds_text_is_the_same_with_a_head(kind: str, name: str) -> None:
+    """Under the coupled rule, drawn at temperature 1, on every kind of cache."""
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}
     alone, with_head = (
-        [t.token for t in sd.speculate(target("qwen2"), PROMPT, d, max_tokens=24, **options)]
-        for d in (None, drafter(kind, "qwen2"))
+        [
+            t.token
+            for t in sd.speculate(target(name), PROMPT, d, max_tokens=24, draft_length=k, **options)
+        ]
+        for d, k in ((None, 0), (drafter(kind, name), 4))
     )
     assert alone == with_head
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str, name: str) -> None:
     """A head does not know the earlier turn; the caches hold what was handed out."""
-    model, one = target("qwen2"), drafter(kind, "qwen2")
+    model, one = target(name), drafter(kind, name)
     caches = {True: make_prompt_cache(model), False: make_prompt_cache(model)}
     texts = {}
     for with_head, kept in caches.items():
@@ -226,7 +247,8 @@ def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str) -> None:
         )
         first = [next(loop).token for _ in range(5)]
         loop.close()
-        assert kept[0].offset == len(PROMPT) + 5
+        lengths = {cache.offset for cache in leaves(kept) if hasattr(cache, "offset")}
+        assert lengths == {len(PROMPT) + 5}
         second = sd.speculate(
             model, [7, 7, 21], one if with_head else None, prompt_cache=kept, max_tokens=12
         )

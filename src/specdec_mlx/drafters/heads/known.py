@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec_mlx.drafters.heads.building import VOCABULARY_MARGIN
-from specdec_mlx.drafters.heads.mtp_families import family_of
+from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, known_kind
 
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -126,6 +126,10 @@ def heads_lines(model: str, folder: Path, folders: Iterable[tuple[str, Path]]) -
         for one in sorted(heads_among(folders, target), key=lambda one: one.refusal is not None)
     ]
     lines += [f"  {repository}  to be fetched" for repository in known_repositories(model)]
+    if (other := other_formula(target)) is not None:
+        lines.append(
+            f"  its original repository  multi-token prediction, not to be loaded: it {other}"
+        )
     if family_of(target) is not None:
         lines.append("  its original repository  multi-token prediction, to be fetched")
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
@@ -149,6 +153,10 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     ours, theirs = head.get("vocab_size"), model.get("vocab_size")
     if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
         return "another vocabulary"
+    if known_kind(config) == "gemma4_assistant" and not str(model.get("model_type")).startswith(
+        "gemma4"
+    ):
+        return "for Gemma 4"
     reads_states = "pard_token" not in config
     if reads_states and None not in (width, model.get("hidden_size")):
         return None if width == model["hidden_size"] else "another width"
