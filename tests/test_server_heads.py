@@ -8,13 +8,17 @@ from typing import Any
 
 import openai
 import pytest
+from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.utils import load
 
 import heads
 import specdec_mlx as sd
+import tiny
 from serving import post, serving
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued
+from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
+from specdec_mlx.types import DraftContext, DraftsAtOnce, Step, Stepwise, TimesSteps
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -99,6 +103,26 @@ def test_a_head_of_another_target_is_refused_when_it_is_asked(folders: dict[str,
         assert status >= 400
         assert "was trained for a target" in json.dumps(answer)
         assert complete(running, extra_body={"drafter": "ngram"}).choices
+
+
+def test_a_draft_model_whose_caches_are_kept_still_stops_in_the_middle() -> None:
+    """By the draft length's decision; with a look-up of its own it drafts to its limit."""
+    model = tiny.build("qwen2")
+    context = DraftContext(vocab_size=128)
+    stepping = {"alone": True, "with a look-up": False, "in one pass": True}
+    drafters = {
+        "alone": sd.ModelDrafter(model),
+        "with a look-up": sd.ModelDrafter(model, drafter="prompt-lookup"),
+        "in one pass": PardDrafter(model, mask_token=127),
+    }
+    for name, drafter in drafters.items():
+        session = keeping_caches(drafter, LRUPromptCache()).begin([5, 17, 99, 3], context)
+        assert isinstance(session, Stepwise) == isinstance(session, TimesSteps) == stepping[name]
+        assert isinstance(session, DraftsAtOnce) == stepping[name]
+        if isinstance(session, Stepwise) and isinstance(session, DraftsAtOnce):
+            draft = session.propose_while(4, lambda evidence: Step.STOP_AFTER)
+            assert len(draft) == 1
+            assert session.at_once == (name == "in one pass")
 
 
 def test_a_head_is_not_shown_tokens_whose_states_it_did_not_see(folders: dict[str, str]) -> None:
