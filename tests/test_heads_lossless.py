@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -28,6 +29,7 @@ from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
@@ -197,6 +199,32 @@ def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> Non
             turn.close()
         texts.append(text)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_an_assistant_lets_the_caches_grow_in_place(
+    lets_go: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory stays where it is from pass to pass; held for longer it would be copied."""
+    if not lets_go:
+        monkeypatch.setattr(AssistantSession, "end_draft", lambda self: None)
+    caches = make_prompt_cache(target("qwen2"))
+    tokens = sd.speculate(
+        target("qwen2"),
+        PROMPT * 10,
+        drafter("assistant", "qwen2"),
+        prompt_cache=caches,
+        max_tokens=20,
+        draft_length=3,
+    )
+    places = {place_of(caches[-1].keys) for _ in tokens}
+    assert (len(places) == 1) == lets_go
+
+
+def place_of(array: mx.array) -> int:
+    """Where its numbers lie."""
+    mx.eval(array)
+    return int(np.asarray(memoryview(array)).ctypes.data)
 
 
 def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:

@@ -130,12 +130,12 @@ OTHER_FORMULAS = {
     "step3p5": "has three layers, one for each further token, with norms and windows of their own",
     "nemotron_h": "is several layers, of attention and of experts, that predict one token",
     "longcat_flash": "has one attention and no experts, and mlx-lm's layer two attentions and some",
-    "exaone_moe": "does not say whether its attention rotates queries and keys",
-    "kimi_linear": "is not described by those who published it",
-    "kimi_k3": "is not described by those who published it",
+    "exaone_moe": "has a window and a rotation that are set apart from the other layers'",
+    "kimi_linear": "has a formula that is not known here",
+    "kimi_k3": "has a formula that is not known here",
     "deepseek_v4": "carries four streams of states, which are added instead of concatenated",
     "deepseek_v41": "carries four streams of states, which are added instead of concatenated",
-    "mimo_v2_flash": "is not described by those who published it",
+    "mimo_v2_flash": "has a formula that is not known here",
 }
 """Model type -> why its multi-token prediction cannot be drafted with: its formula is another."""
 
