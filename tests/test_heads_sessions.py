@@ -257,6 +257,18 @@ def test_an_empty_draft_is_one() -> None:
     assert len(Draws(context(), sd.Sampling(), PROMPT, 7, 3).draft()) == 0
 
 
+@pytest.mark.parametrize("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
+def test_a_head_read_otherwise_has_another_key(name: str) -> None:
+    """Its costs are the same, its acceptance is not."""
+    one = drafter(name)
+    keys = {one.key}
+    for variation in one.head.variations():
+        if "state" in variation.name and "order" not in variation.name:
+            with variation.applied():
+                keys.add(one.key)
+    assert len(keys) == 2
+
+
 def test_two_heads_do_not_share_a_key() -> None:
     """By content and options; the same head loaded twice does."""
     keys = {drafter(name).key for name in HEADS} | {HeadDrafter(drafter("eagle1").head, True).key}

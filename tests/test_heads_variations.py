@@ -16,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
 import heads
 import specdec_mlx as sd
@@ -29,6 +30,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.rules.block import Block
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.types import DraftContext
 
@@ -130,7 +132,10 @@ def test_the_other_order_is_found() -> None:
     assert "with the other order of state and embedding" in checked(model, drafter).verdict
 
 
-@pytest.mark.parametrize("kind", cases(["eagle3", "dflash", "mtp"], "eagle3", "mtp"))
+VARIED = ["eagle3", "eagle1", "dflash", "mtp", "medusa", "assistant"]
+
+
+@pytest.mark.parametrize("kind", cases(VARIED, "eagle3", "mtp", "medusa"))
 def test_a_variation_reads_otherwise_and_leaves_the_head_as_it_was(kind: str) -> None:
     """Each changes what is drafted from, and nothing of it stays; not even after an exception."""
     model = tiny.build("qwen3_5")
@@ -149,8 +154,9 @@ def test_a_variation_reads_otherwise_and_leaves_the_head_as_it_was(kind: str) ->
 def logits_of(model: nn.Module, drafter: HeadDrafter) -> mx.array:
     """Distributions of a draft of three tokens, shown the states of a fresh pass."""
     text = [5, 17, 99, 3, 64]
-    taps = Taps(model, drafter.features)
-    taps.read(lambda: model(mx.array([text[:-1]]))[0])
+    caches = make_prompt_cache(model)
+    taps = Taps(model, drafter.features, lambda index: keys_values_of(caches, index))
+    taps.read(lambda: model(mx.array([text[:-1]]), cache=caches)[0])
     context = DraftContext(sampling=sd.Sampling(temp=1.0), noise=Noise(1), vocab_size=128)
     session = drafter.begin(text, context)
     session.see(taps.features)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
@@ -62,7 +62,10 @@ def build_head(kind: str, files: HeadFiles, ends: TargetEnds, variant: Variant) 
         HeadError: it was trained for another vocabulary or width, or tensors are missing.
     """
     check_vocabulary(files, ends)
-    return BUILDERS[kind](files, ends, variant)
+    head, weights = BUILDERS[kind](files, ends, variant)
+    if variant.pre_norm and isinstance(head, FinalStateHead):
+        head.read_pre_norm()
+    return head, weights
 
 
 VOCABULARY_MARGIN = 512
@@ -245,7 +248,7 @@ def _mtp(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     if variant.norms_less_one is not None:
         add_one = variant.norms_less_one
     weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
-    return MTPHead(family, config, ends, pre_norm=variant.pre_norm), _kept(weights)
+    return MTPHead(family, config, ends), _kept(weights)
 
 
 def without_its_layer(files: HeadFiles, model_type: str, family: MTPFamily) -> str:

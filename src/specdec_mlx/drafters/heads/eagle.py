@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
@@ -235,7 +235,7 @@ def _widen(attention: nn.Module, width: int) -> None:
         setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
 
 
-class Eagle1(Head):
+class Eagle1(FinalStateHead):
     """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
 
     Args:
@@ -246,7 +246,6 @@ class Eagle1(Head):
     """
 
     kind = "EAGLE"
-    features = Features(head_input=True)
 
     def __init__(
         self,
@@ -272,11 +271,6 @@ class Eagle1(Head):
     ) -> RecurrentSession:
         """Start a generation."""
         return RecurrentSession(self, sampling, prompt, context)
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states after its final norm."""
-        assert features.head_input is not None
-        return features.head_input
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""

@@ -20,7 +20,7 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from specdec_mlx.drafters.drawing import time_of
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.errors import HeadError
@@ -72,7 +72,7 @@ class AssistantConfig:
         return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
-class Gemma4Assistant(Head):
+class Gemma4Assistant(FinalStateHead):
     """An assistant of a Gemma 4 model.
 
     Args:
@@ -105,11 +105,6 @@ class Gemma4Assistant(Head):
     ) -> AssistantSession:
         """Start a generation."""
         return AssistantSession(self, sampling, prompt, context)
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states after its final norm."""
-        assert features.head_input is not None
-        return features.head_input
 
     def step(
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
@@ -156,7 +151,7 @@ class Gemma4Assistant(Head):
             notes.append(
                 f"{self.config.num_chosen} of {self.config.num_centroids} groups of tokens"
             )
-        return notes
+        return notes + super().notes()
 
 
 class TokenGroups(nn.Module):  # type: ignore[misc]

@@ -56,8 +56,8 @@ def load_head(
         greedy: propose the head's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
         layers: whose outputs of the target it reads, from 0, where its config is wrong.
-        pre_norm: whether a multi-token prediction layer reads the state before the target's final
-            norm instead of after it.
+        pre_norm: whether a head that reads the target's state after its final norm is to read it
+            before that norm instead.
         norms_less_one: whether its norms are stored as w - 1; None for what its family does.
 
     Raises:

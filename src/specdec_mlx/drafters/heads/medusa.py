@@ -14,14 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.drawing import time_of
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.types import DraftContext
 
 
-class Medusa(Head):
+class Medusa(FinalStateHead):
     """Medusa heads.
 
     Args:
@@ -32,7 +32,6 @@ class Medusa(Head):
     """
 
     kind = "Medusa"
-    features = Features(head_input=True)
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -53,11 +52,6 @@ class Medusa(Head):
         """Start a generation."""
         return MedusaSession(self, sampling, prompt, context)
 
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states after its final norm."""
-        assert features.head_input is not None
-        return features.head_input
-
     def logits(self, state: mx.array, index: int) -> mx.array:
         """Logits [1, V] of one head, of the target's state [1, D]."""
         for block in self.blocks[index]:
@@ -66,7 +60,7 @@ class Medusa(Head):
 
     def notes(self) -> list[str]:
         """How many heads."""
-        return [f"{len(self.blocks)} heads"]
+        return [f"{len(self.blocks)} heads", *super().notes()]
 
 
 class MedusaSession(OnePassSession):

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.mtp_families import MTPFamily
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
@@ -32,33 +32,25 @@ from specdec_mlx.drafters.heads.variations import (
 )
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.types import DraftContext
 
 LAYER = "layers.0."
 EMBEDDINGS = ("embed_tokens", "word_embeddings")
 """What mlx-lm's models call them."""
 
 
-class MTPHead(Head):
+class MTPHead(FinalStateHead):
     """A multi-token prediction layer.
 
     Args:
         family: how it is written.
         config: of the target, as in the original repository.
         ends: of the target.
-        pre_norm: whether it reads the target's state before its final norm instead of after it.
     """
 
     kind = "multi-token prediction"
 
-    def __init__(
-        self,
-        family: MTPFamily,
-        config: Mapping[str, Any],
-        ends: TargetEnds,
-        *,
-        pre_norm: bool = False,
-    ) -> None:
+    def __init__(self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds) -> None:
         """Random weights."""
         super().__init__()
         shell = one_layer_model(family, config)
@@ -72,10 +64,7 @@ class MTPHead(Head):
         self.family = family
         self.width = width
         self.ends = ends
-        self.pre_norm = pre_norm
         self.skips_first = False
-        last = ends.num_layers - 1
-        self.features = Features(layers=(last,)) if pre_norm else Features(head_input=True)
         self.embedding_norm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
@@ -87,14 +76,6 @@ class MTPHead(Head):
     ) -> RecurrentSession:
         """Start a generation."""
         return RecurrentSession(self, sampling, prompt, context)
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states."""
-        rows = features.head_input
-        if self.pre_norm:
-            rows = features.layers[self.ends.num_layers - 1]
-        assert rows is not None
-        return rows
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
@@ -117,20 +98,10 @@ class MTPHead(Head):
 
     def variations(self) -> list[Variation]:
         """Norms, the state that it reads, the order, and the first position."""
-        last, reads_layer = self.ends.num_layers - 1, not self.pre_norm
-        wanted = Features(layers=(last,)) if reads_layer else Features(head_input=True)
         family = replace(self.family, hidden_first=not self.family.hidden_first)
-        where = "before" if reads_layer else "after"
         return [
             *shifted_norms(self),
-            otherwise(
-                f"state {where} the final norm",
-                f"it looks trained on the state {where} the final norm; load it with "
-                f"pre_norm={reads_layer}",
-                self,
-                pre_norm=reads_layer,
-                features=wanted,
-            ),
+            *super().variations(),
             otherwise(
                 "the other order of state and embedding",
                 "its projection looks written for the other order, which is another family's",

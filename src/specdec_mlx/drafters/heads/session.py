@@ -52,8 +52,7 @@ class WaitingRows:
 
 
 class HeadSession(ABC):
-    """The head's side of one generation; a kind of heads adds what it reads and
-    drafts.
+    """The head's side of one generation; each kind of heads adds how it reads and drafts.
 
     When it is asked, the target's rows are known up to the last token but one: the last token of
     the text has not been fed to the target. Of an earlier turn in the target's caches it knows
