@@ -20,6 +20,7 @@ import specdec_mlx as sd
 import tiny
 from exact import TARGET, Rounds, Source
 from selection import cases
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned
@@ -310,3 +311,15 @@ def test_a_head_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
     """A draft model would have to read it first, at a price that a short text never repays."""
     assert account(reads_along=True).limit(1.0) > 0
     assert account().limit(1.0) == 0
+
+
+def test_auto_is_told_what_kind_of_drafter_it_asks() -> None:
+    """One that drafts in one pass, and has read the text."""
+    length = Auto()
+    length.begin_steps("head", lambda: 0.1, at_once=True, reads_along=True)
+    length.begin_steps("model", lambda: 0.1)
+    head, model = (length._parts[name] for name in ("head", "model"))
+    assert isinstance(head, StepwiseAccount)
+    assert isinstance(model, StepwiseAccount)
+    assert (head.learned.drafting.at_once, head.num_missed) == (True, 0)
+    assert (model.learned.drafting.at_once, model.num_missed) == (False, None)
