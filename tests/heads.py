@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,15 +12,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 import tiny
 from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
-from specdec_mlx.types import FeatureRows
+from specdec_mlx.types import FeatureRows, KeysValues, ReadsCache
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
@@ -51,11 +55,27 @@ class Reference:
 
     def target(self) -> nn.Module:
         """A model with the ends of the fixture's target."""
-        model = target()
-        for part, name in ((model.model.embed_tokens, "embed"), (model.lm_head, "head")):
-            if name in self.arrays:
-                part.weight = mx.array(self.arrays[name])
+        model = gemma4_target() if "full_keys" in self.arrays else target()
+        ends = {"embed": model.model.embed_tokens, "head": model.get("lm_head")}
+        for name in ends.keys() & self.arrays.keys():
+            ends[name].weight = mx.array(self.arrays[name])
         return model
+
+    def keys_values(self, drafter: HeadDrafter, end: int) -> Callable[[int], KeysValues]:
+        """What reads the fixture's keys and values, as the target's caches hold them at a position.
+
+        A window holds four positions.
+        """
+        head: Any = drafter.head
+
+        def read(index: int) -> KeysValues:
+            kind = next(kind for kind, cache in head.reads.items() if cache.index == index)
+            name, begin = kind.partition("_")[0], 0 if kind == "full_attention" else end - 4
+            parts = (self.arrays[f"{name}_{part}"] for part in ("keys", "values"))
+            keys, values = (mx.array(part[None, :, begin:end]) for part in parts)
+            return KeysValues(keys, values, end)
+
+        return read
 
 
 @cache
@@ -84,20 +104,39 @@ def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> 
     )
 
 
+def gemma4_target(**changes: Any) -> nn.Module:
+    """A Gemma 4 with the sizes of the assistant's fixture, but for changes."""
+    sizes = {
+        "hidden_size": WIDTH,
+        "vocab_size": VOCAB,
+        "vocab_size_per_layer_input": VOCAB,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "num_key_value_heads": 2,
+    }
+    return tiny.build("gemma4_text", **(sizes | changes))
+
+
 def features(
-    drafter: HeadDrafter, rows: Any, *, read: tuple[int, ...] | None = None
+    drafter: HeadDrafter,
+    rows: Any,
+    *,
+    read: tuple[int, ...] | None = None,
+    keys_values: ReadsCache | None = None,
 ) -> FeatureRows:
     """Rows [n, W] as the target would show them; what a head should not read is another state.
 
     read: the layers that the rows are of, those that the drafter reads if None; for a head that
-    reads the state after the final norm the rows are that.
+    reads the state after the final norm the rows are that. keys_values: what reads the target's
+    caches.
     """
     rows = mx.array(rows)
     wanted = drafter.features.layers if read is None else read
     parts: Any = mx.split(rows, len(wanted), axis=-1) if wanted else []
     layers = {i: rows[:, :WIDTH] * 0.5 + i for i in range(-1, NUM_LAYERS)}
     layers |= dict(zip(wanted, parts, strict=True))
-    return FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
+    shown = FeatureRows(layers=layers, head_input=rows[:, :WIDTH])
+    return shown if keys_values is None else replace(shown, keys_values=keys_values)
 
 
 # Heads with random weights ------------------------------------------------------------------------
@@ -152,14 +191,74 @@ def dflash(ends: TargetEnds) -> Head:
     return DFlash(config, ends)
 
 
+def assistant(ends: TargetEnds) -> Head:
+    """Two layers for each kind of attention of the target; half of 32 groups of tokens."""
+    kinds, caches = list(ends.last_caches), ends.last_caches
+    text = {
+        "model_type": "gemma4_text",
+        "vocab_size": ends.vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2 * len(kinds),
+        "layer_types": 2 * kinds,
+        "num_attention_heads": 4,
+        "head_dim": caches.get("sliding_attention", caches["full_attention"]).width,
+        "global_head_dim": caches["full_attention"].width,
+    }
+    grouped = 32 if ends.vocab_size % 32 == 0 else 0
+    return Gemma4Assistant(AssistantConfig(text, grouped, 16), ends)
+
+
 HEADS: dict[str, Callable[[TargetEnds], Head]] = {
     "eagle3": eagle3,
     "eagle3 variants": eagle3_variants,
     "eagle1": lambda ends: Eagle1(layer_config(ends), ends, has_bias=True),
     "dflash": dflash,
+    "assistant": assistant,
     "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
     "medusa, target's head": lambda ends: Medusa(5, 1, ends),
 }
+
+
+def mtp(name: str) -> Callable[[TargetEnds], Head]:
+    """The multi-token prediction layer of one of the models of `tiny`, by its model type."""
+    config = tiny.CONFIGS[name]
+    config = config.get("text_config", config) | {"model_type": name}
+    return lambda ends: MTPHead(FAMILIES[name], config, ends)
+
+
+def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> dict[str, mx.array]:
+    """The tensors of a multi-token prediction layer, by the names of the original repository."""
+    prefix = family.prefix.format(**config)
+    stored: dict[str, mx.array] = {}
+    named: Any = tree_flatten(head.parameters())
+    for path, value in named:
+        part, _, rest = path.partition(".")
+        if path.startswith("body.layers.0."):
+            stored[prefix + family.layer + path.removeprefix("body.layers.0.")] = value
+        elif path.startswith("body.norm."):
+            stored[f"{prefix}{family.names['norm']}.weight"] = value
+        else:
+            stored[f"{prefix}{family.names[part]}.{rest}"] = value
+    return stored
+
+
+def write_eagle3(folder: Path, target: nn.Module) -> Path:
+    """A folder with a random EAGLE-3 head for a target, under SafeAILab's names."""
+    ends = target_ends(target)
+    tensors: dict[str, Any] = {}
+    named: Any = tree_flatten(random_head(eagle3, target).parameters())
+    for name, value in named:
+        inside = name.startswith(("layers.0.", "hidden_norm"))
+        tensors["midlayer." * inside + name.removeprefix("layers.0.")] = np.array(value)
+    ids = np.arange(0, ends.vocab_size, 3)
+    tensors["d2t"] = ids - np.arange(len(ids))
+    config = layer_config(ends) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": len(ids),
+        "eagle_aux_hidden_state_layer_ids": [1, 1, ends.num_layers - 1],
+    }
+    return Reference(config, tensors, {}).write(folder)
 
 
 def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:

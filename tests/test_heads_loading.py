@@ -22,10 +22,10 @@ from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.known import known_repositories
+from specdec_mlx.drafters.heads.known import heads_lines, known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
@@ -90,6 +90,8 @@ DESCRIBED = {
     "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
     "eagle1": "EAGLE",
     "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
+    "gemma4_assistant": "Gemma 4 assistant; reads the target's caches 2 (sliding_attention), 3 "
+    "(full_attention); 5 of 12 groups of tokens",
     "mtp_deepseek_v3": "multi-token prediction; deepseek_v3 layer; reads the state after the "
     "final norm",
 }
@@ -199,14 +201,38 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     reference = heads.reference("eagle1")
     model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
     assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
+    known = heads.Reference({"hydra_num_heads": 3}, model.weights, {})
+    assert UNSUPPORTED["hydra"] in refused(known.write(tmp_path / "b"), target)
     known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
-    message = refused(known.write(tmp_path / "b"), target)
-    assert UNSUPPORTED["gemma4_assistant"] in message
+    assert "has no text_config" in refused(known.write(tmp_path / "d"), target)
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", target)
     for text, said in (("[]", "holds a list"), ("{", "cannot be read")):
         (tmp_path / "c" / "config.json").write_text(text)
         assert said in refused(tmp_path / "c", target)
+
+
+def test_an_assistant_needs_the_keys_that_its_queries_go_with(tmp_path: Path) -> None:
+    """A target without a window, and one with wider keys, are refused; so is another width."""
+    reference = heads.reference("gemma4_assistant")
+    folder = reference.write(tmp_path)
+    assert "sliding attention, and this target has no such cache" in refused(folder, heads.target())
+    wider = heads.gemma4_target(global_head_dim=32)
+    assert "keys of 16 numbers" in refused(folder, wider)
+    assert "keys of 32 numbers" in refused(folder, wider)
+    other = reference.write(tmp_path / "other", backbone_hidden_size=64)
+    assert "64 numbers" in refused(other, reference.target())
+
+
+def test_a_chosen_group_of_tokens_has_the_logits_of_the_whole_head(tmp_path: Path) -> None:
+    """And all others have none."""
+    reference = heads.reference("gemma4_assistant")
+    head: Any = sd.load_head(reference.write(tmp_path), reference.target()).head
+    states = mx.random.normal((3, 16), key=mx.random.key(1))
+    some, all_of_them = head.logits(states), head.embed_tokens.as_linear(states)
+    chosen = mx.isfinite(some)
+    assert chosen.sum(axis=-1).tolist() == [5 * 96 // 12] * 3
+    assert mx.allclose(mx.where(chosen, some, 0), mx.where(chosen, all_of_them, 0), atol=1e-5)
 
 
 def test_is_head_tells_heads_from_models(tmp_path: Path) -> None:
@@ -261,22 +287,24 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
-@pytest.mark.parametrize("name", ["mimo", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", OTHER_FORMULAS)
+def test_another_formula_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """Original repositories of these have such a layer, and it says why it cannot be loaded."""
+    model = heads.Reference({"model_type": name}, {"mtp.x": np.zeros(3, np.float32)}, {})
+    message = refused(model.write(tmp_path), heads.target())
+    assert f"the multi-token prediction of {name} {OTHER_FORMULAS[name]}" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3"]
+)
 def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Path) -> None:
     """Every tensor has its place, under the names of the original repository."""
     family = FAMILIES[name]
     config = tiny.CONFIGS[name] | {"model_type": name}
     target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
     made = heads.random_head(lambda ends: MTPHead(family, config, ends), target)
-    stored = {}
-    for path, value in tree_flatten(made.parameters()):
-        part, _, rest = path.partition(".")
-        if path.startswith("body.layers.0."):
-            stored[family.prefix + family.layer + path.removeprefix("body.layers.0.")] = value
-        elif path.startswith("body.norm."):
-            stored[f"{family.prefix}{family.names['norm']}.weight"] = value
-        else:
-            stored[f"{family.prefix}{family.names[part]}.{rest}"] = value
+    stored = heads.as_published(made, family, config)
     stored |= {"model.embed_tokens.weight": mx.zeros((3, 3)), "model.norm.weight": mx.zeros(3)}
     folder = heads.Reference(config, {n: np.array(x) for n, x in stored.items()}, {})
     loaded = sd.load_head(folder.write(tmp_path), target).head
@@ -305,12 +333,32 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     heads.reference("eagle3").write(tmp_path / "narrow", vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
+    heads.reference("gemma4_assistant").write(tmp_path / "assistant", backbone_hidden_size=64)
     text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
+    assert "  assistant  Gemma 4 assistant, " in text
     assert "  fits  EAGLE-3, here\n" in text
     assert "  narrow  EAGLE-3, another width\n" in text
     assert "  other  EAGLE-3, another vocabulary\n" in text
     assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text
     assert "Left out" not in text
+
+
+def test_what_fits_is_told_by_the_targets_config(tmp_path: Path) -> None:
+    """An assistant reads the caches of a Gemma 4; a model whose own layer is known, or is not."""
+    assistant = heads.reference("gemma4_assistant").write(tmp_path / "assistant")
+    found = [("assistant", assistant)]
+    sizes = {"hidden_size": 32, "vocab_size": 97}
+    said = {
+        "gemma4_text": "  assistant  Gemma 4 assistant, here",
+        "llama": "  assistant  Gemma 4 assistant, for Gemma 4",
+        "glm4_moe": "  its original repository  multi-token prediction, to be fetched",
+        "nemotron_h": "multi-token prediction, not to be loaded: it is several layers",
+    }
+    for model_type, line in said.items():
+        folder = tmp_path / model_type
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(sizes | {"model_type": model_type}))
+        assert any(line in text for text in heads_lines("m", folder, found)), model_type
 
 
 @pytest.mark.parametrize(

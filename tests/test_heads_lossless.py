@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -28,10 +29,12 @@ from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.mtp import MTPHead
+from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.rules.block import Block
+from specdec_mlx.target.keys_values import keys_values_of
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
@@ -42,8 +45,9 @@ TARGETS = {
     "qwen3_5": "recurrent layers, replayed",
     "deepseek_v3": "latent attention",
     "qwen3_moe": "experts",
+    "gemma4": "layers that read the caches of others",
 }
-KINDS = ("eagle3", "eagle1", "dflash", "medusa")
+KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 40
 """Past the windows of the tiny models."""
@@ -62,13 +66,8 @@ def plain(name: str) -> list[int]:
 @cache
 def drafter(kind: str, name: str) -> HeadDrafter:
     """A random head of a kind for a target; "mtp" is the layer of its own family."""
-    if kind != "mtp":
-        return HeadDrafter(heads.random_head(heads.HEADS[kind], target(name)))
-    config = tiny.CONFIGS[name]
-    config = config.get("text_config", config) | {"model_type": name}
-    return HeadDrafter(
-        heads.random_head(lambda ends: MTPHead(FAMILIES[name], config, ends), target(name))
-    )
+    make = heads.mtp(name) if kind == "mtp" else heads.HEADS[kind]
+    return HeadDrafter(heads.random_head(make, target(name)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +120,19 @@ class PartlyRightSession:
 
 def rows_of(model: nn.Module, tokens: Sequence[int], wanted: Features) -> FeatureRows:
     """The states of a fresh pass over these tokens."""
-    taps = Taps(model, wanted)
-    taps.read(lambda: model(mx.array([tokens]), cache=make_prompt_cache(model))[0])
+    caches = make_prompt_cache(model)
+    taps = Taps(model, wanted, lambda index: keys_values_of(caches, index))
+    taps.read(lambda: model(mx.array([tokens]), cache=caches)[0])
     assert taps.features is not None
     return taps.features
 
 
-TABLE = [(kind, name) for name in TARGETS for kind in KINDS] + [
-    ("mtp", "qwen3_5"),
-    ("mtp", "deepseek_v3"),
-]
+TABLE = [
+    (kind, name)
+    for name in TARGETS
+    for kind in KINDS
+    if (kind, name) != ("assistant", "deepseek_v3")  # has no keys and values of each head
+] + [("mtp", name) for name in FAMILIES]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,8 @@ TABLE = [(kind, name) for name in TARGETS for kind in KINDS] + [
         ("medusa", "deepseek_v3"),
         ("mtp", "qwen3_5"),
         ("mtp", "deepseek_v3"),
+        ("assistant", "gemma4"),
+        ("assistant", "gemma3_text"),
     ),
 )
 def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str) -> None:
@@ -156,31 +160,113 @@ def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str)
     assert sum(reader.compared) == stats.drafted
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 8, "auto"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, length: int | str) -> None:
+LENGTHS = (*range(9), "auto")
+
+
+@pytest.mark.parametrize(
+    ("length", "kind", "name"),
+    cases(
+        [(length, *row) for length in LENGTHS for row in TABLE],
+        *((length, kind, "qwen2") for length in (0, 1, 2, 8, "auto") for kind in KINDS),
+        (5, "mtp", "qwen3_5"),
+        (8, "assistant", "gemma4"),
+        (7, "eagle1", "deepseek_v3"),
+        (6, "dflash", "gemma3_text"),
+    ),
+)
+def test_greedy_text_is_the_targets_own_at_any_draft_length(
+    length: int | str, kind: str, name: str
+) -> None:
     """With heads that are nearly always wrong."""
     tokens = sd.speculate(
-        target("qwen2"), PROMPT, drafter(kind, "qwen2"), max_tokens=24, draft_length=length
+        target(name), PROMPT, drafter(kind, name), max_tokens=24, draft_length=length
     )
-    assert [t.token for t in tokens] == plain("qwen2")[:24]
+    assert [t.token for t in tokens] == plain(name)[:24]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_seeds_text_is_the_same_with_a_head(kind: str) -> None:
-    """Under the coupled rule, drawn at temperature 1."""
+@pytest.mark.parametrize("name", cases(["qwen2", "gemma4"], "qwen2"))
+def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> None:
+    """What caches hold is unpacked, and of earlier turns too; the text is plain's."""
+    one = drafter("assistant", name)
+    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32} if name == "qwen2" else {}
+    texts = []
+    for reader in (None, one):
+        options["prompt_cache"] = make_prompt_cache(target(name))
+        text: list[int] = []
+        for prompt in (PROMPT, [7, 7, 21]):
+            turn = sd.speculate(target(name), prompt, reader, draft_length=3, **options)
+            text += [next(turn).token for _ in range(12)]
+            turn.close()
+        texts.append(text)
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("lets_go", [True, False])
+def test_an_assistant_lets_the_caches_grow_in_place(
+    lets_go: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their memory stays where it is from pass to pass; held for longer it would be copied."""
+    if not lets_go:
+        monkeypatch.setattr(AssistantSession, "end_draft", lambda self: None)
+    caches = make_prompt_cache(target("qwen2"))
+    tokens = sd.speculate(
+        target("qwen2"),
+        PROMPT * 10,
+        drafter("assistant", "qwen2"),
+        prompt_cache=caches,
+        max_tokens=20,
+        draft_length=3,
+    )
+    places = {place_of(caches[-1].keys) for _ in tokens}
+    assert (len(places) == 1) == lets_go
+
+
+def place_of(array: mx.array) -> int:
+    """Where its numbers lie."""
+    mx.eval(array)
+    return int(np.asarray(memoryview(array)).ctypes.data)
+
+
+def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
+    """A second turn's first draft is that of a session that was shown the whole text."""
+    model, one = target("gemma4"), drafter("assistant", "gemma4")
+    text = [*PROMPT, 7, 7, 21]
+    context = DraftContext(vocab_size=128)
+
+    def draft_after(begin: int) -> list[int]:
+        caches = make_prompt_cache(model)
+        if begin:
+            model(mx.array([text[:begin]]), cache=caches)
+        taps = Taps(model, one.features, lambda index: keys_values_of(caches, index))
+        taps.read(lambda: model(mx.array([text[begin:-1]]), cache=caches)[0])
+        session = one.begin(text[begin:], context)
+        session.see(taps.features)
+        return to_list(session.propose(4).tokens)
+
+    assert draft_after(0) == draft_after(len(PROMPT))
+
+
+IN_SHORT = [(kind, "qwen2") for kind in KINDS] + [("mtp", "qwen3_5"), ("assistant", "gemma4")]
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+def test_a_seeds_text_is_the_same_with_a_head(kind: str, name: str) -> None:
+    """Under the coupled rule, drawn at temperature 1, on every kind of cache."""
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}
     alone, with_head = (
-        [t.token for t in sd.speculate(target("qwen2"), PROMPT, d, max_tokens=24, **options)]
-        for d in (None, drafter(kind, "qwen2"))
+        [
+            t.token
+            for t in sd.speculate(target(name), PROMPT, d, max_tokens=24, draft_length=k, **options)
+        ]
+        for d, k in ((None, 0), (drafter(kind, name), 4))
     )
     assert alone == with_head
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str, name: str) -> None:
     """A head does not know the earlier turn; the caches hold what was handed out."""
-    model, one = target("qwen2"), drafter(kind, "qwen2")
+    model, one = target(name), drafter(kind, name)
     caches = {True: make_prompt_cache(model), False: make_prompt_cache(model)}
     texts = {}
     for with_head, kept in caches.items():
@@ -189,7 +275,8 @@ def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str) -> None:
         )
         first = [next(loop).token for _ in range(5)]
         loop.close()
-        assert kept[0].offset == len(PROMPT) + 5
+        lengths = {cache.offset for cache in leaves(kept) if hasattr(cache, "offset")}
+        assert lengths == {len(PROMPT) + 5}
         second = sd.speculate(
             model, [7, 7, 21], one if with_head else None, prompt_cache=kept, max_tokens=12
         )

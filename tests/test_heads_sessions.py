@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import DraftContext, FeatureRows
+from specdec_mlx.types import DraftContext, FeatureRows, KeysValues
 
 WIDTH, VOCAB = heads.WIDTH, heads.VOCAB
 
@@ -100,7 +100,15 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
     width = drafter.head.ends.width
     values = np.random.default_rng(0).standard_normal((600, 9, width)).astype(np.float32)
     rows = mx.array(values[start : start + count])
-    return FeatureRows({layer: rows[:, layer] for layer in range(8)}, head_input=rows[:, 8])
+    layers = {layer: rows[:, layer] for layer in range(8)}
+
+    def keys_values(index: int) -> KeysValues:
+        width = next(one.width for one in drafter.head.reads.values() if one.index == index)
+        made = np.random.default_rng(index).standard_normal((2, 2, 600, width))
+        keys, values = mx.array(made[:, :, : start + count].astype(np.float32))
+        return KeysValues(keys[None], values[None], start + count)
+
+    return FeatureRows(layers, rows[:, 8], keys_values=keys_values)
 
 
 PROMPT = [5, 17, 9, 33, 71, 2, 64]
@@ -132,7 +140,8 @@ def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
         changed = list(PROMPT)
         changed[position + 1] += 1
         by_token = mx.abs(first_logits(one, changed) - logits).max().item()
-        reads_token = "medusa" not in name and (name != "dflash" or position == len(PROMPT) - 2)
+        reads_all = name not in ("dflash", "assistant")
+        reads_token = "medusa" not in name and (reads_all or position == len(PROMPT) - 2)
         assert (by_token > 0) == reads_token, position
 
 
@@ -246,6 +255,18 @@ def test_waiting_rows_are_taken_in_order() -> None:
 def test_an_empty_draft_is_one() -> None:
     """Nothing drawn, nothing handed over."""
     assert len(Draws(context(), sd.Sampling(), PROMPT, 7, 3).draft()) == 0
+
+
+@pytest.mark.parametrize("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
+def test_a_head_read_otherwise_has_another_key(name: str) -> None:
+    """Its costs are the same, its acceptance is not."""
+    one = drafter(name)
+    keys = {one.key}
+    for variation in one.head.variations():
+        if "state" in variation.name and "order" not in variation.name:
+            with variation.applied():
+                keys.add(one.key)
+    assert len(keys) == 2
 
 
 def test_two_heads_do_not_share_a_key() -> None:

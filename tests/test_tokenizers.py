@@ -18,7 +18,7 @@ from tokenizers import models
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from specdec_mlx.drafters.model import fit_width
+from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer, first_difference
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 

@@ -153,9 +153,9 @@ class ModelledLength:
         self._cost = cost
         self._draft_seconds = draft_seconds
 
-    def _begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
+    def _begin_steps(self, part: str, time_step: Callable[[], float] | None, **kinds: bool) -> None:
         """A step takes what it is said to take, and reading the prompt no time."""
-        self._chooser.begin_steps(part, lambda: self._draft_seconds)
+        self._chooser.begin_steps(part, lambda: self._draft_seconds, **kinds)
         self._chooser.prefilled(1, 0.0)
 
     def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:

@@ -13,7 +13,7 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
-from specdec_mlx.checks import declared, joint, one_step, state, texts
+from specdec_mlx.checks import declared, joint, one_step, state, texts, variations
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import check_joint
 from specdec_mlx.checks.one_step import check_one_step
@@ -23,6 +23,7 @@ from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.statistics import distributions
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_widths
+from specdec_mlx.checks.variations import check_variations, heads_of
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
@@ -42,6 +43,7 @@ SHARES = {
     joint.NAME: 0.5,
     declared.NAME: 1.0,
     state.NAME: 0.4,
+    variations.NAME: 0.5,
     texts.GREEDY_NAME: 1.0,
 }
 """Part -> share of the time that is left when it begins."""
@@ -80,7 +82,8 @@ def check(
 
     Returns:
         The parts "widths", "one-step distribution", "joint distribution", "declared distribution",
-        "drafter's state" and "greedy text"; docs/check.md says how to read them.
+        "drafter's state", for a trained head "head's variants", and "greedy text"; docs/check.md
+        says how to read them.
 
     Raises:
         ValueError: for bad input, or a sampler whose distribution is not known.
@@ -193,6 +196,9 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         joint.NAME: lambda work: check_joint(alone, work, steps, draws),
         declared.NAME: lambda work: check_declared(draws),
     }
+    heads: dict[str, Callable[[Work], Part]] = {}
+    if found := heads_of(subject.drafter):
+        heads[variations.NAME] = lambda work: check_variations(subject, found[0], work)
     if subject.sampling.greedy:
         drawn = {name: _no_draws(name) for name in drawn}
     alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
@@ -200,6 +206,7 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         texts.WIDTHS_NAME: widths,
         **drawn,
         state.NAME: lambda work: check_state(alone, work),
+        **heads,
         texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
     }
     with _bar(len(parts), progress) as bar:

@@ -37,10 +37,18 @@ class Auto:
     _tokens: float = 0.0
     _cost: float = 0.0
 
-    def begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
+    def begin_steps(
+        self,
+        part: str,
+        time_step: Callable[[], float] | None,
+        *,
+        at_once: bool = False,
+        reads_along: bool = False,
+    ) -> None:
         """Expect a drafter that asks `goes_on`; see `types.ChoosesSteps`."""
         learned = self.tuning.of(part, StepwiseAccount.first_budget)
-        self._parts[part] = StepwiseAccount(learned, time_step=time_step)
+        learned.drafting.at_once = at_once
+        self._parts[part] = StepwiseAccount(learned, time_step=time_step, reads_along=reads_along)
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Note what reading the prompt took; see `types.ChoosesSteps`."""

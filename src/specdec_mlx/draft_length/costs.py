@@ -186,10 +186,12 @@ class DraftingCosts:
     A draft of n steps takes start + n step: each ask has its own overhead, and the line through
     what was measured tells the two apart.
 
-    price: of a step on nothing, None where it was not measured. drafts: steps of a draft, and what
+    at_once: whether all steps are one pass, so that a draft of any length costs as much. price: of
+    a step on nothing, None where it was not measured. drafts: steps of a draft, and what
     it took. readings: of reading one token of the text, many at a time.
     """
 
+    at_once: bool = False
     price: float | None = None
     drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_DRAFTS))
     readings: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
@@ -215,11 +217,15 @@ class DraftingCosts:
             points = [(n, cost, 1.0) for n, cost in self._typical_drafts()]
             price = self.price
             if price is None and points:
-                price = min(cost / n for n, cost, _ in points)
+                price = min(cost / self._times(n) for n, cost, _ in points)
             if price is not None:
-                points += [(n, n * price, PRIOR_WEIGHT) for n in PRIOR_LENGTHS]
+                points += [(n, self._times(n) * price, PRIOR_WEIGHT) for n in PRIOR_LENGTHS]
             self._line = _fit(points) if points else (0.0, 1.0)
         return self._line
+
+    def _times(self, num_steps: int) -> int:
+        """How often the price of a step is to be paid for so many."""
+        return 1 if self.at_once else num_steps
 
     def _typical_drafts(self) -> list[tuple[int, float]]:
         """For each number of steps the median of what it took."""

@@ -74,16 +74,18 @@ class StepwiseAccount(Account):
 
     It drafts on account as `ModelAccount` does, and within what a single text may lose.
 
-    time_step: measures the seconds of one draft step before anything is read. evidence: of the
-    draft in the making. reach: chance that all of it is accepted. num_steps: draft steps since the
-    latest round was recorded. num_missed: tokens of the text that it has not read, None for all.
-    num_emitted: tokens of this generation. text_budget: what the text may still lose. prefill:
-    seconds that the target took to read a token of the prompt. is_trial: whether reading is charged
-    to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last asked. rest:
-    rounds until it is worked out again whether to ask.
+    time_step: measures the seconds of one draft step before anything is read. reads_along:
+    whether the text is read as it comes, and nothing is ever missed. evidence: of the draft in
+    the making. reach: chance that all of it is accepted. num_steps: draft steps since the
+    latest round was recorded. num_missed: tokens of the text that it has not read, None for
+    all. num_emitted: tokens of this generation. text_budget: what the text may still lose.
+    prefill: seconds that the target took to read a token of the prompt. is_trial: whether
+    reading is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it
+    was last asked. rest: rounds until it is worked out again whether to ask.
     """
 
     time_step: Callable[[], float] | None = None
+    reads_along: bool = False
     prefill: float | None = None
     is_trial: bool = False
     evidence: list[Evidence] = field(default_factory=list)
@@ -101,6 +103,8 @@ class StepwiseAccount(Account):
         """How predictable the text is, is not known yet."""
         for history in self._histories():
             history.begin_text()
+        if self.reads_along:
+            self.num_missed = 0
 
     def _histories(self) -> tuple[AcceptanceHistory, ...]:
         return self.learned.acceptance, self.learned.before, self.learned.blind
@@ -324,7 +328,7 @@ class StepwiseAccount(Account):
             self.num_missed, self.is_trial, self.num_idle = 0, False, 0
         else:
             self.num_idle += 1
-            if self.num_missed is not None:
+            if self.num_missed is not None and not self.reads_along:
                 self.num_missed += round_.emitted
         self.num_steps = 0
         self.evidence = []

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from time import perf_counter
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.drafters.drawing import Draws, Pace, draft_to, draft_while, fit_width, time_of
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized, session_for
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
@@ -22,7 +21,7 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence, GoesOn, Step, key_of
+from specdec_mlx.types import Draft, DraftContext, Drafter, GoesOn, key_of
 
 TOKENIZERS = ("any", "same", "text", "shared")
 """What may be said about the tokenizer of a draft model."""
@@ -109,63 +108,6 @@ class ModelDrafter:
         return SpeculatedSession(session, guesser.begin(prompt, context))
 
 
-class _Step(NamedTuple):
-    """One draft step under way.
-
-    token: [1] its id. confidence: scalar, the largest probability of the distribution that the
-    token comes from. law: [1, V] that distribution's logarithm; None for a point mass.
-    """
-
-    token: mx.array
-    confidence: mx.array
-    law: mx.array | None
-
-
-def _draft(steps: Sequence[_Step]) -> Draft:
-    """The draft that some steps make."""
-    if not steps:
-        return Draft()
-    laws = [step.law for step in steps if step.law is not None]
-    tokens = mx.concatenate([step.token for step in steps])
-    return Draft(tokens, mx.concatenate(laws) if laws else None)
-
-
-@dataclass
-class _Pace:
-    """How long a step takes the host to build, and how long it is then waited for; in seconds.
-
-    Overlapping runs one step too many in a draft. For one of four tokens that is worth it where
-    building takes more than a quarter of what the device takes.
-    """
-
-    build: float = 0.0
-    wait: float = 0.0
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether the next step is to be under way before the evidence of one is read."""
-        return 4 * self.build > self.build + self.wait
-
-    @contextmanager
-    def building(self) -> Iterator[None]:
-        """Time the building of a step."""
-        began = perf_counter()
-        yield
-        self.build = _mix(self.build, perf_counter() - began)
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time the wait for one."""
-        began = perf_counter()
-        yield
-        self.wait = _mix(self.wait, perf_counter() - began)
-
-
-def _mix(average: float, sample: float) -> float:
-    """Moving average; the first sample is taken as it is."""
-    return 0.9 * average + 0.1 * sample if average else sample
-
-
 class ModelSession:
     """The draft model's side of one generation.
 
@@ -183,42 +125,17 @@ class ModelSession:
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.sampling = drafter.sampling_for(context.sampling)
-        self.pace = _Pace()
-        self.seen: mx.array | None = None
+        self.pace = Pace()
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them."""
-        steps: list[_Step] = []
         length = self.begin_draft(limit)
-        noise = self.noise(0, length)
-        for i in range(length):
-            steps.append(self.step(steps, None if noise is None else noise[i : i + 1]))
-            mx.async_eval(steps[-1].token)  # the device drafts while the rest of the graph is made
-        return _draft(steps)
+        return draft_to(length, self.draws(length), self.next_logits)
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it; one small number is read for each.
-
-        Where building a step takes the host long, the next one is under way while that number is
-        read, and is dropped unread if it was one too many: the decision has seen neither its draw
-        nor its distribution.
-        """
+        """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        steps: list[_Step] = []
-        evidence: list[Evidence] = []
-        decision = Step.GO_ON
-        while decision is Step.GO_ON and len(evidence) < length:
-            ahead = 2 if self.pace.overlaps else 1
-            while len(steps) < min(len(evidence) + ahead, length):
-                with self.pace.building():
-                    steps.append(self.step(steps, self.noise(len(steps), 1)))
-                    mx.async_eval(steps[-1].token, steps[-1].confidence)
-            with self.pace.waiting():
-                confidence = float(steps[len(evidence)].confidence.item())  # type: ignore[arg-type]
-            evidence.append(Evidence(confidence=confidence, is_drawn=not self.sampling.greedy))
-            decision = goes_on(evidence)
-        kept = len(evidence) - (decision is Step.STOP_BEFORE)
-        return replace(_draft(steps[:kept]), evidence=evidence[:kept])
+        return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
 
     def begin_draft(self, limit: int) -> int:
         """Read what was missed; how many tokens may be drafted then."""
@@ -227,25 +144,16 @@ class ModelSession:
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
-        self.seen = to_ids(self.tokens) if self.context.logits_processors else None
         return limit if room is None else min(limit, 1 + room)
 
-    def step(self, before: Sequence[_Step], noise: mx.array | None) -> _Step:
-        """One more token after those of this draft, as a lazy graph; noise: [1, V] to draw with."""
-        pending = self.tokens[self.rollback.position :] if not before else ()
-        ids = before[-1].token if before else to_ids(pending)
-        logits = self.feed(ids)[-1:]
-        if self.seen is not None:
-            seen = mx.concatenate([self.seen, *(step.token for step in before)])
-            for processor in self.context.logits_processors:
-                logits = processor(seen, logits)
-        if noise is None:
-            token, law = mx.argmax(logits, axis=-1).astype(mx.uint32), None
-            best = mx.max(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
-        else:
-            law = self.sampling.log_distribution(logits)
-            token, best = mx.argmax(law + noise, axis=-1).astype(mx.uint32), mx.max(law)
-        return _Step(token, mx.exp(best), law)
+    def draws(self, at_once: int = 1) -> Draws:
+        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
+        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Logits [1, V] of the token after `token`, or after the text, as a lazy graph."""
+        ids = to_ids(self.tokens[self.rollback.position :]) if token is None else token
+        return self.feed(ids)[-1:]
 
     def noise(self, first: int, num: int) -> mx.array | None:
         """Gumbel noise [num, V] of the tokens of a draft from `first` on; None for no draws."""
@@ -256,14 +164,8 @@ class ModelSession:
 
     def time_step(self) -> float:
         """Seconds of one step on caches of its own: the quicker of two after one to warm up."""
-        caches = make_prompt_cache(self.model)
-        seconds = []
-        for token in self.tokens[-1:] * 3:
-            mx.synchronize()
-            began = perf_counter()
-            mx.eval(self.model(mx.array([[token]]), cache=caches))
-            seconds.append(perf_counter() - began)
-        return min(seconds[1:])
+        caches, last = make_prompt_cache(self.model), mx.array([self.tokens[-1:]])
+        return time_of(lambda: self.model(last, cache=caches))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
@@ -311,16 +213,3 @@ logit_width = PerModel(
     lambda model: int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
 )
 """V of a model, from the shape of logits that are never computed."""
-
-
-def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
-    """Logits [S, V] of a draft model whose vocabulary is padded otherwise than the target's.
-
-    Ids that the target does not have are cut off; ids that only the target has get -inf.
-    """
-    width = logits.shape[-1]
-    if vocab_size is None or width == vocab_size:
-        return logits
-    if width > vocab_size:
-        return logits[:, :vocab_size]
-    return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)

@@ -25,6 +25,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.alignment import MARGIN, DraftText, continuation
+from specdec_mlx.drafters.drawing import Draws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.model_pass import vocab_size_of
@@ -188,25 +189,19 @@ class SharedDrafts(Retokenized):
 
     def draft(self, pending: list[int], limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them."""
-        noise = self.context.draft_gumbels(len(self.tokens) - self.num_prompt, limit)
-        seen = to_ids(self.tokens) if self.context.logits_processors else None
-        tokens: list[mx.array] = []
-        distributions: list[mx.array] = []
-        draft_logits = self.feed(pending)[-1:]
-        for i in range(limit):
-            if i:
-                own = self.common.own(tokens[-1])
-                draft_logits = self.rollback.forward(self.model, own)[-1:]
-            logits = self.common.logits(draft_logits)
-            for processor in self.context.logits_processors:
-                logits = processor(seen, logits)
-            distributions.append(self.sampling.log_distribution(logits))
-            drawn = mx.argmax(distributions[-1] + noise[i : i + 1], axis=-1).astype(mx.uint32)
-            mx.async_eval(drawn)
-            tokens.append(drawn)
-            seen = None if seen is None else mx.concatenate([seen, drawn])
-        self.drafted = mx.concatenate(tokens)
-        return Draft(self.drafted, mx.concatenate(distributions))
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            if token is None:
+                logits = self.feed(pending)
+            else:
+                logits = self.rollback.forward(self.model, self.common.own(token))
+            common: mx.array = self.common.logits(logits[-1:])
+            return common
+
+        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
+        draft = draft_to(limit, draws, next_logits)
+        self.drafted = to_ids(draft.tokens)
+        return draft
 
     def catch_up(self) -> list[int]:
         """Read the text; what was drafted is known by now, and is looked at only here."""

@@ -27,7 +27,11 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
+    DraftsAtOnce,
     DraftSession,
+    ReadsTarget,
+    Stepwise,
+    TimesSteps,
     is_cheap,
     key_of,
     session_parts,
@@ -101,6 +105,18 @@ class Continued(Wrapper):
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
         return ContinuedSession(session, len(self.earlier), self.key)
+
+
+def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None:
+    """The drafter, shown the turns before the prompt as well.
+
+    Not one that reads the target, whose states begin with the prompt.
+    """
+    if isinstance(drafter, FirstOf):
+        return FirstOf(*(continued(part, earlier) or part for part in drafter.drafters))
+    if drafter is None or isinstance(drafter, ReadsTarget):
+        return drafter
+    return Continued(drafter, earlier)
 
 
 class ContinuedSession:
@@ -202,7 +218,7 @@ class Kept(Wrapper):
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
-        assert isinstance(session, ModelSession)
+        assert isinstance(session, ModelSession | SpeculatedSession)
         return KeptSession(self, session, caches, list(prompt[: len(prompt) - len(rest)]))
 
 
@@ -227,6 +243,9 @@ class KeptSession:
         self.kept, self.session, self.caches, self.held = kept, session, caches, held
         self.propose = session.propose
         self.observe = session.observe
+        if isinstance(session, Stepwise) and isinstance(session, TimesSteps):
+            self.propose_while, self.time_step = session.propose_while, session.time_step
+            self.at_once = session.at_once if isinstance(session, DraftsAtOnce) else False
 
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read: it is not fed for the next turn's sake."""

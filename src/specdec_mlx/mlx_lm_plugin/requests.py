@@ -11,6 +11,7 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, NO_DRAFTER, drafter_names, first_of
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.mlx_lm_plugin.flags import Flags, name_in
+from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
@@ -109,8 +110,14 @@ class Menu:
             known = ", ".join(drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if name not in self._made:
-            self._made[name] = self.flags.make(self._specs.get(name, name))
+            self._made[name] = self._new(self._specs.get(name, name))
         return self._made[name]
+
+    def _new(self, spec: str) -> Drafter | None:
+        flags = self.flags
+        if flags.has_head and name_in(spec) == MODEL_DRAFTER:
+            return HeadToLoad(str(flags.draft_model), flags.lighter.bits)
+        return flags.make(spec)
 
 
 def _names(given: Any) -> Sequence[str] | None:

@@ -26,12 +26,13 @@ from mlx_lm.utils import load_tokenizer
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
+from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
 from specdec_mlx.mlx_lm_plugin.conversation import (
-    Continued,
+    continued,
     keeping_caches,
     predicting,
     remember,
@@ -45,6 +46,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
+from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 from specdec_mlx.models import explained
@@ -107,6 +109,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
     def __init__(self, kept: ExitStack | None, *args: Any) -> None:
         """Keep tunings in `kept`, if there is one; the rest is mlx-lm's."""
         self._kept = kept
+        self.head: Drafter | None = None
         super().__init__(*args)
 
     def reset(self) -> None:
@@ -120,6 +123,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         for model in (self.model, self.draft_model):
             if model is not None:
                 model.clear()
+        self.head = None
         super().reset()
 
     def _load(
@@ -128,16 +132,29 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         if model_path is None:
             raise RequestError("This server was started without --model. Name a model.")
         check_adapter(adapter_path)
+        is_a_head = draft_model_path is not None and is_head(draft_model_path)
         with explained(model_path):
-            super()._load(model_path, adapter_path, draft_model_path)
+            super()._load(model_path, adapter_path, None if is_a_head else draft_model_path)
+        if is_a_head:
+            self._load_head(draft_model_path)
+            self.model_key = (model_path, adapter_path, draft_model_path)
         if self._kept is not None:
             self._kept.enter_context(kept_tuning(self.model, str(model_path)))
-        if draft_model_path is not None:
+        if draft_model_path is not None and not is_a_head:
             try:
                 check_same_tokenizer(self.tokenizer, load_tokenizer(draft_model_path))
             except ValueError:
                 self.reset()
                 raise
+
+    def _load_head(self, path: Any) -> None:
+        """A trained head that a request names as its draft model; such requests are not batched."""
+        try:
+            self.head = load_head(path, self.model)
+        except ValueError:
+            self.reset()
+            raise
+        self.is_batchable = False
 
 
 class ConversationCache(LRUPromptCache):  # type: ignore[misc]
@@ -246,7 +263,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel, request, args = taken
         module = importlib.import_module("mlx_lm.server")
         try:
-            self._check_tokenizer()
+            self._check_drafters(args)
         except ValueError as error:
             channel.put(error)
             return
@@ -258,9 +275,10 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         elif self.menu.flags.stats and args.speculation.stats is not None:
             logging.info(f"Speculation: {args.speculation.stats}")
 
-    def _check_tokenizer(self) -> None:
-        """Raise TokenizerMismatchError if the server's draft model is none for this model."""
+    def _check_drafters(self, args: Any) -> None:
+        """Raise TokenizerMismatchError or HeadError for what cannot draft for this model."""
         self.menu.check(self.model_provider.tokenizer)
+        with_heads(args.speculation.drafter, self.model_provider.model)
 
     def _stream(
         self,
@@ -279,7 +297,9 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """What mlx-lm's server calls in the place of `stream_generate`."""
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
-        drafter = requested.drafter if draft_model is None else ModelDrafter(draft_model)
+        drafter = with_heads(requested.drafter, model) or self.model_provider.head
+        if draft_model is not None:
+            drafter = ModelDrafter(draft_model)
         drafter = self._drafter(drafter, requested, options["tokenizer"])
         earlier = tokens_on(prompt_cache)
         processors = [with_history(f, earlier) for f in logits_processors]
@@ -287,7 +307,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
         responses = stream_generate(
             model,
-            drafter=Continued(drafter, earlier) if earlier and drafter is not None else drafter,
+            drafter=continued(drafter, earlier) if earlier else drafter,
             draft_length=requested.draft_length,
             rule=requested.rule,
             prompt_cache=prompt_cache,

@@ -19,7 +19,9 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
+    DraftsAtOnce,
     DraftSession,
+    SeesTarget,
     Stepwise,
     Target,
     TimesSteps,
@@ -97,7 +99,12 @@ class Drafting:
         if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
             return session.propose
         time_step = session.time_step if isinstance(session, TimesSteps) else None
-        self.length.begin_steps(key, time_step)
+        self.length.begin_steps(
+            key,
+            time_step,
+            at_once=session.at_once if isinstance(session, DraftsAtOnce) else False,
+            reads_along=isinstance(session, SeesTarget),
+        )
         goes_on = functools.partial(self.length.goes_on, key)
         return lambda limit: session.propose_while(limit, goes_on)
 

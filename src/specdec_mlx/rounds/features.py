@@ -100,4 +100,5 @@ def _all_of(wishes: Sequence[Features]) -> Features:
         layers=tuple(sorted({layer for wanted in wishes for layer in wanted.layers})),
         head_input=any(wanted.head_input for wanted in wishes),
         top=max(wanted.top for wanted in wishes),
+        caches=tuple(sorted({cache for wanted in wishes for cache in wanted.caches})),
     )

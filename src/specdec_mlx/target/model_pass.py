@@ -10,10 +10,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.exactness import is_exact
 from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.target.keys_values import check_readable, keys_values_of
 from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.types import FeatureRows, Features
+from specdec_mlx.types import FeatureRows, Features, KeysValues
 
 WINDOW_MARGIN = 32
 """Positions before a window is full at which to ask whether passes across its end are exact."""
@@ -57,7 +58,13 @@ class ModelPass:
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
-        self.taps = Taps(self.model, wanted)
+        for index in wanted.caches:
+            check_readable(self.rollback.caches, index)
+        self.taps = Taps(self.model, wanted, self._keys_values)
+
+    def _keys_values(self, index: int) -> KeysValues:
+        """What a cache holds now."""
+        return keys_values_of(self.rollback.caches, index)
 
     @property
     def features(self) -> FeatureRows | None:

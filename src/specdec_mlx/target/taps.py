@@ -19,7 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.target.watching import watching
-from specdec_mlx.types import FeatureRows, Features
+from specdec_mlx.types import FeatureRows, Features, ReadsCache
 
 NUM_WATCHED = 7
 """Positions of the pass that is watched. By its size their axis is told from others, such as the 2
@@ -52,6 +52,7 @@ class Taps:
     Args:
         model: a mlx-lm model, whose modules are not touched between passes.
         wanted: what to read.
+        keys_values: reads one of the caches that the passes fill; see `FeatureRows`.
 
     features: rows of the latest pass, None before the first. num_rows: how many it has.
 
@@ -59,8 +60,14 @@ class Taps:
         UnreadableError: the model does not show something of it.
     """
 
-    def __init__(self, model: nn.Module, wanted: Features) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: Features,
+        keys_values: ReadsCache | None = None,
+    ) -> None:
         """Find the modules; nothing was read yet."""
+        self._keys_values = keys_values if wanted.caches else None
         self.features: FeatureRows | None = None
         self.num_rows = 0
         self._num_top = wanted.top
@@ -92,6 +99,7 @@ class Taps:
             },
             head_input=self._head.rows(inputs[id(self._head.module)]) if self._head else None,
             top_tokens=top_tokens(logits, self._num_top) if self._num_top else None,
+            keys_values=self._keys_values,
         )
         return logits
 

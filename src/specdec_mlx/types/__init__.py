@@ -29,6 +29,7 @@ from specdec_mlx.types.optional import (
     ChoosesSteps,
     Closes,
     DrafterParts,
+    DraftsAtOnce,
     Keyed,
     NeedsNoDistribution,
     ProposesAhead,
@@ -50,7 +51,14 @@ from specdec_mlx.types.optional import (
     session_parts,
     shares_noise,
 )
-from specdec_mlx.types.target import FeatureRows, Features, PendingPass, Target
+from specdec_mlx.types.target import (
+    FeatureRows,
+    Features,
+    KeysValues,
+    PendingPass,
+    ReadsCache,
+    Target,
+)
 from specdec_mlx.types.verdicts import (
     AcceptanceRule,
     Agreement,
@@ -75,11 +83,13 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "DrafterParts",
+    "DraftsAtOnce",
     "Evidence",
     "FeatureRows",
     "Features",
     "GoesOn",
     "Keyed",
+    "KeysValues",
     "LogitsProcessor",
     "NeedsNoDistribution",
     "Origin",
@@ -87,6 +97,7 @@ __all__ = [
     "PendingPass",
     "ProposesAhead",
     "Randomness",
+    "ReadsCache",
     "ReadsTarget",
     "RoundRecord",
     "RunsModel",

@@ -140,15 +140,34 @@ class TimesSteps(Protocol):
 
 
 @runtime_checkable
+class DraftsAtOnce(Protocol):
+    """A stepwise session that drafts in one pass; default: every token is a step that costs."""
+
+    @property
+    def at_once(self) -> bool:
+        """Whether a draft costs the same however long it is; `time_step` is then all of it."""
+        ...
+
+
+@runtime_checkable
 class ChoosesSteps(Protocol):
     """A draft length that stops a draft model in the middle; default: it only limits it."""
 
-    def begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
+    def begin_steps(
+        self,
+        part: str,
+        time_step: Callable[[], float] | None,
+        *,
+        at_once: bool = False,
+        reads_along: bool = False,
+    ) -> None:
         """Expect a drafter that drafts step by step.
 
         Args:
             part: its key.
             time_step: seconds of one of its steps, where it can tell; see `TimesSteps`.
+            at_once: whether a draft of any length costs as much; see `DraftsAtOnce`.
+            reads_along: whether it reads the text as the target does, and never has to catch up.
         """
         ...
 

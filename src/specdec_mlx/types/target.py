@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -21,11 +21,30 @@ class Features:
 
     As a wish (`ReadsTarget.features`): layers: indices of decoder layers whose outputs are wanted.
     head_input: whether the state after the final norm is. top: how many of the likeliest tokens.
+    caches: indices of the target's caches whose keys and values are wanted, nested ones counted one
+        by one.
     """
 
     layers: tuple[int, ...] = ()
     head_input: bool = False
     top: int = 0
+    caches: tuple[int, ...] = ()
+
+
+class KeysValues(NamedTuple):
+    """What one of the target's caches holds of the text read so far; all lazy.
+
+    keys, values: [1, heads, n, d], rotated to their positions, of the last n positions in any
+    order: all of them, or those in the window. offset: positions read, and so the next one.
+    """
+
+    keys: mx.array
+    values: mx.array
+    offset: int
+
+
+ReadsCache = Callable[[int], KeysValues]
+"""Reads one of the target's caches, by its index, as it is when it is called."""
 
 
 @dataclass(frozen=True)
@@ -35,17 +54,21 @@ class FeatureRows:
     layers: index of the layer -> its output, [n, D]; where a layer carries several streams side by
     side they stand one behind the other, [n, streams * D]. head_input: [n, D], state after the
     final norm. top_tokens: [n, top] the likeliest next tokens by the raw logits, the likeliest
-    first.
+    first. keys_values: the way to the caches, None where nobody asked. Call it in `propose`, when
+    the caches hold all of the text but its last token, and keep nothing of what it gives: the next
+    pass would have to copy the cache.
     """
 
     layers: Mapping[int, mx.array]
     head_input: mx.array | None = None
     top_tokens: mx.array | None = None
+    keys_values: ReadsCache | None = None
 
     def rows(self, indices: Sequence[int]) -> FeatureRows:
         """Some of the rows, in this order."""
         ids = mx.array(list(indices), mx.int32)
-        return FeatureRows(
+        return replace(
+            self,
             layers={layer: states[ids] for layer, states in self.layers.items()},
             head_input=None if self.head_input is None else self.head_input[ids],
             top_tokens=None if self.top_tokens is None else self.top_tokens[ids],
@@ -58,11 +81,15 @@ class FeatureRows:
             layers={layer: self.layers[layer] for layer in wanted.layers},
             head_input=self.head_input if wanted.head_input else None,
             top_tokens=top if wanted.top else None,
+            keys_values=self.keys_values if wanted.caches else None,
         )
 
     @classmethod
     def joined(cls, parts: Sequence[FeatureRows]) -> FeatureRows:
-        """Rows of several passes, one behind the other; all of the same features, at least one."""
+        """Rows of several passes, one behind the other; all of the same features, at least one.
+
+        Of all of them, the caches as they are.
+        """
 
         def join(arrays: Sequence[mx.array | None]) -> mx.array | None:
             there = [array for array in arrays if array is not None]
@@ -75,6 +102,7 @@ class FeatureRows:
             },
             head_input=join([part.head_input for part in parts]),
             top_tokens=join([part.top_tokens for part in parts]),
+            keys_values=parts[-1].keys_values,
         )
 
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead, mtp_weights
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily, family_of
@@ -61,7 +62,10 @@ def build_head(kind: str, files: HeadFiles, ends: TargetEnds, variant: Variant) 
         HeadError: it was trained for another vocabulary or width, or tensors are missing.
     """
     check_vocabulary(files, ends)
-    return BUILDERS[kind](files, ends, variant)
+    head, weights = BUILDERS[kind](files, ends, variant)
+    if variant.pre_norm and isinstance(head, FinalStateHead):
+        head.read_pre_norm()
+    return head, weights
 
 
 VOCABULARY_MARGIN = 512
@@ -181,6 +185,30 @@ def _dflash(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     return DFlash(config, ends, vocabulary), weights
 
 
+def _gemma4_assistant(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
+    config = AssistantConfig.read(files.config)
+    width = files.config.get("backbone_hidden_size", ends.width)
+    _check_width(files, ends, width)
+    _check_caches(files, ends, config)
+    tensors = _kept(_tensors(files))
+    return Gemma4Assistant(config, ends), {
+        n: x for n, x in tensors.items() if not n.startswith("lm_head.")
+    }
+
+
+def _check_caches(files: HeadFiles, ends: TargetEnds, config: AssistantConfig) -> None:
+    """Raise HeadError for a target without the keys and values that the assistant attends to."""
+    for kind, width in config.key_widths().items():
+        cache = ends.last_caches.get(kind)
+        if cache is None or cache.width != width:
+            has = "no such cache" if cache is None else f"keys of {cache.width} numbers"
+            raise HeadError(
+                f"{files.name} attends to keys of {width} numbers of the target's last layer with "
+                f"{kind.replace('_', ' ')}, and this target has {has}. Use an assistant that was "
+                "trained for this target."
+            )
+
+
 def _medusa(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     tensors, _ = files.read(files.names)
     weights, heads, layers = {}, 0, 0
@@ -220,7 +248,7 @@ def _mtp(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     if variant.norms_less_one is not None:
         add_one = variant.norms_less_one
     weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
-    return MTPHead(family, config, ends, pre_norm=variant.pre_norm), _kept(weights)
+    return MTPHead(family, config, ends), _kept(weights)
 
 
 def without_its_layer(files: HeadFiles, model_type: str, family: MTPFamily) -> str:
@@ -242,6 +270,7 @@ BUILDERS: dict[str, Callable[[HeadFiles, TargetEnds, Variant], Built]] = {
     "eagle3": _eagle3,
     "eagle": _eagle,
     "dflash": _dflash,
+    "gemma4_assistant": _gemma4_assistant,
     "medusa": _medusa,
     "mtp": _mtp,
 }

@@ -8,21 +8,23 @@ last token of the text; embeddings and head are the target's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
+from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.eagle import layer_classes
-from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 DEFAULT_BLOCK = 16
 SLIDING = "sliding_attention"
@@ -174,6 +176,19 @@ class DFlash(Head):
         """One for each layer."""
         return [KVCache() for _ in self.layers]
 
+    def variations(self) -> list[Variation]:
+        """Layers one off."""
+        return [
+            otherwise(
+                name,
+                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
+                self,
+                config=replace(self.config, layers=layers),
+                features=Features(layers=layers),
+            )
+            for name, layers in neighbours(self.config.layers, self.ends.num_layers)
+        ]
+
     def notes(self) -> list[str]:
         """Layers and block."""
         layers = ", ".join(map(str, self.config.layers))
@@ -203,7 +218,7 @@ def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> m
     return out
 
 
-class DFlashSession(HeadSession):
+class DFlashSession(OnePassSession):
     """Reads rows as they come, and fills one block a draft; see `HeadSession`."""
 
     def __init__(
@@ -213,18 +228,24 @@ class DFlashSession(HeadSession):
         super().__init__(head, sampling, prompt, context)
         self.cache = head.make_cache()
 
-    def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens of a block, all of one pass; none before the prompt was read."""
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Of a block, of which the first is known; none before the prompt was read."""
         self.read()
         length = min(limit, self.head.config.block_size - 1)
         if length == 0 or self.waiting.start == 0:
-            return Draft()
-        masks = [self.head.config.mask_token] * (self.head.config.block_size - 1)
-        logits = self.head.fill(to_ids([self.tokens[-1], *masks]), self.cache)
-        draws = self.draws(length)
-        for i in range(1, length + 1):
-            draws.draw(logits[i : i + 1])
-        return draws.draft()
+            return None
+        logits: mx.array = self.head.fill(self.block(), self.cache)[1 : length + 1]
+        return logits
+
+    def block(self) -> mx.array:
+        """[B] the last token of the text, and masks."""
+        config = self.head.config
+        return to_ids([self.tokens[-1], *[config.mask_token] * (config.block_size - 1)])
+
+    def time_step(self) -> float:
+        """Seconds of a block without context."""
+        head, caches = self.head, self.head.make_cache()
+        return time_of(lambda: head.fill(self.block(), caches))
 
     def read(self) -> list[Any]:
         """Read the rows that wait into the context."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, otherwise
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
-from specdec_mlx.types import DraftContext, Features
+from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 
 class Head(nn.Module, ABC):  # type: ignore[misc]
@@ -40,6 +43,55 @@ class Head(nn.Module, ABC):  # type: ignore[misc]
     def notes(self) -> list[str]:
         """What else is to be known about it, each in a few words."""
         return []
+
+    def variations(self) -> list[Variation]:
+        """What its files may mean as well."""
+        return []
+
+
+class FinalStateHead(Head):
+    """A head that reads the target's state after its final norm.
+
+    ends: of the target. pre_norm: whether it reads the state before that norm instead.
+    """
+
+    features = Features(head_input=True)
+    ends: TargetEnds
+    pre_norm = False
+
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] the target's states."""
+        last = self.ends.num_layers - 1
+        rows = features.layers[last] if self.pre_norm else features.head_input
+        assert rows is not None
+        return rows
+
+    def notes(self) -> list[str]:
+        """Where it reads, if not where it is usual."""
+        return ["reads the state before the final norm"] if self.pre_norm else []
+
+    def read_pre_norm(self) -> None:
+        """Read the state before the final norm."""
+        self.pre_norm, self.features = True, self._features_for(pre_norm=True)
+
+    def variations(self) -> list[Variation]:
+        """The state on the other side of the norm."""
+        other = not self.pre_norm
+        where = "before" if other else "after"
+        return [
+            otherwise(
+                f"state {where} the final norm",
+                f"it looks trained on the state {where} the final norm; load it with "
+                f"pre_norm={other}",
+                self,
+                pre_norm=other,
+                features=self._features_for(pre_norm=other),
+            )
+        ]
+
+    def _features_for(self, *, pre_norm: bool) -> Features:
+        layers = (self.ends.num_layers - 1,) if pre_norm else ()
+        return replace(self.features, layers=layers, head_input=not pre_norm)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

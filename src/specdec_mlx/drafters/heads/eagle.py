@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,9 +18,10 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import DraftContext, FeatureRows, Features
@@ -132,6 +133,7 @@ class Eagle3(Head):
         width, eps = args.hidden_size, args.rms_norm_eps
         num_read = len(config.layers)
         self.config = config
+        self.width = width
         self.ends = ends
         self.vocabulary = vocabulary
         self.features = Features(layers=config.layers)
@@ -196,6 +198,27 @@ class Eagle3(Head):
         """One for each layer."""
         return [KVCache() for _ in self.layers]
 
+    def variations(self) -> list[Variation]:
+        """Layers one off, and what the residual and the state that is fed back are."""
+        config = self.config
+        found = [
+            otherwise(
+                name,
+                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
+                self,
+                config=replace(config, layers=layers),
+                features=Features(layers=layers),
+            )
+            for name, layers in neighbours(config.layers, self.ends.num_layers)
+        ]
+        for key in ("norm_before_residual", "norm_output"):
+            value = not getattr(config, key)
+            advice = f"its config.json looks wrong; write {key}: {str(value).lower()} there"
+            flags: dict[str, Any] = {key: value}
+            changed = replace(config, **flags)
+            found.append(otherwise(f"{key} {value}", advice, self, config=changed))
+        return found
+
     def notes(self) -> list[str]:
         """Layers, vocabulary, variants."""
         names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -212,7 +235,7 @@ def _widen(attention: nn.Module, width: int) -> None:
         setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
 
 
-class Eagle1(Head):
+class Eagle1(FinalStateHead):
     """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
 
     Args:
@@ -223,7 +246,6 @@ class Eagle1(Head):
     """
 
     kind = "EAGLE"
-    features = Features(head_input=True)
 
     def __init__(
         self,
@@ -236,7 +258,7 @@ class Eagle1(Head):
         """Random weights."""
         super().__init__()
         block, args = layer_classes(config)
-        width = args.hidden_size
+        width = self.width = args.hidden_size
         self.ends = ends
         self.fc = nn.Linear(2 * width, width, bias=has_bias)
         self.layers = [block(args) for _ in range(args.num_hidden_layers)]
@@ -249,11 +271,6 @@ class Eagle1(Head):
     ) -> RecurrentSession:
         """Start a generation."""
         return RecurrentSession(self, sampling, prompt, context)
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states after its final norm."""
-        assert features.head_input is not None
-        return features.head_input
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""

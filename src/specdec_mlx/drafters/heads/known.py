@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec_mlx.drafters.heads.building import VOCABULARY_MARGIN
-from specdec_mlx.drafters.heads.mtp_families import family_of
+from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, known_kind
 
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -50,8 +50,15 @@ KNOWN: dict[str, tuple[str, ...]] = {
         "lmsys/EAGLE3-gpt-oss-120b-bf16",
         "z-lab/gpt-oss-120b-DFlash",
     ),
-    "gemma-4-31b-it": ("RedHatAI/gemma-4-31B-it-speculator.eagle3", "z-lab/gemma-4-31B-it-DFlash"),
+    "gemma-4-e2b-it": ("google/gemma-4-e2b-it-assistant",),
+    "gemma-4-e4b-it": ("google/gemma-4-e4b-it-assistant",),
+    "gemma-4-31b-it": (
+        "google/gemma-4-31B-it-assistant",
+        "RedHatAI/gemma-4-31B-it-speculator.eagle3",
+        "z-lab/gemma-4-31B-it-DFlash",
+    ),
     "gemma-4-26b-a4b-it": (
+        "google/gemma-4-26B-A4B-it-assistant",
         "RedHatAI/gemma-4-26B-A4B-it-speculator.eagle3",
         "z-lab/gemma-4-26B-A4B-it-DFlash",
     ),
@@ -65,6 +72,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
 KINDS = {
     "eagle3": "EAGLE-3",
     "dflash": "DFlash",
+    "gemma4_assistant": "Gemma 4 assistant",
     "medusa": "Medusa",
     "pard": "PARD",
     "mtp": "multi-token prediction",
@@ -118,6 +126,10 @@ def heads_lines(model: str, folder: Path, folders: Iterable[tuple[str, Path]]) -
         for one in sorted(heads_among(folders, target), key=lambda one: one.refusal is not None)
     ]
     lines += [f"  {repository}  to be fetched" for repository in known_repositories(model)]
+    if (other := other_formula(target)) is not None:
+        lines.append(
+            f"  its original repository  multi-token prediction, not to be loaded: it {other}"
+        )
     if family_of(target) is not None:
         lines.append("  its original repository  multi-token prediction, to be fetched")
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
@@ -136,10 +148,15 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head does not fit a target, by what their configurations say."""
     head = config.get("transformer_layer_config") or config.get("text_config") or config
     model = target.get("text_config") or target
-    width = config.get("target_hidden_size") or head.get("hidden_size")
+    width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+    width = width or head.get("hidden_size")
     ours, theirs = head.get("vocab_size"), model.get("vocab_size")
     if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
         return "another vocabulary"
+    if known_kind(config) == "gemma4_assistant" and not str(model.get("model_type")).startswith(
+        "gemma4"
+    ):
+        return "for Gemma 4"
     reads_states = "pard_token" not in config
     if reads_states and None not in (width, model.get("hidden_size")):
         return None if width == model["hidden_size"] else "another width"

@@ -14,7 +14,7 @@ from mlx_lm.utils import infer_quant_config
 from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.mtp_families import family_of
+from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
@@ -56,8 +56,8 @@ def load_head(
         greedy: propose the head's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
         layers: whose outputs of the target it reads, from 0, where its config is wrong.
-        pre_norm: whether a multi-token prediction layer reads the state before the target's final
-            norm instead of after it.
+        pre_norm: whether a head that reads the target's state after its final norm is to read it
+            before that norm instead.
         norms_less_one: whether its norms are stored as w - 1; None for what its family does.
 
     Raises:
@@ -94,9 +94,15 @@ def _refusal(files: HeadFiles, kind: str | None) -> str:
     """Why these files cannot be loaded."""
     if kind in UNSUPPORTED:
         return f"{files.name} holds {UNSUPPORTED[kind]}. That cannot be loaded yet."
-    found = family_of(files.config)
+    found, other = family_of(files.config), other_formula(files.config)
     if found is not None:
         return without_its_layer(files, *found)
+    if other is not None:
+        model_type = files.config.get("model_type")
+        return (
+            f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
+            "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
+        )
     return (
         f"{files.name} is no head of a known kind ({', '.join(BUILDERS)}, pard): its config.json "
         f"has model_type {files.config.get('model_type')!r}. A small model with the target's "

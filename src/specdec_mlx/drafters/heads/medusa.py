@@ -13,14 +13,15 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.drawing import time_of
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+from specdec_mlx.types import DraftContext
 
 
-class Medusa(Head):
+class Medusa(FinalStateHead):
     """Medusa heads.
 
     Args:
@@ -31,7 +32,6 @@ class Medusa(Head):
     """
 
     kind = "Medusa"
-    features = Features(head_input=True)
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -52,11 +52,6 @@ class Medusa(Head):
         """Start a generation."""
         return MedusaSession(self, sampling, prompt, context)
 
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states after its final norm."""
-        assert features.head_input is not None
-        return features.head_input
-
     def logits(self, state: mx.array, index: int) -> mx.array:
         """Logits [1, V] of one head, of the target's state [1, D]."""
         for block in self.blocks[index]:
@@ -65,24 +60,28 @@ class Medusa(Head):
 
     def notes(self) -> list[str]:
         """How many heads."""
-        return [f"{len(self.blocks)} heads"]
+        return [f"{len(self.blocks)} heads", *super().notes()]
 
 
-class MedusaSession(HeadSession):
+class MedusaSession(OnePassSession):
     """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
 
     state: mx.array | None = None
 
-    def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens of one state; none before the prompt was read."""
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Of as many heads as may draft; none before the prompt was read."""
         self.read()
-        if self.state is None:
-            return Draft()
         length = min(limit, len(self.head.blocks))
-        draws = self.draws(length)
-        for i in range(length):
-            draws.draw(self.head.logits(self.state, i))
-        return draws.draft()
+        if self.state is None or length == 0:
+            return None
+        return mx.concatenate([self.head.logits(self.state, i) for i in range(length)])
+
+    def time_step(self) -> float:
+        """Seconds of all heads, on no state."""
+        head = self.head
+        state = mx.zeros((1, head.ends.width), head.ends.dtype)
+        indices = range(len(head.blocks))
+        return time_of(lambda: mx.concatenate([head.logits(state, i) for i in indices]))
 
     def read(self) -> list[Any]:
         """Of the rows that wait only the last is wanted."""

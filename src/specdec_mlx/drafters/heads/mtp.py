@@ -13,57 +13,58 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.mtp_families import MTPFamily
 from specdec_mlx.drafters.heads.recurrent import RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.variations import (
+    Variation,
+    is_norm,
+    otherwise,
+    shifted_norms,
+)
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.target.strategies import leaves
+from specdec_mlx.types import DraftContext
 
 LAYER = "layers.0."
+EMBEDDINGS = ("embed_tokens", "word_embeddings")
+"""What mlx-lm's models call them."""
 
 
-class MTPHead(Head):
+class MTPHead(FinalStateHead):
     """A multi-token prediction layer.
 
     Args:
         family: how it is written.
         config: of the target, as in the original repository.
         ends: of the target.
-        pre_norm: whether it reads the target's state before its final norm instead of after it.
     """
 
     kind = "multi-token prediction"
 
-    def __init__(
-        self,
-        family: MTPFamily,
-        config: Mapping[str, Any],
-        ends: TargetEnds,
-        *,
-        pre_norm: bool = False,
-    ) -> None:
+    def __init__(self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds) -> None:
         """Random weights."""
         super().__init__()
         shell = one_layer_model(family, config)
         body = shell.model
         width, eps = ends.width, body.norm.eps
-        body.embed_tokens = nn.Identity()
+        body[next(name for name in EMBEDDINGS if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
         if not family.has_final_norm:
             body.norm = nn.Identity()
         self.family = family
+        self.width = width
         self.ends = ends
-        self.pre_norm = pre_norm
-        last = ends.num_layers - 1
-        self.features = Features(layers=(last,)) if pre_norm else Features(head_input=True)
+        self.skips_first = False
         self.embedding_norm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
@@ -76,17 +77,12 @@ class MTPHead(Head):
         """Start a generation."""
         return RecurrentSession(self, sampling, prompt, context)
 
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states."""
-        rows = features.head_input
-        if self.pre_norm:
-            rows = features.layers[self.ends.num_layers - 1]
-        assert rows is not None
-        return rows
-
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
-        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
+        embedded = self.ends.embed(tokens)
+        if self.skips_first and next(leaves(cache)).offset == 0:
+            embedded = mx.where(mx.arange(len(tokens))[:, None] > 0, embedded, 0)
+        parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1))[None], cache)
@@ -99,6 +95,26 @@ class MTPHead(Head):
     def make_cache(self) -> list[Any]:
         """As the target makes it for such a layer."""
         return self._make_cache()
+
+    def variations(self) -> list[Variation]:
+        """Norms, the state that it reads, the order, and the first position."""
+        family = replace(self.family, hidden_first=not self.family.hidden_first)
+        return [
+            *shifted_norms(self),
+            *super().variations(),
+            otherwise(
+                "the other order of state and embedding",
+                "its projection looks written for the other order, which is another family's",
+                self,
+                family=family,
+            ),
+            otherwise(
+                "no embedding at position 0",
+                "it looks trained without the embedding at position 0, as some engines run it",
+                self,
+                skips_first=not self.skips_first,
+            ),
+        ]
 
     def notes(self) -> list[str]:
         """What kind of layer, and what it reads."""
@@ -145,7 +161,7 @@ def mtp_weights(
             weights[ours[known] + rest.removeprefix(known)] = value
         elif rest.startswith(family.layer):
             layer[rest.removeprefix(family.layer)] = value
-    norms = {name for name, value in layer.items() if _is_norm(name, value)}
+    norms = {name for name, value in layer.items() if is_norm(name, value)}
     weights |= {f"body.{LAYER}{name}": layer[name] for name in norms}
     convert = {f"model.{LAYER}{name}": x for name, x in layer.items() if name not in norms}
     shell = one_layer_model(family, config)
@@ -154,10 +170,5 @@ def mtp_weights(
     for name, value in convert.items():
         weights[f"body.{LAYER}{name.partition(LAYER)[2]}"] = value
     if add_one:
-        weights = {n: x + 1 if _is_norm(n, x) else x for n, x in weights.items()}
+        weights = {n: x + 1 if is_norm(n, x) else x for n, x in weights.items()}
     return weights
-
-
-def _is_norm(name: str, value: mx.array) -> bool:
-    """Whether this is the scale of a norm."""
-    return "norm" in name and value.ndim == 1

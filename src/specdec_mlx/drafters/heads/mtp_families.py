@@ -80,6 +80,13 @@ def _deepseek(architecture: str) -> MTPFamily:
     return MTPFamily(architecture, f"model.layers.{NUM_LAYERS}.", _DEEPSEEK_NAMES, changes=changes)
 
 
+def _bailing(architecture: str, **changes: Any) -> MTPFamily:
+    """Ling's and Ring's: DeepSeek's formula, with a full-attention layer among recurrent ones."""
+    names = _DEEPSEEK_NAMES | {"norm": "final_layernorm"}
+    changes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
+    return MTPFamily(architecture, f"model.layers.{NUM_LAYERS}.", names, changes=changes)
+
+
 FAMILIES: dict[str, MTPFamily] = {
     "qwen3_next": _qwen("qwen3_next", mlp_only_layers=[], decoder_sparse_step=1),
     "qwen3_5": _qwen("qwen3_5_moe"),
@@ -89,6 +96,9 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm4_moe": _deepseek("glm4_moe"),
     "glm4_moe_lite": _deepseek("glm4_moe_lite"),
     "glm_moe_dsa": _deepseek("glm_moe_dsa"),
+    "bailing_moe": _bailing("bailing_moe"),
+    "bailing_hybrid": _bailing("bailing_hybrid", layer_group_size=1),
+    "bailing_moe_v3": _bailing("bailing_moe_v3", layer_group_size=1),
     "mimo": MTPFamily(
         "mimo",
         "model.mtp_layers.0.",
@@ -116,12 +126,35 @@ FAMILIES: dict[str, MTPFamily] = {
 }
 """Model type -> where its layer is. The decoder layer is mlx-lm's own."""
 
+OTHER_FORMULAS = {
+    "step3p5": "has three layers, one for each further token, with norms and windows of their own",
+    "nemotron_h": "is several layers, of attention and of experts, that predict one token",
+    "longcat_flash": "has one attention and no experts, and mlx-lm's layer two attentions and some",
+    "exaone_moe": "has a window and a rotation that are set apart from the other layers'",
+    "kimi_linear": "has a formula that is not known here",
+    "kimi_k3": "has a formula that is not known here",
+    "deepseek_v4": "carries four streams of states, which are added instead of concatenated",
+    "deepseek_v41": "carries four streams of states, which are added instead of concatenated",
+    "mimo_v2_flash": "has a formula that is not known here",
+}
+"""Model type -> why its multi-token prediction cannot be drafted with: its formula is another."""
+
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, MTPFamily] | None:
     """Model type and family that a config names, its text part included; None for another."""
-    text = config.get("text_config") or {}
-    for named in (config.get("model_type"), text.get("model_type")):
-        model_type = str(named).removesuffix("_mtp").removesuffix("_text")
+    for model_type in model_types(config):
         if model_type in FAMILIES:
             return model_type, FAMILIES[model_type]
     return None
+
+
+def model_types(config: Mapping[str, Any]) -> list[str]:
+    """What a config and its text part call the model, without what marks a part of it."""
+    text = config.get("text_config") or {}
+    named = (config.get("model_type"), text.get("model_type"))
+    return [str(name).removesuffix("_mtp").removesuffix("_text") for name in named]
+
+
+def other_formula(config: Mapping[str, Any]) -> str | None:
+    """Why a model's multi-token prediction cannot be drafted with; None where nothing is known."""
+    return next((OTHER_FORMULAS[n] for n in model_types(config) if n in OTHER_FORMULAS), None)

@@ -10,11 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.drafters.heads.session import Draws
+import mlx.core as mx
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.drafters.drawing import Draws, cut_while, draw_rows, time_of
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.types import Draft, DraftContext, GoesOn
+
+USUAL_LENGTH = 8
+"""Tokens of the draft that is timed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,18 +59,34 @@ class PardSession(ModelSession):
         super().__init__(drafter, prompt, context)
         self.mask_token = drafter.mask_token
 
+    at_once = True
+
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, all of one pass."""
+        return self.drawn(limit).draft()
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """As many of them as are worth verifying; see `cut_while`."""
+        return cut_while(self.drawn(limit), goes_on)
+
+    def drawn(self, limit: int) -> Draws:
+        """All tokens of a draft, drawn."""
         if limit == 0:
-            return Draft()
+            return self.draws()
         self.catch_up()
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
         self.rollback.checkpoint()
-        logits = self.feed(to_ids([*pending, *[self.mask_token] * (length - 1)]))[-length:]
+        logits = self.feed(to_ids([*pending, *self.masks(length)]))[-length:]
         self.rollback.rewind_to(len(self.tokens))
-        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, length)
-        for i in range(length):
-            draws.draw(logits[i : i + 1])
-        return draws.draft()
+        return draw_rows(self.draws(length), logits)
+
+    def masks(self, length: int) -> list[int]:
+        """What stands behind the text for a draft of so many tokens."""
+        return [self.mask_token] * (length - 1)
+
+    def time_step(self) -> float:
+        """Seconds of a pass over a token and the masks of a usual draft, on caches of its own."""
+        ids = mx.array([[self.tokens[-1], *self.masks(USUAL_LENGTH)]])
+        return time_of(lambda: self.model(ids, cache=make_prompt_cache(self.model)))

@@ -12,7 +12,6 @@ MEDUSA_NAME = re.compile(r"(medusa_head\.)?\d+\.\d+\.linear\.weight")
 EAGLE_LAYER = ("layers.0.", "midlayer.")
 
 UNSUPPORTED = {
-    "gemma4_assistant": "Gemma 4 assistants, which read the target's keys and values",
     "peagle": "P-EAGLE, which drafts in parallel",
     "dspark": "DSpark, which corrects a DFlash block by a Markov chain",
     "dflash2": "DFlash 2, with its convolutions and selectors",

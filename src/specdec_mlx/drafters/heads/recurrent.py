@@ -14,16 +14,24 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.drawing import time_of
+from specdec_mlx.drafters.heads.session import SteppingSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, FeatureRows
+from specdec_mlx.types import DraftContext, FeatureRows
 
 
 @runtime_checkable
 class RecurrentHead(Protocol):
-    """One step of such a head."""
+    """One step of such a head.
+
+    width: D of its states. ends: of the target.
+    """
+
+    width: int
+    ends: TargetEnds
 
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] what takes the place of a state at n positions that the target has read."""
@@ -48,7 +56,7 @@ class RecurrentHead(Protocol):
         ...
 
 
-class RecurrentSession(HeadSession):
+class RecurrentSession(SteppingSession):
     """Reads pairs as they become known, and drafts from the state of the last one.
 
     Args:
@@ -58,7 +66,7 @@ class RecurrentSession(HeadSession):
         context: the generation's.
 
     rollback: the head's caches, which hold `num_read` pairs, and behind them what was drafted last.
-    state: [1, D] of the last pair, None before the first.
+    state: [1, D] of the last pair, None before the first. drafted: the one that drafts next.
     """
 
     def __init__(
@@ -68,24 +76,32 @@ class RecurrentSession(HeadSession):
         super().__init__(head, sampling, prompt, context)
         self.rollback = Rollback(head.make_cache())
         self.state: mx.array | None = None
+        self.drafted: Any = None
         self.num_read = 0
 
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph; none before a pair was read."""
+    def begin_draft(self, limit: int) -> int:
+        """`limit`; 0 before a pair was read."""
         if limit == 0:
-            return Draft()
+            return 0
         self.read()
         if self.state is None:
-            return Draft()
+            return 0
         self.rollback.checkpoint()
-        draws = self.draws(limit)
-        state = self.state
-        for i in range(limit):
-            token = draws.draw(self.head.logits(state))
-            mx.async_eval(token)  # the device drafts while the rest of the graph is made
-            if i + 1 < limit:
-                state = self.step(state, token)
-        return draws.draft()
+        self.drafted = self.state
+        return limit
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Of the state of the last pair; then of those made of it and each drafted token."""
+        if token is not None:
+            self.drafted = self.step(self.drafted, token)
+        logits: mx.array = self.head.logits(self.drafted)
+        return logits
+
+    def time_step(self) -> float:
+        """Seconds of one step on caches of its own."""
+        head, caches = self.head, self.head.make_cache()
+        state, token = mx.zeros((1, head.width), head.ends.dtype), to_ids(self.tokens[-1:])
+        return time_of(lambda: head.logits(head.step(state, token, caches)))
 
     def read(self) -> list[Any]:
         """Read the pairs that are complete; drops what was drafted."""

@@ -1,4 +1,8 @@
-"""What all heads do in a generation: follow the text, keep the target's rows, draw tokens."""
+"""What all heads do in a generation: follow the text, keep the target's rows, draw tokens.
+
+Some draft token by token, each from what the one before left (`SteppingSession`), others all tokens
+of a draft in one pass (`OnePassSession`).
+"""
 
 from __future__ import annotations
 
@@ -8,10 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.drafters.model import fit_width
+from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_to, draft_while, draw_rows
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, FeatureRows
+from specdec_mlx.types import Draft, DraftContext, FeatureRows, GoesOn
 
 MOST_WAITING = 256
 """Rows that may wait to be read while nothing is drafted; a state of a large model is 16 kB."""
@@ -48,62 +51,8 @@ class WaitingRows:
         return taken
 
 
-class Draws:
-    """One draft while it is drawn, token by token, under the target's own sampling.
-
-    Args:
-        context: the generation's.
-        sampling: how drafts are drawn; greedy makes a point mass.
-        text: [n] prompt and tokens emitted.
-        num_prompt: tokens of the prompt.
-        length: most tokens to draw.
-    """
-
-    def __init__(
-        self,
-        context: DraftContext,
-        sampling: Sampling,
-        text: Sequence[int],
-        num_prompt: int,
-        length: int,
-    ) -> None:
-        """Nothing was drawn yet."""
-        self._context = context
-        self._sampling = sampling
-        self._seen = to_ids(text) if context.logits_processors else None
-        self._noise = (
-            None if sampling.greedy else context.draft_gumbels(len(text) - num_prompt, length)
-        )
-        self._tokens: list[mx.array] = []
-        self._logprobs: list[mx.array] = []
-
-    def draw(self, logits: mx.array) -> mx.array:
-        """The next token [1], from logits [1, V]; its distribution is kept as it was drawn from."""
-        logits = fit_width(logits, self._context.vocab_size)
-        for processor in self._context.logits_processors:
-            logits = processor(self._seen, logits)
-        if self._noise is None:
-            token = mx.argmax(logits, axis=-1).astype(mx.uint32)
-        else:
-            logprobs = self._sampling.log_distribution(logits)
-            self._logprobs.append(logprobs)
-            noise = self._noise[len(self._tokens)]
-            token = mx.argmax(logprobs + noise, axis=-1).astype(mx.uint32)
-        self._tokens.append(token)
-        if self._seen is not None:
-            self._seen = mx.concatenate([self._seen, token])
-        return token
-
-    def draft(self) -> Draft:
-        """All that was drawn."""
-        if not self._tokens:
-            return Draft()
-        logprobs = mx.concatenate(self._logprobs) if self._logprobs else None
-        return Draft(mx.concatenate(self._tokens), logprobs)
-
-
 class HeadSession(ABC):
-    """The head's side of one generation; a kind of heads adds `propose` and `read`.
+    """The head's side of one generation; each kind of heads adds how it reads and drafts.
 
     When it is asked, the target's rows are known up to the last token but one: the last token of
     the text has not been fed to the target. Of an earlier turn in the target's caches it knows
@@ -150,6 +99,74 @@ class HeadSession(ABC):
     def read(self) -> list[Any]:
         """Read the rows that can be read now; what has to be computed for that."""
 
-    def draws(self, length: int) -> Draws:
-        """A draft of at most `length` tokens after the text, to be drawn."""
-        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, length)
+    def draws(self, at_once: int = 1) -> Draws:
+        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
+        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+
+class SteppingSession(HeadSession):
+    """Drafts token by token, and may stop in the middle; see `HeadSession`."""
+
+    def __init__(
+        self, head: Any, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        """Nothing was shown yet."""
+        super().__init__(head, sampling, prompt, context)
+        self.pace = Pace()
+
+    def propose(self, limit: int) -> Draft:
+        """`limit` tokens, as one lazy graph; none before anything was read."""
+        length = self.begin_draft(limit)
+        draft = draft_to(length, self.draws(length), self.next_logits)
+        self.end_draft()
+        return draft
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
+        length = self.begin_draft(limit)
+        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        self.end_draft()
+        return draft
+
+    @abstractmethod
+    def begin_draft(self, limit: int) -> int:
+        """Read what waits; how many tokens may be drafted then."""
+
+    def end_draft(self) -> None:
+        """Let go of what was held for a draft; by default nothing is."""
+        return
+
+    @abstractmethod
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Logits [1, V] of the token after `token`, or after the text; called in order."""
+
+    @abstractmethod
+    def time_step(self) -> float:
+        """Seconds of one step on nothing."""
+
+
+class OnePassSession(HeadSession):
+    """Drafts all tokens in one pass; see `HeadSession`."""
+
+    at_once = True
+
+    def propose(self, limit: int) -> Draft:
+        """At most `limit` tokens; none before anything was read."""
+        return self.drawn(limit).draft()
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """As many of them as are worth verifying; see `cut_while`."""
+        return cut_while(self.drawn(limit), goes_on)
+
+    def drawn(self, limit: int) -> Draws:
+        """All tokens of a draft, drawn."""
+        logits = self.all_logits(limit)
+        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
+
+    @abstractmethod
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
+
+    @abstractmethod
+    def time_step(self) -> float:
+        """Seconds of one pass on nothing."""

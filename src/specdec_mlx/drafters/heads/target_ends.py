@@ -7,8 +7,8 @@ states into logits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -17,7 +17,22 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import HeadError
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.keys_values import READABLE
+from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.watching import watching
+
+
+@dataclass(frozen=True)
+class LastCache:
+    """One of the target's caches.
+
+    index: among all, nested ones counted one by one. width: of a key. window: positions after which
+    it forgets, None if it keeps all.
+    """
+
+    index: int
+    width: int
+    window: int | None
 
 
 @dataclass(frozen=True)
@@ -27,7 +42,8 @@ class TargetEnds:
     embed: token ids [..., n] -> states [..., n, D]; a factor that some models apply to them is left
         out, since heads are trained with the bare matrix. logits: the head's input [..., D] ->
         logits [..., V]; a cap that the model has behind it is left out. width: D. vocab_size: V.
-        num_layers: of the decoder. dtype: of the states.
+        num_layers: of the decoder. dtype: of the states. last_caches: kind of attention -> the last
+        of the target's caches that it fills.
     """
 
     embed: Callable[[mx.array], mx.array]
@@ -36,6 +52,7 @@ class TargetEnds:
     vocab_size: int
     num_layers: int
     dtype: mx.Dtype
+    last_caches: Mapping[str, LastCache] = field(default_factory=dict)
 
 
 class _Call(NamedTuple):
@@ -50,8 +67,9 @@ def _find(model: nn.Module) -> TargetEnds:
     """Watch a pass over two tokens, which is never computed."""
     calls: list[_Call] = []
     parts = [part for part in model.modules() if part is not model]
+    caches = make_prompt_cache(model)
     with watching(parts, lambda *call: calls.append(_Call(*call))):
-        logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
+        logits = model(mx.array([[0, 1]]), cache=caches)
     embeddings = [c for c in calls if _is(c.given, mx.integer) and _is(c.result, mx.floating)]
     of_states = (c for c in calls if _is(c.given, mx.floating) and c.given.shape != logits.shape)
     heads = [c for c in of_states if _shape(c.result) == logits.shape]
@@ -69,7 +87,19 @@ def _find(model: nn.Module) -> TargetEnds:
         vocab_size=logits.shape[-1],
         num_layers=len(model.layers),
         dtype=head.given.dtype,
+        last_caches=_last_caches(caches),
     )
+
+
+def _last_caches(caches: Sequence[Any]) -> dict[str, LastCache]:
+    """The last cache of each kind of attention, in Hugging Face's words, after a pass."""
+    found = {}
+    for index, cache in enumerate(leaves(caches)):
+        if isinstance(cache, READABLE) and not cache.empty():
+            window = window_of(cache)
+            kind = "full_attention" if window is None else "sliding_attention"
+            found[kind] = LastCache(index, cache.keys.shape[-1], window)
+    return found
 
 
 target_ends = PerModel(_find)

@@ -1,0 +1,227 @@
+"""How a draft is written: token by token, each drawn from logits under the target's sampling.
+
+A draft model, a trained head and a draft model with other tokens differ in where the logits of the
+next token come from, a *step*; what is drawn from them, and when a draft ends, is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from time import perf_counter
+
+import mlx.core as mx
+
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
+
+NextLogits = Callable[[mx.array | None], mx.array]
+"""A step: logits [1, V] of the token after the one given, [1]; after the text for None."""
+
+
+class Draws:
+    """One draft while it is drawn.
+
+    Args:
+        context: the generation's.
+        sampling: how drafts are drawn; greedy makes a point mass.
+        text: [n] prompt and tokens emitted.
+        num_prompt: tokens of the prompt.
+        at_once: for how many tokens the noise is drawn at a time, which saves operations.
+    """
+
+    def __init__(
+        self,
+        context: DraftContext,
+        sampling: Sampling,
+        text: Sequence[int],
+        num_prompt: int,
+        at_once: int = 1,
+    ) -> None:
+        """Nothing was drawn yet."""
+        self.is_drawn = not sampling.greedy
+        self._context = context
+        self._sampling = sampling
+        self._seen = to_ids(text) if context.logits_processors else None
+        self._start = len(text) - num_prompt
+        self._at_once = at_once
+        self._noise: mx.array | None = None
+        self._tokens: list[mx.array] = []
+        self._rows: list[mx.array] = []
+
+    def __len__(self) -> int:
+        """How many tokens were drawn."""
+        return len(self._tokens)
+
+    def draw(self, logits: mx.array) -> mx.array:
+        """The next token [1], from logits [1, V]; its distribution is kept as it was drawn from."""
+        logits = fit_width(logits, self._context.vocab_size)
+        for processor in self._context.logits_processors:
+            logits = processor(self._seen, logits)
+        if self.is_drawn:
+            row = self._sampling.log_distribution(logits)
+            token = mx.argmax(row + self._gumbel(len(self)), axis=-1).astype(mx.uint32)
+        else:
+            row = logits
+            token = mx.argmax(row, axis=-1).astype(mx.uint32)
+        self._rows.append(row)
+        self._tokens.append(token)
+        if self._seen is not None:
+            self._seen = mx.concatenate([self._seen, token])
+        return token
+
+    def confidence(self, index: int) -> mx.array:
+        """The largest probability of the distribution that a token comes from, a scalar."""
+        row = self._rows[index]
+        return mx.exp(mx.max(row) - mx.logsumexp(row))
+
+    def draft(self, length: int | None = None) -> Draft:
+        """The first `length` tokens of what was drawn; None for all of it."""
+        length = len(self) if length is None else length
+        if length == 0:
+            return Draft()
+        logprobs = mx.concatenate(self._rows[:length]) if self.is_drawn else None
+        return Draft(mx.concatenate(self._tokens[:length]), logprobs)
+
+    def _gumbel(self, index: int) -> mx.array:
+        """Noise [V] of one token."""
+        place = index % self._at_once
+        if place == 0:
+            self._noise = self._context.draft_gumbels(self._start, self._at_once, index)
+        assert self._noise is not None
+        return self._noise[place]
+
+
+def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
+    """`length` tokens, as one lazy graph: no synchronisation between them."""
+    token = None
+    for _ in range(length):
+        token = draws.draw(step(token))
+        mx.async_eval(token)  # the device drafts while the rest of the graph is made
+    return draws.draft()
+
+
+def draw_rows(draws: Draws, logits: mx.array) -> Draws:
+    """The same draws with a token drawn from each of the rows [n, V], which came all at once."""
+    for i in range(logits.shape[0]):
+        draws.draw(logits[i : i + 1])
+    return draws
+
+
+@dataclass
+class Pace:
+    """How long a step takes the host to build, and how long it is then waited for; in seconds.
+
+    Overlapping runs one step too many in a draft. For one of four tokens that is worth it where
+    building takes more than a quarter of what the device takes.
+    """
+
+    build: float = 0.0
+    wait: float = 0.0
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether the next step is to be under way before the evidence of one is read."""
+        return 4 * self.build > self.build + self.wait
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Time the building of a step."""
+        began = perf_counter()
+        yield
+        self.build = _mix(self.build, perf_counter() - began)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Time the wait for one."""
+        began = perf_counter()
+        yield
+        self.wait = _mix(self.wait, perf_counter() - began)
+
+
+def _mix(average: float, sample: float) -> float:
+    """Moving average; the first sample is taken as it is."""
+    return 0.9 * average + 0.1 * sample if average else sample
+
+
+def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pace: Pace) -> Draft:
+    """Up to `length` tokens, as long as they are worth it; one small number is read for each.
+
+    Where building a step takes the host long, the next one is under way while that number is read,
+    and is dropped unread if it was one too many: the decision has seen neither its draw nor its
+    distribution.
+
+    Args:
+        length: most tokens.
+        draws: of this draft.
+        step: runs the model once more.
+        goes_on: decides; see `types.Stepwise`.
+        pace: of earlier steps; goes on learning.
+    """
+    evidence: list[Evidence] = []
+    confidences: list[mx.array] = []
+    token = None
+    decision = Step.GO_ON
+    while decision is Step.GO_ON and len(evidence) < length:
+        ahead = 2 if pace.overlaps else 1
+        while len(draws) < min(len(evidence) + ahead, length):
+            with pace.building():
+                token = draws.draw(step(token))
+                confidences.append(draws.confidence(len(draws) - 1))
+                mx.async_eval(token, confidences[-1])
+        with pace.waiting():
+            confidence = float(confidences[len(evidence)].item())  # type: ignore[arg-type]
+        evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
+        decision = goes_on(evidence)
+    return _kept(draws, evidence, decision)
+
+
+def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
+    """What is worth verifying of a draft that came all at once; its confidences are read together.
+
+    Each decision is told the confidences up to its own position, and nothing of the draws.
+    """
+    if not len(draws):
+        return Draft()
+    together = mx.stack([draws.confidence(i) for i in range(len(draws))])
+    evidence: list[Evidence] = []
+    decision = Step.GO_ON
+    confidences: list[float] = together.tolist()  # type: ignore[assignment]
+    for confidence in confidences:
+        evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
+        decision = goes_on(evidence)
+        if decision is not Step.GO_ON:
+            break
+    return _kept(draws, evidence, decision)
+
+
+def _kept(draws: Draws, evidence: list[Evidence], decision: Step) -> Draft:
+    """The draft that ends with the latest position, or before it."""
+    kept = len(evidence) - (decision is Step.STOP_BEFORE)
+    return replace(draws.draft(kept), evidence=evidence[:kept])
+
+
+def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
+    """Logits [S, V] of a draft model whose vocabulary is padded otherwise than the target's.
+
+    Ids that the target does not have are cut off; ids that only the target has get -inf.
+    """
+    width = logits.shape[-1]
+    if vocab_size is None or width == vocab_size:
+        return logits
+    if width > vocab_size:
+        return logits[:, :vocab_size]
+    return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)
+
+
+def time_of(run: Callable[[], mx.array]) -> float:
+    """Seconds that a step takes: the quicker of two after one to warm up."""
+    seconds = []
+    for _ in range(3):
+        mx.synchronize()
+        began = perf_counter()
+        mx.eval(run())
+        seconds.append(perf_counter() - began)
+    return min(seconds[1:])

@@ -1,0 +1,232 @@
+"""Gemma 4 assistants: a few layers that attend to the keys and values of the target.
+
+    x(i) = pre_projection [embed(token i) * sqrt(D), h(i)],  s(i) = norm(layers(x(i)))
+    logits of token i + 1 = head(s(i)),                      h(i + 1) = post_projection s(i)
+
+Token 0 is the last one of the text, and h(0) the target's state after its final norm where it was
+made. The layers have queries only: each reads what the target's last layer of its kind of attention
+has in the cache. Nothing is added there while drafting, so that all tokens of a draft are asked
+from one position, that of the text's last token. (transformers, `Gemma4Assistant`.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gemma4_text
+
+from specdec_mlx.drafters.drawing import time_of
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.session import SteppingSession
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.errors import HeadError
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import DraftContext, FeatureRows, Features, KeysValues, ReadsCache
+
+
+@dataclass(frozen=True)
+class AssistantConfig:
+    """What the config of an assistant says.
+
+    text: of its layers, in Hugging Face's words. num_centroids: groups of tokens, of which only
+    num_chosen have logits for a state; 0 for all tokens.
+    """
+
+    text: Mapping[str, Any]
+    num_centroids: int = 0
+    num_chosen: int = 32
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any]) -> AssistantConfig:
+        """From a config.json; raises HeadError for one without a part that says what it is."""
+        if not config.get("text_config"):
+            raise HeadError(
+                "The config.json of this Gemma 4 assistant has no text_config, which describes its "
+                "layers. Fetch it again, or give another."
+            )
+        grouped = config.get("use_ordered_embeddings", False)
+        return cls(
+            config["text_config"],
+            config.get("num_centroids", 2048) if grouped else 0,
+            config.get("centroid_intermediate_top_k", 32),
+        )
+
+    def args(self) -> gemma4_text.ModelArgs:
+        """Of its layers, which have queries only."""
+        queries_only = {
+            "num_kv_shared_layers": self.text["num_hidden_layers"],
+            "hidden_size_per_layer_input": 0,
+            "use_double_wide_mlp": False,
+        }
+        return gemma4_text.ModelArgs.from_dict({**self.text, **queries_only})
+
+    def key_widths(self) -> dict[str, int]:
+        """Kind of attention -> width of the keys that its queries go with."""
+        args = self.args()
+        wide = {"full_attention": args.global_head_dim or args.head_dim}
+        return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
+
+
+class Gemma4Assistant(FinalStateHead):
+    """An assistant of a Gemma 4 model.
+
+    Args:
+        config: what its config says.
+        ends: of the target.
+    """
+
+    kind = "Gemma 4 assistant"
+
+    def __init__(self, config: AssistantConfig, ends: TargetEnds) -> None:
+        """Random weights."""
+        super().__init__()
+        args = config.args()
+        width = args.hidden_size
+        self.config = config
+        self.ends = ends
+        self.reads = {kind: ends.last_caches[kind] for kind in config.key_widths()}
+        caches = tuple(sorted(kind.index for kind in self.reads.values()))
+        self.features = Features(head_input=True, caches=caches)
+        self.embed_tokens = nn.Embedding(args.vocab_size, width)
+        self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(width, args.rms_norm_eps)
+        self.pre_projection = nn.Linear(2 * ends.width, width, bias=False)
+        self.post_projection = nn.Linear(width, ends.width, bias=False)
+        if config.num_centroids:
+            self.masked_embedding = TokenGroups(width, config.num_centroids, args.vocab_size)
+
+    def begin(
+        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> AssistantSession:
+        """Start a generation."""
+        return AssistantSession(self, sampling, prompt, context)
+
+    def step(
+        self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
+    ) -> tuple[mx.array, mx.array]:
+        """One step of a draft.
+
+        Args:
+            state: [1, D] the target's, or the one that the step before handed on.
+            token: [1] the one behind it.
+            read: kind of attention -> what the target has read.
+
+        Returns:
+            Logits [1, V] of the next token, and the state [1, D] to hand on.
+        """
+        embedded = self.ends.embed(token) * self.ends.width**0.5
+        h: mx.array = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
+        for layer in self.layers:
+            keys, values, offset = read[layer.layer_type]
+            h, _, _ = layer(h, shared_kv=(keys, values), offset=offset)
+        made: mx.array = self.norm(h[0])
+        return self.logits(made), self.post_projection(made)
+
+    def nothing_read(self, kind: str) -> KeysValues:
+        """A single position without content, in place of what a cache holds."""
+        heads = self.layers[0].self_attn.n_kv_heads
+        nothing = mx.zeros((1, heads, 1, self.reads[kind].width), self.ends.dtype)
+        return KeysValues(nothing, nothing, 1)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V] of states [n, d]; -inf for tokens of groups that were not chosen."""
+        if "masked_embedding" not in self:
+            everything: mx.array = self.embed_tokens.as_linear(states)
+            return everything
+        ids = self.masked_embedding.likely(states, self.config.num_chosen)
+        some = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
+        wide = mx.full((states.shape[0], self.masked_embedding.vocab_size), -mx.inf, some.dtype)
+        return mx.put_along_axis(wide, ids, some, axis=-1)
+
+    def notes(self) -> list[str]:
+        """What it reads, and its groups of tokens."""
+        read = ", ".join(f"{cache.index} ({kind})" for kind, cache in self.reads.items())
+        notes = [f"reads the target's caches {read}"]
+        if self.config.num_centroids:
+            notes.append(
+                f"{self.config.num_chosen} of {self.config.num_centroids} groups of tokens"
+            )
+        return notes + super().notes()
+
+
+class TokenGroups(nn.Module):  # type: ignore[misc]
+    """The tokens in groups of like ones, each with a centroid that says whether it is worth a look.
+
+    Args:
+        width: of the states.
+        num_groups: how many.
+        vocab_size: tokens in all, a multiple of that.
+    """
+
+    def __init__(self, width: int, num_groups: int, vocab_size: int) -> None:
+        """Random centroids, the tokens in their own order."""
+        super().__init__()
+        self.vocab_size = vocab_size
+        self.centroids = nn.Linear(width, num_groups, bias=False)
+        self.token_ordering = mx.arange(vocab_size, dtype=mx.int32)
+
+    def likely(self, states: mx.array, num_groups: int) -> mx.array:
+        """[n, m] ids of the tokens of the likeliest groups, for states [n, d]."""
+        scores = self.centroids(states)
+        chosen = mx.argpartition(-scores, kth=num_groups - 1, axis=-1)[..., :num_groups]
+        groups = self.token_ordering.reshape(scores.shape[-1], -1)
+        ids: mx.array = groups[chosen].reshape(states.shape[0], -1)
+        return ids
+
+
+class AssistantSession(SteppingSession):
+    """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
+
+    state: [1, D] the target's last, None before the first. handed_on: what the next step begins
+    with. held: what the caches hold, for the length of a draft. keys_values: reads them.
+    """
+
+    state: mx.array | None = None
+    handed_on: Any = None
+    held: Mapping[str, KeysValues]
+    keys_values: ReadsCache | None = None
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the last row, and the way to the caches."""
+        self.keys_values = features.keys_values
+        super().see(features)
+
+    def read(self) -> list[Any]:
+        """Of the rows that wait only the last is wanted."""
+        if len(self.waiting):
+            self.state = self.waiting.take(len(self.waiting))[-1:]
+        return [self.state]
+
+    def begin_draft(self, limit: int) -> int:
+        """`limit`; 0 before the prompt was read."""
+        if limit == 0:
+            return 0
+        self.read()
+        if self.state is None or self.keys_values is None:
+            return 0
+        self.handed_on = self.state
+        self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
+        return limit
+
+    def end_draft(self) -> None:
+        """Let go of the caches."""
+        self.held, self.handed_on = {}, self.state
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Each of the state that the step before handed on."""
+        last = to_ids(self.tokens[-1:]) if token is None else token
+        logits: mx.array
+        logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
+        return logits
+
+    def time_step(self) -> float:
+        """Seconds of one step behind a single position."""
+        head = self.head
+        state, token = mx.zeros((1, head.ends.width), head.ends.dtype), to_ids(self.tokens[-1:])
+        read = {kind: head.nothing_read(kind) for kind in head.reads}
+        return time_of(lambda: head.step(state, token, read)[0])

@@ -1,0 +1,325 @@
+"""Heads that stop by confidence: exact whatever they decide, and asked as a draft model is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+import heads
+import specdec_mlx as sd
+import tiny
+from exact import TARGET, Rounds, Source
+from selection import cases
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.costs import DraftingCosts
+from specdec_mlx.draft_length.stepwise import StepwiseAccount
+from specdec_mlx.draft_length.tuning import Learned
+from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.testing.enumeration import Tokens, state_after
+from specdec_mlx.types import (
+    Draft,
+    DraftContext,
+    DraftsAtOnce,
+    Evidence,
+    GoesOn,
+    ReadsTarget,
+    Step,
+    TimesSteps,
+)
+from test_stepwise import DECIDERS, PEAKED, WAYS, stop_at
+
+EXACT = 1e-12
+LONGEST = 4
+GUESSED = (1, 2, 2, 1)
+"""Tokens that a draft in one pass takes to stand before its later ones, whatever is drawn."""
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+STEPPING = ("eagle3", "eagle1", "mtp")
+AT_ONCE = ("dflash", "medusa", "pard")
+
+
+# The distribution of what comes out ---------------------------------------------------------------
+
+
+class Path(Draws):
+    """Draws that come out as one path; its rows are those of a source.
+
+    peeks: whether the confidence is the drawn token's own probability, which nobody may be told.
+    """
+
+    is_drawn = True
+
+    def __init__(self, tokens: Tokens, rows: Sequence[np.ndarray], peeks: bool) -> None:
+        self.tokens, self.rows, self.peeks = tokens, rows, peeks
+        self.num_drawn = 0
+
+    def __len__(self) -> int:
+        return self.num_drawn
+
+    def draw(self, logits: mx.array) -> mx.array:
+        self.num_drawn += 1
+        return mx.array([self.tokens[self.num_drawn - 1]])
+
+    def confidence(self, index: int) -> mx.array:
+        row = self.rows[index]
+        return mx.array(float(row[self.tokens[index]] if self.peeks else row.max()))
+
+    def draft(self, length: int | None = None) -> Draft:
+        return Draft(self.tokens[:length])
+
+
+@dataclass(frozen=True, eq=False)
+class Enumerated:
+    """Every draft of up to 4 tokens that the package's own loops make of a source's rows.
+
+    at_once: whether all rows are known before anything is drawn, so that they do not follow the
+    draws. overlaps: whether a step more than is needed is under way.
+    """
+
+    source: Source
+    goes_on: GoesOn
+    at_once: bool
+    peeks: bool = False
+    overlaps: bool = False
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        weights: dict[Tokens, float] = defaultdict(float)
+        rows_of: dict[Tokens, Any] = {}
+        for tokens in itertools.product(range(self.source.vocab_size), repeat=LONGEST):
+            followed = GUESSED if self.at_once else tokens
+            rows = [self.source.probs[state_after(state, followed[:i])] for i in range(LONGEST)]
+            kept = len(self.ended(Path(tokens, rows, self.peeks)))
+            chance = float(np.prod([row[token] for row, token in zip(rows, tokens, strict=True)]))
+            weights[tokens[:kept]] += chance
+            rows_of[tokens[:kept]] = rows[:kept]
+        for tokens, weight in weights.items():
+            stacked = np.array(rows_of[tokens]).reshape(len(tokens), self.source.vocab_size)
+            yield weight, tokens, stacked
+
+    def ended(self, draws: Any) -> Draft:
+        if self.at_once:
+            draws.num_drawn = LONGEST
+            return cut_while(draws, self.goes_on)
+        pace = Pace(build=1.0) if self.overlaps else Pace(wait=1.0)
+        return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
+
+
+@pytest.mark.parametrize("way", ["stepwise", "overlapping", "at once"])
+@pytest.mark.parametrize("how", DECIDERS)
+@pytest.mark.parametrize("name", cases(list(WAYS), "block"))
+def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: str) -> None:
+    """Of two rounds and three tokens, for a head that steps and for one that drafts at once."""
+    drafting = Remembered(
+        Enumerated(PEAKED, DECIDERS[how], way == "at once", overlaps=way == "overlapping")
+    )
+    lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
+    assert len(lengths) > 1
+    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_loop_that_is_told_of_the_draws_is_caught(at_once: bool) -> None:
+    """By the same enumeration."""
+    drafting = Remembered(Enumerated(PEAKED, DECIDERS["threshold"], at_once, peeks=True))
+    assert Rounds(TARGET, drafting, WAYS["block"]).total_variation(1, 3) > 0.01
+
+
+class Remembered:
+    """The drafts of each state, made once."""
+
+    def __init__(self, drafting: Enumerated) -> None:
+        self.source = drafting.source
+        self.drafts = cache(lambda state: list(drafting.drafts(state)))
+
+
+# The sessions -------------------------------------------------------------------------------------
+
+
+@cache
+def target() -> nn.Module:
+    return tiny.build("qwen3_5")
+
+
+@cache
+def drafter(kind: str) -> Any:
+    if kind == "pard":
+        return PardDrafter(tiny.build("qwen2", seed=3), mask_token=127)
+    make = heads.mtp("qwen3_5") if kind == "mtp" else heads.HEADS[kind]
+    return HeadDrafter(heads.random_head(make, target()))
+
+
+class Reader:
+    """A session that is shown the target's states of a fresh pass before each proposal."""
+
+    def __init__(self, kind: str, sampling: sd.Sampling, overlaps: bool = False) -> None:
+        self.drafter = drafter(kind)
+        context = DraftContext(sampling=sampling, noise=Noise(7), vocab_size=128)
+        self.session = self.drafter.begin(PROMPT, context)
+        self.tokens, self.num_shown = list(PROMPT), 0
+        if hasattr(self.session, "pace"):
+            self.session.pace.build = 1.0 if overlaps else 0.0
+            self.session.pace.wait = 0.0 if overlaps else 1.0
+
+    def propose(self, limit: int, goes_on: GoesOn | None = None) -> Draft:
+        self.show()
+        if goes_on is None:
+            draft: Draft = self.session.propose(limit)
+            return draft
+        stopped: Draft = self.session.propose_while(limit, goes_on)
+        return stopped
+
+    def show(self) -> None:
+        if isinstance(self.drafter, ReadsTarget):
+            taps = Taps(target(), self.drafter.features)
+            taps.read(lambda: target()(mx.array([self.tokens[:-1]]))[0])
+            assert taps.features is not None
+            self.session.see(taps.features.rows(range(self.num_shown, len(self.tokens) - 1)))
+            self.num_shown = len(self.tokens) - 1
+
+    def observe(self, tokens: list[int]) -> None:
+        self.tokens += tokens
+        self.show()
+        self.session.observe(tokens)
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
+def test_a_stopped_draft_is_the_head_of_the_whole_one(
+    kind: str, overlaps: bool, temp: float
+) -> None:
+    """Tokens and distributions, wherever it stops; and so is the next one, after a verdict."""
+    sampling = sd.Sampling(temp=temp)
+    for stop, step in [(1, Step.STOP_AFTER), (3, Step.STOP_BEFORE), (3, Step.STOP_AFTER)]:
+        whole, stopped = Reader(kind, sampling), Reader(kind, sampling, overlaps)
+        for emitted in ([9], [11, 12]):
+            expected = whole.propose(5)
+            draft = stopped.propose(5, stop_at(stop, step))
+            kept = stop - (step is Step.STOP_BEFORE)
+            assert mx.array(draft.tokens).tolist() == mx.array(expected.tokens).tolist()[:kept]
+            assert len(draft) == len(draft.evidence or ()) == kept
+            if temp:
+                assert draft.logprobs is not None
+                assert expected.logprobs is not None
+                both = np.array(draft.logprobs), np.array(expected.logprobs[:kept])
+                assert np.allclose(*both, atol=1e-5)
+            whole.observe(emitted)
+            stopped.observe(emitted)
+
+
+@pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
+def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(kind: str) -> None:
+    """And the decision is asked once a position, in order, with all that came before."""
+    asked: list[list[float]] = []
+
+    def goes_on(evidence: Sequence[Evidence]) -> Step:
+        asked.append([known.confidence or 0.0 for known in evidence])
+        return Step.GO_ON
+
+    draft = Reader(kind, sd.Sampling(temp=1.0)).propose(4, goes_on)
+    assert draft.logprobs is not None
+    largest = mx.exp(mx.max(draft.logprobs, axis=-1)).tolist()
+    assert [len(known) for known in asked] == [1, 2, 3, 4]
+    assert asked[-1] == pytest.approx(largest, rel=1e-5)
+    assert all(asked[-1][: len(known)] == known for known in asked)
+
+
+class Coins:
+    """A draft length that stops anywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self.coins = random.Random(seed)
+        self.kinds: dict[str, bool] = {}
+
+    def begin_steps(self, part: str, time_step: Any, **kinds: bool) -> None:
+        self.kinds = kinds
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None: ...
+
+    def limit(self, part: str, cheap: bool) -> int:
+        return 6
+
+    def cut(self, part: str, draft: Any) -> int:
+        return len(draft)
+
+    def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
+        return self.coins.choice([Step.GO_ON, Step.GO_ON, Step.STOP_AFTER, Step.STOP_BEFORE])
+
+    def record(self, round_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("kind", cases(STEPPING + AT_ONCE, "mtp", "dflash"))
+def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
+    """Coupled: a seed's text, greedy: the target's; with decisions made by coins."""
+
+    def text(one: Any, length: Any) -> list[int]:
+        options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
+        tokens = sd.speculate(target(), PROMPT, one, max_tokens=24, draft_length=length, **options)
+        return [token.token for token in tokens]
+
+    coins = Coins(1)
+    assert text(drafter(kind), coins) == text(None, 0)
+    assert coins.kinds == {"at_once": kind in AT_ONCE, "reads_along": kind != "pard"}
+
+
+# What it costs ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
+def test_a_step_can_be_timed_before_anything_is_read(kind: str) -> None:
+    """And leaves the session as it was."""
+    timed, other = Reader(kind, sd.Sampling()), Reader(kind, sd.Sampling())
+    assert isinstance(timed.session, TimesSteps)
+    assert timed.session.time_step() > 0
+    assert isinstance(timed.session, DraftsAtOnce) == (kind in AT_ONCE)
+    first, second = (mx.array(reader.propose(3).tokens).tolist() for reader in (timed, other))
+    assert first == second
+
+
+def test_the_price_of_one_pass_is_paid_once() -> None:
+    """For a draft of any length, where a draft model pays for each token."""
+    stepping, at_once = DraftingCosts(), DraftingCosts(at_once=True)
+    stepping.set_price(0.2)
+    at_once.set_price(0.2)
+    assert stepping.line() == pytest.approx((0.0, 0.2))
+    assert at_once.line() == pytest.approx((0.2, 0.0))
+
+
+def account(**kinds: Any) -> StepwiseAccount:
+    learned = Learned(step=0.0, slope=0.02, exploration_budget=2.0)
+    learned.drafting.set_price(0.1)
+    learned.costs.add(0, 1.0)
+    learned.context = 5000
+    return StepwiseAccount(learned, prefill=0.03, **kinds)
+
+
+def test_a_head_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
+    """A draft model would have to read it first, at a price that a short text never repays."""
+    assert account(reads_along=True).limit(1.0) > 0
+    assert account().limit(1.0) == 0
+
+
+def test_auto_is_told_what_kind_of_drafter_it_asks() -> None:
+    """One that drafts in one pass, and has read the text."""
+    length = Auto()
+    length.begin_steps("head", lambda: 0.1, at_once=True, reads_along=True)
+    length.begin_steps("model", lambda: 0.1)
+    head, model = (length._parts[name] for name in ("head", "model"))
+    assert isinstance(head, StepwiseAccount)
+    assert isinstance(model, StepwiseAccount)
+    assert (head.learned.drafting.at_once, head.num_missed) == (True, 0)
+    assert (model.learned.drafting.at_once, model.num_missed) == (False, None)
