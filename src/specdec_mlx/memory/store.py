@@ -18,8 +18,8 @@ from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
 from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
 
-BYTES_PER_TOKEN = 40
-"""In memory: token and place, 4 bytes each, and four packs of 8."""
+BYTES_PER_TOKEN = 48
+"""In memory: token and place, 4 bytes each, as NumPy and as Python reads them; 4 packs of 8."""
 
 KIND = "texts"
 """Of the files of memories."""
@@ -39,7 +39,7 @@ class Memory:
     sorted a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 40 bytes.
+        takes 48 bytes.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
     remember_prompts: whether what a generation was given is kept beside what it wrote.
     sources: what `specdec-mlx memory build` has read, by name. path: where it was loaded from.
