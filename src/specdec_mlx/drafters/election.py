@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from functools import lru_cache
 from heapq import nlargest
 from operator import attrgetter
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.memory.index import ContextIndex
+from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.types import Draft, Evidence
 
 LENGTH_LOG2 = 5
@@ -31,18 +33,8 @@ WHOLE = 64
 """Parts that a weight is counted in for its share class: more than 63 of 64 is "always"."""
 
 
-class Source(Protocol):
-    """A text, or several, that places stand in."""
-
-    @property
-    def ids(self) -> Sequence[int]:
-        """Its tokens."""
-        ...
-
-    def following(self, place: int, length: int, more: Sequence[int]) -> tuple[int, ...]:
-        """The tokens from a place on, at most `length`; `more` may come behind the text's end."""
-        ...
-
+Source = GrowingIndex | ContextIndex
+"""What places stand in: the generation's text, or a part of a memory."""
 
 Voter = tuple[int, int, Source, float]
 """A place that has a say: its match, where it is, in what, and what a place there weighs."""

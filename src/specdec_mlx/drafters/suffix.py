@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.drafters.election import Voter, elect
+from specdec_mlx.drafters.election import Source, Voter, elect
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -106,7 +106,9 @@ class SuffixSession:
         self._config = config
         self._memory = config.memory if isinstance(config.memory, Memory) else None
         indexes = self._memory.indexes() if self._memory is not None else ()
-        self._remembered = [(index, MEMORY_WEIGHT) for index in reversed(indexes)]
+        self._remembered: list[tuple[Source, float]] = [
+            (index, MEMORY_WEIGHT) for index in reversed(indexes)
+        ]
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
 
@@ -156,7 +158,8 @@ class SuffixSession:
         least = self._config.min_match
         text = self._text
         voters: list[Voter] = []
-        for index, weight in ((text, 1.0), *self._remembered):
+        sources: list[tuple[Source, float]] = [(text, 1.0)]
+        for index, weight in sources + self._remembered:
             places = index.nearest(context, MOST_PLACES, WITHIN, least)
             if places:
                 least = max(least, places[0][0] - WITHIN)

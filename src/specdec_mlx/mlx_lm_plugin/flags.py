@@ -32,10 +32,12 @@ from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
+    REMEMBERING,
     drafter_names,
     first_of,
     make_drafter,
 )
+from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
@@ -56,6 +58,7 @@ class Flags:
         asked: whether any of our flags was given.
         grammar: what the text may be.
         keeps_tuning: whether what "auto" learns is kept for the next command.
+        memory: file of what was written before, or "process" for what this process writes.
     """
 
     drafters: Sequence[str] = ()
@@ -67,6 +70,7 @@ class Flags:
     asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
+    memory: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +80,8 @@ class Flags:
         """
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
-            return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
+            own = DEFAULT_DRAFTER if self.memory is None else REMEMBERING[0]
+            return [own if self.draft_model is None else MODEL_DRAFTER]
         if self.draft_model is not None and MODEL_DRAFTER not in map(name_in, given):
             given.append(MODEL_DRAFTER)
         return given
@@ -110,7 +115,14 @@ class Flags:
                 )
             return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
         model, tokenizer = (None, None) if self.has_head else self._draft_pair
-        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
+        remembered = {} if self.remembered is None else {"memory": self.remembered}
+        options = remembered if name_in(spec) in REMEMBERING else {}
+        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
+
+    @cached_property
+    def remembered(self) -> Memory | None:
+        """The memory that was asked for, one for all drafters; raises MemoryFileError."""
+        return Memory() if self.memory == PROCESS else as_memory(self.memory)
 
     @cached_property
     def _draft_pair(self) -> tuple[nn.Module | None, Any]:
@@ -123,6 +135,10 @@ class Flags:
 def name_in(spec: str) -> str:
     """The name in NAME:key=value,..."""
     return spec.partition(":")[0]
+
+
+PROCESS = "process"
+"""In the place of a memory's file: what this process writes, and nowhere else."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -163,6 +179,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Neither use nor keep what --draft-length auto learned in earlier commands.",
     )
+    group.add_argument(
+        "--memory",
+        metavar=f"FILE|{PROCESS}",
+        help="Draft from what was written before, as kept in FILE, and add what is written now; "
+        f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
+    )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
 
 
@@ -202,7 +224,13 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    ours = (namespace.drafter, namespace.draft_model, namespace.rule, namespace.stats)
+    ours = (
+        namespace.drafter,
+        namespace.draft_model,
+        namespace.rule,
+        namespace.stats,
+        namespace.memory,
+    )
     flags = Flags(
         drafters=namespace.drafter,
         draft_model=namespace.draft_model,
@@ -213,6 +241,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         asked=any(ours) or namespace.no_tuning or length is not None,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        memory=namespace.memory,
     )
     namespace.draft_model = None
     return flags
