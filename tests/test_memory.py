@@ -17,12 +17,15 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny_text
+from command_line import both_ways, run
+from serving import post, serving
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.packing import MAX_TOKEN
 from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import as_memory
+from tiny_model_folder import write_model_folder
 
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
@@ -392,3 +395,73 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     """And nothing is changed."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
         update(sd.Memory(), [tmp_path / "nowhere"], tiny_text.tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
+
+
+@both_ways
+def test_memories_are_built_shown_merged_and_pruned(
+    project: Path, model: Path, tmp_path: Path
+) -> None:
+    """By commands, of which each says what there is afterwards."""
+    one, both = tmp_path / "one", tmp_path / "both"
+    build = ("memory", "build", "--tokenizer", model, "--out", one)
+    assert "2 files read, 0 unchanged, 0 gone, 2 skipped" in run(*build, project).stdout
+    assert "0 files read, 4 unchanged" in run(*build, project).stdout
+    filled([[1, 2, 3], [4, 5, 6]]).save(tmp_path / "two")
+    merged = run("memory", "merge", both, one, tmp_path / "two")
+    assert "texts          4" in merged.stdout, merged.stderr
+    run("memory", "prune", both, "--max-tokens", "9")
+    assert "of at most 9" in run("memory", "info", both).stdout
+    assert held(sd.Memory.load(both)) == [[1, 2, 3], [4, 5, 6]]
+    (tmp_path / "none").write_text("no memory")
+    refused = run("memory", "info", tmp_path / "none")
+    assert refused.returncode == 2
+    assert "is not a memory" in refused.stderr
+
+
+@both_ways
+def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Path) -> None:
+    """The same text in fewer passes the second time; what was typed is not in the file."""
+    path = tmp_path / "memory"
+    generate = ("generate", "--model", model, "--prompt", "the cat", "--max-tokens", "40")
+    generate = (*generate, "--temp", "0", "--draft-length", "4", "--memory", path)
+    first, second = run(*generate), run(*generate)
+    assert first.returncode == second.returncode == 0, first.stderr
+    text = first.stdout.partition("==========")[2].partition("==========")[0]
+    assert text == second.stdout.partition("==========")[2].partition("==========")[0]
+    kept = held(sd.Memory.load(path))
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 40
+    session = sd.SuffixDrafter(sd.Memory.load(path)).begin(kept[0][:5], sd.DraftContext())
+    assert session.propose(4).tokens == kept[0][5:9]
+
+
+def test_memories_of_users_are_refused_in_a_file(model: Path, tmp_path: Path) -> None:
+    """A file is for everybody."""
+    done = run("server", "--model", model, "--memory", tmp_path / "m", "--memory-for", "user")
+    assert done.returncode == 2
+    assert "--memory process" in done.stderr
+
+
+def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
+    """Where asked: what one was told is drafted for that one; without a name, for nobody."""
+    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0, "draft_length": 4}
+    flags = ("--model", str(model), "--memory", "process", "--memory-for", "user")
+    with serving(*flags) as client:
+
+        def passes(**more: str) -> tuple[int, str]:
+            reply = json.loads(post(client, "completions", ask | more)[1])
+            account = reply["usage"]["speculation"]
+            assert account["drafter"] == "suffix"
+            return account["target_passes"], reply["choices"][0]["text"]
+
+        alone, text = passes(user="one")
+        again, text_again = passes(user="one")
+        others = [passes(user="two"), passes(), passes()]
+    assert again < alone
+    assert text_again == text
+    assert others == [(alone, text)] * 3

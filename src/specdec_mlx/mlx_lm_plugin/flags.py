@@ -43,6 +43,12 @@ from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
+PROCESS = "process"
+"""In the place of a memory's file: what this process writes, and nowhere else."""
+
+EVERYBODY, USER, KEY = "all", "user", "key"
+"""Whom a server's memory is for."""
+
 
 @dataclass(frozen=True)
 class Flags:
@@ -59,6 +65,7 @@ class Flags:
         grammar: what the text may be.
         keeps_tuning: whether what "auto" learns is kept for the next command.
         memory: file of what was written before, or "process" for what this process writes.
+        memory_for: whether a server has one memory for all, or one for each user or API key.
     """
 
     drafters: Sequence[str] = ()
@@ -71,6 +78,7 @@ class Flags:
     grammar: Grammar | None = None
     keeps_tuning: bool = True
     memory: str | None = None
+    memory_for: str = EVERYBODY
 
     @property
     def names(self) -> list[str]:
@@ -104,8 +112,16 @@ class Flags:
             drafters.insert(0, GrammarDrafter())
         return first_of(drafters)
 
-    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise."""
+    def make(
+        self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
+    ) -> Drafter | None:
+        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise.
+
+        Args:
+            spec: NAME or NAME:key=value,...
+            target: the model to draft for, which a trained head needs.
+            memory: what it remembers, if it does; None for the one that the flags name.
+        """
         if self.has_head and name_in(spec) == MODEL_DRAFTER:
             assert self.draft_model is not None
             if target is None:
@@ -115,14 +131,22 @@ class Flags:
                 )
             return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
         model, tokenizer = (None, None) if self.has_head else self._draft_pair
-        remembered = {} if self.remembered is None else {"memory": self.remembered}
-        options = remembered if name_in(spec) in REMEMBERING else {}
+        memory = memory if memory is not None else self.remembered
+        remembers = memory is not None and name_in(spec) in REMEMBERING
+        options = {"memory": memory} if remembers else {}
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
 
     @cached_property
     def remembered(self) -> Memory | None:
         """The memory that was asked for, one for all drafters; raises MemoryFileError."""
+        if self.memory_for != EVERYBODY:
+            return None
         return Memory() if self.memory == PROCESS else as_memory(self.memory)
+
+    def save_memory(self) -> None:
+        """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
+        if self.memory not in (None, PROCESS) and self.remembered is not None:
+            self.remembered.save()
 
     @cached_property
     def _draft_pair(self) -> tuple[nn.Module | None, Any]:
@@ -135,10 +159,6 @@ class Flags:
 def name_in(spec: str) -> str:
     """The name in NAME:key=value,..."""
     return spec.partition(":")[0]
-
-
-PROCESS = "process"
-"""In the place of a memory's file: what this process writes, and nowhere else."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -185,6 +205,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Draft from what was written before, as kept in FILE, and add what is written now; "
         f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
     )
+    group.add_argument(
+        "--memory-for",
+        choices=(EVERYBODY, USER, KEY),
+        default=EVERYBODY,
+        help=f"A server's memory for all requests, or with --memory {PROCESS} one for each `user` "
+        "of the requests or for each API key (default: all)",
+    )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
 
 
@@ -221,6 +248,11 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     """
     check_numbers(namespace)
     check_files(namespace)
+    if namespace.memory_for != EVERYBODY and namespace.memory != PROCESS:
+        raise ValueError(
+            f"argument --memory-for: {namespace.memory_for} needs --memory {PROCESS}, got "
+            f"{namespace.memory}. A file is for everybody who may write to it."
+        )
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
@@ -242,6 +274,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
         memory=namespace.memory,
+        memory_for=namespace.memory_for,
     )
     namespace.draft_model = None
     return flags
