@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
@@ -44,6 +45,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("--max-tokens", type=count, required=True, metavar="N")
     prune.set_defaults(action=_prune)
 
+    push = actions.add_parser("push", help="put a memory on the Hugging Face Hub, with a card")
+    push.add_argument("file", type=Path, metavar="FILE")
+    push.add_argument("repo", metavar="OWNER/NAME")
+    push.add_argument("--source", required=True, metavar="TEXT", help="where its texts are from")
+    push.add_argument("--licence", required=True, metavar="NAME", help="mit, apache-2.0, other ...")
+    push.add_argument("--public", action="store_true", help="let everybody read the texts")
+    push.set_defaults(action=_push)
+
+    pull = actions.add_parser("pull", help="take a memory from the Hugging Face Hub")
+    pull.add_argument("repo", metavar="OWNER/NAME")
+    pull.add_argument("file", type=Path, metavar="FILE", help="new, or merged with what is there")
+    pull.add_argument("--tokenizer", required=True, metavar="MODEL", help="to be drafted for")
+    pull.set_defaults(action=_pull)
+
 
 def main(args: argparse.Namespace) -> int:
     """Do what was asked."""
@@ -51,8 +66,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _build(args: argparse.Namespace) -> int:
-    with explained(args.tokenizer):
-        tokenizer = load_tokenizer(args.tokenizer)
+    tokenizer = _tokenizer(args.tokenizer)
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
@@ -94,3 +108,27 @@ def _prune(args: argparse.Namespace) -> int:
     memory.prune(args.max_tokens)
     memory.save(args.file)
     return _info(args)
+
+
+def _push(args: argparse.Namespace) -> int:
+    from specdec_mlx.memory.hub import push
+
+    memory = Memory.load(args.file)
+    where = push(
+        memory, args.repo, source=args.source, licence=args.licence, private=not args.public
+    )
+    print(f"{args.repo}: {len(memory):,} tokens. {where}")
+    return 0
+
+
+def _pull(args: argparse.Namespace) -> int:
+    from specdec_mlx.memory.hub import pull
+
+    pull(args.repo, args.file, _tokenizer(args.tokenizer))
+    return _info(args)
+
+
+def _tokenizer(model: str) -> Any:
+    """The tokenizer of a model's folder or name; raises ModelFolderError."""
+    with explained(model):
+        return load_tokenizer(model)

@@ -190,16 +190,26 @@ class Memory:
         with self._lock, locked(path):
             if path.exists() and file_id(path) != self._saved_as:
                 self._take_over(path)
-            header = {
-                "tokenizer": self.tokenizer,
-                "max_tokens": self.max_tokens,
-                "remember_prompts": self.remember_prompts,
-                "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
-                "sources": self.sources,
-            }
-            arrays = [a for index in self._indexes for a in (index.tokens, index.order)]
-            self._saved_as = write_file(path, KIND, header, arrays)
+            self._saved_as = self._write(path, self.sources)
             self.path = path
+
+    def export(self, path: Path) -> int:
+        """Write a new file without the names of the sources; returns its size in bytes."""
+        with self._lock, locked(path):
+            self._write(path, {})
+        return path.stat().st_size
+
+    def _write(self, path: Path, sources: dict[str, tuple[Any, ...]]) -> str:
+        """Write a file, under its lock; returns the id of this saving."""
+        header = {
+            "tokenizer": self.tokenizer,
+            "max_tokens": self.max_tokens,
+            "remember_prompts": self.remember_prompts,
+            "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
+            "sources": sources,
+        }
+        arrays = [array for index in self._indexes for array in (index.tokens, index.order)]
+        return write_file(path, KIND, header, arrays)
 
     @classmethod
     def load(cls, path: Path | str) -> Memory:
