@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -144,6 +145,9 @@ def test_another_tokenizers_memory_is_refused() -> None:
     context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
     with pytest.raises(sd.TokenizerMismatchError, match="memory build"):
         sd.SuffixDrafter(one).check(context)
+    large = filled([[1, 500]])
+    with pytest.raises(sd.TokenizerMismatchError, match="token 500, the target has 500"):
+        sd.SuffixDrafter(large).begin([1], sd.DraftContext(vocab_size=500))
     fresh = sd.Memory()
     sd.SuffixDrafter(fresh).check(context)
     assert fresh.tokenizer == sd.Memory(tokenizer=tiny_text.tokenizer()).tokenizer
@@ -276,6 +280,13 @@ def with_header(content: bytes, **changes: object) -> bytes:
     return front + b"\x00" * (-len(front) % memory_file.ALIGNMENT) + rest
 
 
+def with_last(content: bytes, number: int) -> bytes:
+    """Another last integer, and the checksum that goes with it."""
+    rest = header_of(content)[1][:-4] + number.to_bytes(4, "little", signed=True)
+    changed = with_header(content, crc32=zlib.crc32(rest))
+    return changed[: -len(rest)] + rest
+
+
 DAMAGES = {
     "empty": (lambda c: b"", "not a memory"),
     "something else": (lambda c: b"PK\x03\x04" + c[4:], "not a memory"),
@@ -288,6 +299,9 @@ DAMAGES = {
     "a part of the header": (lambda c: c[:16] + b"[" + c[17:], "header"),
     "no bound": (lambda c: with_header(c, max_tokens=None), "does not fit"),
     "other sizes": (lambda c: with_header(c, indexes=[[1, 1]]), "does not fit"),
+    "negative sizes": (lambda c: with_header(c, indexes=[[8, -1]]), "does not fit"),
+    "a place at the end": (lambda c: with_last(c, 3), "places out of range"),
+    "a place before the beginning": (lambda c: with_last(c, -1), "places out of range"),
     "another kind": (lambda c: with_header(c, kind="n-grams"), "holds 'n-grams'"),
 }
 
@@ -429,8 +443,8 @@ def test_memories_are_built_shown_merged_and_pruned(
 def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Path) -> None:
     """The same text in fewer passes the second time; what was typed is not in the file."""
     path = tmp_path / "memory"
-    generate = ("generate", "--model", model, "--prompt", "the cat", "--max-tokens", "40")
-    generate = (*generate, "--temp", "0", "--draft-length", "4", "--memory", path)
+    asked = ("--model", model, "--prompt", "the cat", "--max-tokens", "40", "--temp", "0")
+    generate = ("generate", *asked, "--draft-length", "4", "--memory", path)
     first, second = run(*generate), run(*generate)
     assert first.returncode == second.returncode == 0, first.stderr
     text = first.stdout.partition("==========")[2].partition("==========")[0]
