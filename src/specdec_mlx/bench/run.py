@@ -28,6 +28,7 @@ from specdec_mlx.bench.prompts import (
 )
 from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
+from specdec_mlx.bench.sessions import session_tasks
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
@@ -47,6 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, argument(positive_int)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
+    add(
+        "--sessions",
+        metavar="FILE",
+        help="prompts of conversations instead, as JSON lines with messages, or with turns and "
+        "reference; in their order, so that a drafter that remembers is of use",
+    )
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     add(
@@ -102,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         args.rule or DEFAULT_RULES,
     )
     contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
-    tasks = make_tasks(tokenizer, _prompts(args))
+    tasks = _tasks(args, tokenizer)
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     models = [m for m in (model, draft_model) if m is not None]
     with wired_limit(models, [generation_stream]):
@@ -301,9 +308,11 @@ def _drafters(args: argparse.Namespace) -> list[str]:
     return [*args.drafter, *(["model"] if args.draft_model and "model" not in names else [])]
 
 
-def _prompts(args: argparse.Namespace) -> list[Prompt]:
+def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    if args.sessions:
+        return choose(session_tasks(args.sessions, tokenizer), args.categories, args.per_category)
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
-    return choose(prompts, args.categories, args.per_category)
+    return make_tasks(tokenizer, choose(prompts, args.categories, args.per_category))
 
 
 def _progress_bar(total: int) -> Any:
