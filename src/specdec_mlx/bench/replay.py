@@ -206,11 +206,28 @@ def _record(args: argparse.Namespace) -> Record:
     if args.sessions is None:
         assert record is not None
         return record
-    name = args.model or demo_model_path()
+    cost = None if record is None else record.cost
+    return record_of_sessions(args.sessions, args.model, cost)
+
+
+def record_of_sessions(
+    path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
+) -> Record:
+    """A session file as a record, by the tokenizer of a model.
+
+    Args:
+        path: of the file.
+        model: folder or Hugging Face name; None for a small one.
+        cost: c(m) as it was measured somewhere.
+
+    Raises:
+        ValueError: for a file that is none.
+        ModelFolderError: the tokenizer cannot be loaded.
+    """
+    name = model or demo_model_path()
     with explained(name):
         tokenizer = load_tokenizer(name)
-    cost = None if record is None else record.cost
-    return session_record(args.sessions, tokenizer, len(tokenizer), cost)
+    return session_record(path, tokenizer, len(tokenizer), cost)
 
 
 def _drafters(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 from specdec_mlx.types import Evidence
 
-MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
+MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
 """Lower ends of the classes of matches, in tokens."""
 
-POSITION_EDGES = (1, 2, 4, 8)
+POSITION_EDGES = (1, 2, 4, 8, 16, 32)
 """Lower ends of the classes of positions in a draft."""
 
-RECENT_EDGES = (0.2, 0.4, 0.6, 0.8)
+RECENT_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 """Lower ends of the classes of recent acceptance."""
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -31,9 +31,9 @@ LEARNING_RATE = 0.035
 """Step of the log-odds towards a trial's outcome."""
 
 PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
-    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13),
-    "position": (0.42, 0.35, 0.46, 0.13, 0.15),
-    "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
+    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.13, 1.13),
+    "position": (0.42, 0.35, 0.46, 0.13, 0.15, 0.15, 0.15),
+    "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
     "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
@@ -41,6 +41,15 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
 }
 """What is believed before anything was learned, by feature and class."""
 
+
+LOOK_UP_LOG_ODDS: dict[str, tuple[float, ...]] = {
+    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.6, 2.0),
+    "position": (0.42, 0.35, 0.46, 0.13, 0.3, 1.2, 1.5),
+    "recent": (0.07, 0.18, 0.13, 0.2, 0.8, 1.0),
+    "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
+    "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+}
+"""The same of look-ups, fitted by `python -m specdec_mlx.bench.prior` to recorded texts."""
 
 ONE_TOKEN_LATER = (0.0, -0.65, 0.05, 0.05, 0.6, 0.6, 1.0, 1.3, 1.4, 2.3, 3.2)
 """Prior log-odds of a token by the confidence in the one before it, by class."""
@@ -73,6 +82,13 @@ class AcceptanceHistory:
         default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
     )
     recent: float = UNKNOWN
+
+    @classmethod
+    def of_look_ups(cls) -> AcceptanceHistory:
+        """What is believed of a look-up before it was tried."""
+        history = cls()
+        history.weights.update({name: list(odds) for name, odds in LOOK_UP_LOG_ODDS.items()})
+        return history
 
     @classmethod
     def of_draft_models(cls) -> AcceptanceHistory:

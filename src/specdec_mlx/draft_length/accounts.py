@@ -23,6 +23,18 @@ MLX's tiles of 5 rows."""
 
 LONGEST = LENGTHS[-1]
 
+COPY_LENGTHS = (*LENGTHS, 24, 32, 48, 64)
+"""Lengths of look-ups: where a text is being copied, as edits are, most of it comes in one piece."""
+
+LONGEST_COPY = COPY_LENGTHS[-1]
+
+SURE = 0.4
+"""Recent acceptance from which on a look-up is asked for more than `LONGEST`; a single wrong token
+takes it below."""
+
+NEGLIGIBLE = 0.005
+"""Chance that a draft is accepted so far, below which a long one is not looked at further."""
+
 TRIAL_SHARE = 0.002
 """Share of the time that a look-up may lose in trying lengths whose cost is not known."""
 
@@ -129,8 +141,10 @@ class Account(ABC):
         reach, expected = 1.0, 1.0
         for i, kind in enumerate(evidence):
             reach *= self.learned.acceptance.chance(kind, i)
+            if i >= LONGEST and reach < NEGLIGIBLE:
+                break
             expected += reach
-            if i + 1 in LENGTHS or i + 1 == len(evidence):
+            if i + 1 in COPY_LENGTHS or i + 1 == len(evidence):
                 lengths.append((i + 1, expected))
         return lengths
 
@@ -139,9 +153,9 @@ class LookUpAccount(Account):
     """A look-up: proposing is free, so that only lengths whose cost is unknown are a risk."""
 
     def limit(self, rate: float) -> int:
-        """The longest; `cut` decides."""
+        """The longest; `cut` decides. Where drafts have been wrong lately, none of the long ones."""
         self.was_cut = False
-        return LONGEST
+        return LONGEST_COPY if self.learned.acceptance.recent >= SURE else LONGEST
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the length is no trial, or its loss in the worst case can be borne."""

@@ -57,7 +57,8 @@ class Auto:
         account = self._parts.get(part)
         if account is None:
             kind = LookUpAccount if cheap else ModelAccount
-            account = self._parts[part] = kind(self.tuning.of(part, kind.first_budget))
+            learned = self.tuning.of(part, kind.first_budget, look_up=cheap)
+            account = self._parts[part] = kind(learned)
         if not cheap and any(other.learned.costs.needs_plain for other in self._parts.values()):
             return 0
         return account.limit(self.rate)
