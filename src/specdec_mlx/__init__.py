@@ -20,6 +20,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.errors import (
     CacheRollbackError,
     DraftError,
@@ -27,6 +28,7 @@ from specdec_mlx.errors import (
     GrammarError,
     HeadError,
     LogitsError,
+    MemoryFileError,
     MissingBackendError,
     MissingPackageError,
     ModelFolderError,
@@ -38,6 +40,7 @@ from specdec_mlx.errors import (
 )
 from specdec_mlx.generation import generate, stream_generate
 from specdec_mlx.loop import Token, speculate
+from specdec_mlx.memory import Memory
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, Speculation, install, installed, uninstall
 from specdec_mlx.responses import SpeculativeResponse, Text
 from specdec_mlx.rules.block import Block
@@ -71,6 +74,8 @@ __all__ = [
     "HeadError",
     "Lenient",
     "LogitsError",
+    "Memory",
+    "MemoryFileError",
     "MissingBackendError",
     "MissingPackageError",
     "MlxLmVersionError",
@@ -86,6 +91,7 @@ __all__ = [
     "Speculation",
     "SpeculationStats",
     "SpeculativeResponse",
+    "SuffixDrafter",
     "Text",
     "Token",
     "TokenizerMismatchError",

@@ -52,6 +52,10 @@ class GrammarError(ValueError):
     """A grammar cannot be read, or cannot be followed."""
 
 
+class MemoryFileError(ValueError):
+    """A file is no memory, is damaged, or belongs to another tokenizer."""
+
+
 class MissingPackageError(RuntimeError):
     """An optional package is not installed."""
 

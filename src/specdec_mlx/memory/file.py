@@ -1,0 +1,147 @@
+"""Files of what is remembered: a header, and arrays behind it that are mapped into memory.
+
+8 bytes   magic
+8 bytes   length of the header, little-endian
+header    JSON: kind, id of this saving, size and checksum of the rest, and what the kind adds
+zeros     up to a multiple of 64 bytes
+rest      int32, little-endian
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import tempfile
+import uuid
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from specdec_mlx.errors import MemoryFileError
+
+MAGIC = b"SDMEM\x00\x00\x01"
+ALIGNMENT = 64
+LONGEST_HEADER = 2**28
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, PATH.lock beside it, against other processes."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_name(f"{path.name}.lock"), "a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed, or the process killed
+        yield
+
+
+def write_file(
+    path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Int[np.ndarray, " n"]]
+) -> str:
+    """Write a file beside the old one, and put it in its place when it is on the disk.
+
+    Args:
+        path: of the file.
+        kind: what it holds.
+        header: what is told beside that, JSON.
+        arrays: int32, written one behind the other.
+
+    Returns:
+        The id of this saving.
+    """
+    parts = [np.ascontiguousarray(array, "<i4") for array in arrays]
+    checksum = 0
+    for part in parts:
+        checksum = zlib.crc32(part.data, checksum)
+    identity = uuid.uuid4().hex
+    size = sum(part.nbytes for part in parts)
+    told = {"kind": kind, "id": identity, "size": size, "crc32": checksum} | header
+    text = json.dumps(told).encode()
+    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(MAGIC + len(text).to_bytes(8, "little") + text)
+            file.write(b"\x00" * (-file.tell() % ALIGNMENT))
+            for part in parts:
+                file.write(part.data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(name)
+        raise
+    return identity
+
+
+def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:
+    """The header of a file, and the rest of it as a map that cannot be written to.
+
+    Args:
+        path: of the file.
+        kind: what it is expected to hold.
+
+    Raises:
+        MemoryFileError: it is no such file, holds something else, or is damaged.
+        FileNotFoundError: there is none.
+    """
+    header, start = _header(path)
+    if header["kind"] != kind:
+        raise MemoryFileError(
+            f"{path} holds {header['kind']!r}, expected {kind!r}. A memory of texts is for "
+            "SuffixDrafter and --memory, a table of n-grams for NGramDrafter(table=...)."
+        )
+    size = path.stat().st_size - start
+    if size != header["size"]:
+        raise damaged(path, f"{size} bytes behind the header, expected {header['size']}")
+    if not size:
+        return header, np.zeros(0, np.int32)
+    data: Int[np.ndarray, " n"] = np.memmap(path, "<i4", mode="r", offset=start)
+    if zlib.crc32(data.data) != header["crc32"]:
+        raise damaged(path, "its content does not have the checksum of its header")
+    return header, data
+
+
+def file_id(path: Path) -> str:
+    """The id of the saving that a file is of; MemoryFileError as `read_file`."""
+    return str(_header(path)[0]["id"])
+
+
+def damaged(path: Path, what: str) -> MemoryFileError:
+    """The error that names a damaged file and what to do about it."""
+    return MemoryFileError(
+        f"{path} is damaged: {what}. Delete it, or move it away, and build or fill a new one."
+    )
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header, and where the rest begins."""
+    with open(path, "rb") as file:
+        magic = file.read(len(MAGIC))
+        if magic[:5] != MAGIC[:5]:
+            raise MemoryFileError(
+                f"{path} is not a memory: it begins with {magic!r}, expected {MAGIC!r}. "
+                "Make one: specdec-mlx memory build --tokenizer MODEL FILES."
+            )
+        if magic != MAGIC:
+            raise MemoryFileError(
+                f"{path} is a memory of format {magic[5:]!r}, expected {MAGIC[5:]!r}. It was "
+                "written by another version of specdec-mlx: use that one, or build it anew."
+            )
+        length = int.from_bytes(file.read(8), "little")
+        if length > LONGEST_HEADER:
+            raise damaged(path, f"a header of {length} bytes")
+        text = file.read(length)
+        start = file.tell() + -file.tell() % ALIGNMENT
+    try:
+        header = json.loads(text)
+        missing = {"kind", "id", "size", "crc32"} - header.keys()
+    except (ValueError, AttributeError) as error:
+        raise damaged(path, "its header cannot be read") from error
+    if missing:
+        raise damaged(path, f"its header has no {', '.join(sorted(missing))}")
+    return header, start

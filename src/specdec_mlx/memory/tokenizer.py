@@ -1,0 +1,33 @@
+"""What tells one tokenizer from another in a file: token ids mean nothing without it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+SAMPLES = ("def f(x):\n    return {'a': [1, 22, 333]}\n", "naïve café – 東京  😀\t3.14")
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Digest of a tokenizer's vocabulary and of how it encodes samples; equal in every process.
+
+    It takes a tenth of a second for 50,000 tokens, once for each tokenizer.
+    """
+    inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+    with suppress(TypeError):  # of somebody's class that cannot be kept weakly
+        if (known := _known.get(inner)) is not None:
+            return known
+    samples = [list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES]
+    content = [sorted(tokenizer.get_vocab().items()), samples]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    with suppress(TypeError):
+        _known[inner] = digest
+    return digest
+
+
+_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
