@@ -10,6 +10,7 @@ except ImportError as _error:
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.best_of import BestOf
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -55,6 +56,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceRule",
+    "BestOf",
     "Block",
     "CacheRollbackError",
     "CheckReport",

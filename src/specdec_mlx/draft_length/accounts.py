@@ -24,7 +24,7 @@ MLX's tiles of 5 rows."""
 LONGEST = LENGTHS[-1]
 
 COPY_LENGTHS = (*LENGTHS, 24, 32, 48, 64)
-"""Lengths of look-ups: where a text is being copied, as edits are, most of it comes in one piece."""
+"""Lengths of look-ups: where a text is copied, as edits are, most of it comes in one piece."""
 
 LONGEST_COPY = COPY_LENGTHS[-1]
 
@@ -58,12 +58,15 @@ simulations needed 0.84 of the plain time where 0.69 was enough."""
 class Account(ABC):
     """One drafter in one generation, and its account, which outlives the generation.
 
-    learned: what is known of it. scored: its draft that is being compared with what comes.
-    num_steps: draft steps that were run for the present round, as far as they are counted.
+    learned: what is known of it. scored: its draft that is being compared with what comes. gain:
+    what its next draft is expected to bring beyond plain decoding, in tokens less cost at the going
+    rate; of a look-up known once it has proposed, of a draft model before it is asked. num_steps:
+    draft steps that were run for the present round, as far as they are counted.
     """
 
     learned: Learned
     scored: ScoredDraft | None = None
+    gain: float = 0.0
     was_cut: bool = False
     num_steps: int = 0
     first_budget: ClassVar[float] = FIRST_BUDGET
@@ -127,12 +130,12 @@ class Account(ABC):
         """Length of the largest value that can be afforded; 0 if none is above `plain_value`."""
         costs = self.learned.costs
         best, best_value = 0, plain_value
-        if costs.needs_plain:
-            return best
-        for length, expected in self.expected_tokens(evidence):
-            value = expected - rate * costs.optimistic_ratio(length)
-            if value > best_value and self.can_afford(length, expected):
-                best, best_value = length, value
+        if not costs.needs_plain:
+            for length, expected in self.expected_tokens(evidence):
+                value = expected - rate * costs.optimistic_ratio(length)
+                if value > best_value and self.can_afford(length, expected):
+                    best, best_value = length, value
+        self.gain = best_value - (1.0 - rate)
         return best
 
     def expected_tokens(self, evidence: Sequence[Evidence | int]) -> list[tuple[int, float]]:
@@ -153,7 +156,7 @@ class LookUpAccount(Account):
     """A look-up: proposing is free, so that only lengths whose cost is unknown are a risk."""
 
     def limit(self, rate: float) -> int:
-        """The longest; `cut` decides. Where drafts have been wrong lately, none of the long ones."""
+        """The longest, or where drafts have been wrong lately `LONGEST`; `cut` decides."""
         self.was_cut = False
         return LONGEST_COPY if self.learned.acceptance.recent >= SURE else LONGEST
 

@@ -36,6 +36,7 @@ class Auto:
     _parts: dict[str, Account] = field(default_factory=dict)
     _tokens: float = 0.0
     _cost: float = 0.0
+    _chosen_gain: float = 0.0
 
     def begin_steps(self, part: str, time_step: Callable[[], float] | None) -> None:
         """Expect a drafter that asks `goes_on`; see `types.ChoosesSteps`."""
@@ -66,6 +67,18 @@ class Auto:
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
         return self._parts[part].cut(draft, self.rate) if len(draft) else 0
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
+        """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
+        lengths = [self.cut(part, draft) for part, draft in drafts]
+        gains = [self._parts[part].gain for part, _ in drafts]
+        best = gains.index(max(gains))
+        self._chosen_gain = gains[best]
+        return best, lengths[best]
+
+    def outbids(self, part: str, limit: int) -> bool:
+        """Whether a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
+        return self._parts[part].gain > self._chosen_gain
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""

@@ -25,6 +25,7 @@ from specdec_mlx.types.drafting import (
 from specdec_mlx.types.optional import (
     Cheap,
     Checks,
+    ChoosesDrafts,
     ChoosesRule,
     ChoosesSteps,
     Closes,
@@ -35,6 +36,7 @@ from specdec_mlx.types.optional import (
     ReadsTarget,
     RunsModel,
     SeesTarget,
+    SessionGroups,
     SessionParts,
     SharesNoise,
     Stepwise,
@@ -47,6 +49,7 @@ from specdec_mlx.types.optional import (
     models_of,
     needs_distribution,
     rule_for,
+    session_groups,
     session_parts,
     shares_noise,
 )
@@ -67,6 +70,7 @@ __all__ = [
     "Agreement",
     "Cheap",
     "Checks",
+    "ChoosesDrafts",
     "ChoosesRule",
     "ChoosesSteps",
     "Closes",
@@ -91,6 +95,7 @@ __all__ = [
     "RoundRecord",
     "RunsModel",
     "SeesTarget",
+    "SessionGroups",
     "SessionParts",
     "SharesNoise",
     "Step",
@@ -107,6 +112,7 @@ __all__ = [
     "models_of",
     "needs_distribution",
     "rule_for",
+    "session_groups",
     "session_parts",
     "shares_noise",
 ]
