@@ -11,13 +11,18 @@ import pytest
 
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.bench.cost import linear_cost
+from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.expected import ExpectedTokens
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord, session_groups
 
 PROMPT = [5, 17, 99, 3]
 NUM_TOKENS = 40
+LONG = [n * n % 97 for n in range(400)]
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,15 +133,22 @@ def test_first_of_would_have_stayed_with_the_wrong_one(model: Any, text: list[in
 def test_one_that_costs_time_is_asked_where_the_others_have_nothing(
     model: Any, text: list[int]
 ) -> None:
-    """And is not asked where a free draft has been right as often as it could be."""
+    """And it is hardly asked where free drafts are always right: at most to find out its price."""
     costly = right(text, "costly", cheap=False)
     run(model, sd.BestOf(nothing(), costly), 3)
     assert costly.asked
-    again = right(text, "costly", cheap=False)
-    policy = Auto()
+    again, tuning = right(LONG, "costly", cheap=False), Tuning()
     for _ in range(3):  # costs and acceptance are learned from text to text
         again.asked.clear()
-        run(model, sd.BestOf(right(text, evidence=16), again), policy)
+        replay_text(
+            RecordedText("", "", PROMPT, LONG),
+            sd.BestOf(right(LONG, evidence=16), again),
+            Auto(tuning),
+            linear_cost(0.05),
+            max_tokens=len(LONG),
+            vocab_size=VOCAB,
+            draft_seconds=linear_cost(0.05)(1) / 5,
+        )
     assert len(again.asked) < 3
 
 
