@@ -10,7 +10,8 @@ A logistic regression on these gives the log-odds that `draft_length.acceptance`
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,13 +20,16 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.bench.replay import record_of_sessions
-from specdec_mlx.draft_length.acceptance import LOOK_UP_LOG_ODDS, AcceptanceHistory
+from specdec_mlx.draft_length.acceptance import PRIOR_LOG_ODDS, AcceptanceHistory
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.draft_length.tuning import Learned, Tuning, class_named
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.types import Drafter, Evidence
 
-DEFAULT_DRAFTERS = ("prompt-lookup:min_ngram=1", "ngram")
+DEFAULT_DRAFTERS = ("prompt-lookup", "auto")
+
+FEATURES = ("match", "position", "recent", "after one", "after two")
+"""What look-ups have for evidence."""
 
 RIDGE = 3.0
 """Weight of the squares of the log-odds: a class that is seldom seen stays near 0."""
@@ -44,66 +48,71 @@ class Trials(AcceptanceHistory):
     noted: classes -> [wrong, right], how often.
     """
 
-    noted: dict[Classes, list[int]] = field(default_factory=dict)
+    noted: Counts = field(default_factory=dict)
 
     def learn(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
         """Note the trial, and learn from it."""
         names = {id(weights): name for name, weights in self.weights.items()}
         active = self._active(evidence, position)
         key = tuple((names[id(weights)], index) for weights, index in active)
-        self.noted.setdefault(key, [0, 0])[accepted] += 1
+        self.noted.setdefault(key, [0.0, 0.0])[accepted] += 1
         super().learn(evidence, position, accepted)
+
+
+Counts = dict[Classes, list[float]]
+"""Classes -> [wrong, right], how often."""
 
 
 @dataclass
 class NotingTuning(Tuning):
-    """A tuning whose drafters note their trials, all in one place."""
+    """A tuning whose drafters note their trials, by class of drafter."""
 
-    noted: dict[Classes, list[int]] = field(default_factory=dict)
+    noted: dict[str, Counts] = field(default_factory=dict)
 
     def of(self, key: str, budget: float = 0.3, look_up: bool = False) -> Learned:
         """What was learned with a drafter, with a history that notes."""
         learned = super().of(key, budget, look_up)
         if not isinstance(learned.acceptance, Trials):
-            learned.acceptance = Trials(learned.acceptance.weights, noted=self.noted)
+            noted = self.noted.setdefault(class_named(key), {})
+            learned.acceptance = Trials(learned.acceptance.weights, noted=noted)
         return learned
 
 
 def trials(
-    records: Iterable[Record], drafters: Sequence[Callable[[], Drafter | None]], cost: CostCurve
-) -> dict[Classes, list[float]]:
-    """How often draft tokens were wrong and right, by classes; each record weighs the same.
+    records: Iterable[Record], make: Callable[[], Drafter | None], cost: CostCurve
+) -> dict[str, Counts]:
+    """How often each drafter's tokens were wrong and right, by classes; records weigh the same.
 
     Args:
         records: recorded texts.
-        drafters: functions that make look-ups.
+        make: makes the look-up, anew for each record.
         cost: c(m), which decides how long drafts are.
     """
-    total: dict[Classes, list[float]] = {}
+    total: dict[str, Counts] = {}
     for record in records:
         tuning = NotingTuning()
-        for make in drafters:
-            drafter = make()
-            for text in record.texts:
-                replay_text(
-                    text,
-                    drafter,
-                    make_draft_length("auto", tuning),
-                    cost,
-                    max_tokens=int(record.settings["max_tokens"]),
-                    vocab_size=int(record.settings["vocab_size"]),
-                )
-        size = sum(map(sum, tuning.noted.values()))
-        for key, counts in tuning.noted.items():
-            own = total.setdefault(key, [0.0, 0.0])
-            for i in (0, 1):
-                own[i] += counts[i] * 10_000 / size
+        drafter = make()
+        for text in record.texts:
+            replay_text(
+                text,
+                drafter,
+                make_draft_length("auto", tuning),
+                cost,
+                max_tokens=int(record.settings["max_tokens"]),
+                vocab_size=int(record.settings["vocab_size"]),
+            )
+        for kind, noted in tuning.noted.items():
+            size = sum(map(sum, noted.values()))
+            for key, counts in noted.items():
+                own = total.setdefault(kind, {}).setdefault(key, [0.0, 0.0])
+                for i in (0, 1):
+                    own[i] += counts[i] * 10_000 / size
     return total
 
 
-def fit(counts: dict[Classes, list[float]]) -> dict[str, tuple[float, ...]]:
+def fit(counts: Counts) -> dict[str, tuple[float, ...]]:
     """Log-odds by feature and class that make the trials likeliest, held near 0 by a ridge."""
-    sizes = {name: len(odds) for name, odds in LOOK_UP_LOG_ODDS.items()}
+    sizes = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]), strict=False))
     rows = np.zeros((len(counts), sum(sizes.values())))
     for row, key in zip(rows, counts, strict=True):
@@ -143,10 +152,14 @@ def main() -> None:
             record.texts[:] = [text for text in record.texts if text.session in names]
         records.append(record)
     specs = args.drafter or DEFAULT_DRAFTERS
-    makers = [lambda spec=spec: make_drafter(spec) for spec in specs]
     cost = records[0].cost or linear_cost(0.05)
-    for name, odds in fit(trials(records, makers, cost)).items():
-        print(f'    "{name}": {odds},')
+    for spec in specs:
+        make = functools.partial(make_drafter, spec)
+        for kind, counts in trials(records, make, cost).items():
+            print(f'    "{kind}": {{')
+            for name, odds in fit(counts).items():
+                print(f'        "{name}": {odds},')
+            print("    },")
 
 
 if __name__ == "__main__":

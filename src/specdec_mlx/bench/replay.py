@@ -130,7 +130,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="NAME[:KEY=VALUE,...]",
-        help="repeatable (prompt-lookup)",
+        help=f"repeatable ({DEFAULT_DRAFTER})",
     )
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)

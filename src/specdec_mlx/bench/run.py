@@ -33,12 +33,12 @@ from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
-DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)
 DEFAULT_RULES = ("auto",)
 
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="NAME[:KEY=VALUE,...]",
-        help="repeatable; none: our loop without a drafter (prompt-lookup)",
+        help=f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})",
     )
     add("--draft-model", metavar="MODEL", help="also run mlx-lm's own speculation, and our own")
     add_lighter_arguments(parser)
@@ -303,7 +303,7 @@ def _settings(settings: Settings) -> dict[str, Any]:
 def _drafters(args: argparse.Namespace) -> list[str]:
     """Those asked for; a draft model takes part in any case."""
     if args.drafter is None:
-        return ["model"] if args.draft_model else list(DEFAULT_DRAFTERS)
+        return ["model"] if args.draft_model else [DEFAULT_DRAFTER]
     names: Collection[str] = {spec.partition(":")[0] for spec in args.drafter}
     return [*args.drafter, *(["model"] if args.draft_model and "model" not in names else [])]
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec_mlx.draft_length.priors import LOOK_UPS
 from specdec_mlx.types import Evidence
 
 MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
@@ -42,15 +43,6 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
 """What is believed before anything was learned, by feature and class."""
 
 
-LOOK_UP_LOG_ODDS: dict[str, tuple[float, ...]] = {
-    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.6, 2.0),
-    "position": (0.42, 0.35, 0.46, 0.13, 0.3, 1.2, 1.5),
-    "recent": (0.07, 0.18, 0.13, 0.2, 0.8, 1.0),
-    "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
-    "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
-}
-"""The same of look-ups, fitted by `python -m specdec_mlx.bench.prior` to recorded texts."""
-
 ONE_TOKEN_LATER = (0.0, -0.65, 0.05, 0.05, 0.6, 0.6, 1.0, 1.3, 1.4, 2.3, 3.2)
 """Prior log-odds of a token by the confidence in the one before it, by class."""
 
@@ -64,6 +56,10 @@ GOOD_PAIR = 0.85
 def class_of(value: float, edges: Sequence[float]) -> int:
     """Number of edges at or below the value."""
     return bisect_right(edges, value)
+
+
+MATCH_CLASSES = tuple(class_of(n, MATCH_EDGES) for n in range(MATCH_EDGES[-1] + 1))
+POSITION_CLASSES = tuple(class_of(n, POSITION_EDGES) for n in range(POSITION_EDGES[-1] + 1))
 
 
 @dataclass
@@ -84,10 +80,11 @@ class AcceptanceHistory:
     recent: float = UNKNOWN
 
     @classmethod
-    def of_look_ups(cls) -> AcceptanceHistory:
-        """What is believed of a look-up before it was tried."""
+    def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
+        """What is believed of a look-up before it was tried; kind: its class, if it is known."""
         history = cls()
-        history.weights.update({name: list(odds) for name, odds in LOOK_UP_LOG_ODDS.items()})
+        odds_of_kind = LOOK_UPS.get(kind, LOOK_UPS["PromptLookupDrafter"])
+        history.weights.update({name: list(odds) for name, odds in odds_of_kind.items()})
         return history
 
     @classmethod
@@ -124,18 +121,22 @@ class AcceptanceHistory:
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
-        log_odds = sum(weights[index] for weights, index in self._active(evidence, position))
+        log_odds = sum([weights[index] for weights, index in self._active(evidence, position)])
         return 1 / (1 + math.exp(-log_odds))
 
-    def _active(self, evidence: Evidence | int, position: int) -> Iterator[tuple[list[float], int]]:
-        """The weights that count, as lists and places in them."""
+    def _active(self, evidence: Evidence | int, position: int) -> list[tuple[list[float], int]]:
+        """The weights that count, as lists and places in them; asked for every token of a draft."""
         if not isinstance(evidence, Evidence):
             evidence = Evidence(evidence)
-        yield self.weights["match"], class_of(evidence.match, MATCH_EDGES)
-        yield self.weights["position"], class_of(position, POSITION_EDGES)
-        yield self.weights["recent"], class_of(self.recent, RECENT_EDGES)
-        yield self.weights["after one"], evidence.after_one
-        yield self.weights["after two"], evidence.after_two
+        weights = self.weights
+        active = [
+            (weights["match"], MATCH_CLASSES[min(evidence.match, MATCH_EDGES[-1])]),
+            (weights["position"], POSITION_CLASSES[min(position, POSITION_EDGES[-1])]),
+            (weights["recent"], class_of(self.recent, RECENT_EDGES)),
+            (weights["after one"], evidence.after_one),
+            (weights["after two"], evidence.after_two),
+        ]
         if evidence.confidence is not None:
             name = "confidence in a draw" if evidence.is_drawn else "confidence"
-            yield self.weights[name], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)
+            active.append((weights[name], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)))
+        return active

@@ -98,8 +98,16 @@ class Auto:
         if drafting is not None:
             drafting.settle(round_)
             drafting.learn_acceptance(round_)
+            self._share_cost(drafting, round_)
         for part in self._parts.values():
             part.follow(round_)
+
+    def _share_cost(self, drafting: Account, round_: RoundRecord) -> None:
+        """A look-up takes no time, so that a round with its draft costs the same with another's."""
+        if isinstance(drafting, LookUpAccount) and round_.steady:
+            for part in self._parts.values():
+                if isinstance(part, LookUpAccount) and part is not drafting:
+                    part.learned.costs.add(round_.drafted, round_.seconds)
 
     def wants_timing(self, num_drafted: int) -> bool:
         """Whether seconds are needed that a slow caller would hide; see `types.TimesRounds`."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import ScoredDraft
+from specdec_mlx.draft_length.tuning import class_named
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, Evidence, RoundRecord
 
@@ -58,7 +59,7 @@ class ExpectedTokens:
 
     def _weigh(self, part: str, draft: Draft) -> float:
         """Tokens that a point-mass draft is expected to bring; from now on it is scored."""
-        history = self._histories.setdefault(part, AcceptanceHistory.of_look_ups())
+        history = self._histories.setdefault(part, AcceptanceHistory.of_look_ups(class_named(part)))
         evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
         self._scored[part] = ScoredDraft(to_list(draft.tokens), evidence, history)
         return _expected(history, evidence)

@@ -135,7 +135,7 @@ class Tuning:
         if name not in self.drafters:
             learned = Learned(self.step, self.slope, exploration_budget=budget)
             if look_up:
-                learned.acceptance = AcceptanceHistory.of_look_ups()
+                learned.acceptance = AcceptanceHistory.of_look_ups(class_named(name))
             self.drafters[name] = learned
         return self.drafters[name]
 
@@ -179,9 +179,13 @@ def short_name(key: str) -> str:
     """
     if len(key) <= LONGEST_NAME:
         return key
-    kind = re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return f"{kind[: LONGEST_NAME - 13]}-{digest}"
+    return f"{class_named(key)[: LONGEST_NAME - 13]}-{digest}"
+
+
+def class_named(key: str) -> str:
+    """The class that a drafter's key, or its short form, begins with."""
+    return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
 def _numbers(values: Sequence[Any], length: int) -> list[float]:

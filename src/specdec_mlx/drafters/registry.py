@@ -29,7 +29,7 @@ from specdec_mlx.types import Drafter
 
 GROUP = "specdec_mlx.drafters"
 OWN_PACKAGE = "specdec-mlx"
-DEFAULT_DRAFTER = "prompt-lookup"
+DEFAULT_DRAFTER = "auto"
 """What commands draft with if they are told nothing."""
 MODEL_DRAFTER = "model"
 """The name of a draft model, wherever it comes from."""
