@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_check(commands)
     _add_drafters(commands)
+    _add_memory(commands)
     _add_doctor(commands)
     return parser
 
@@ -183,6 +184,14 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
+
+
+def _add_memory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.cli import memory
+
+    command = commands.add_parser("memory", help="what was written before, to draft from")
+    memory.add_arguments(command)
+    command.set_defaults(run=memory.main)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

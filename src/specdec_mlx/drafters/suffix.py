@@ -10,34 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
-from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.drafters.election import Source, Voter, elect
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.types import Draft, DraftContext, Evidence
+from specdec_mlx.types import NO_DRAFT, Draft, DraftContext
 
-MOST_PLACES = 32
-"""Places that are asked of each index: 16 lose 0.3% of the tokens a pass, 64 gain nothing."""
+MOST_PLACES = 24
+"""Places that are asked of each index: 16 lose 0.3% of the tokens a pass, 32 gain 0.1%."""
 
-WITHIN = 2
+WITHIN = 1
 """By how many tokens a match may be shorter than the longest one and still vote."""
-
-LENGTH_LOG2 = 5
-"""A match longer by one token weighs 2^5 as much; 2^4 and 2^6 lose 0.1%."""
-
-SURROUNDINGS = 12
-"""Tokens before a match that are compared as a set, so that names of another length do no harm."""
-
-CLEAR_MATCH = 8
-"""From this length on a match speaks for itself, and its surroundings are not compared."""
 
 MEMORY_WEIGHT = 0.3
 """Of a place in a memory, to one of equal match in the text itself."""
-
-WHOLE = 64
-"""Parts that a weight is counted in for its share class: more than 63 of 64 is "always"."""
 
 
 @dataclass(frozen=True)
@@ -105,25 +92,6 @@ class SuffixDrafter:
         return SuffixSession(self, prompt)
 
 
-class Found(NamedTuple):
-    """What followed a place, up to the limit: tokens, match, the place's text, place, weight."""
-
-    tokens: tuple[int, ...]
-    match: int
-    ids: Sequence[int]
-    end: int
-    weight: float
-
-
-class Path(NamedTuple):
-    """A continuation, the longest match that it followed, its weight, and how many places vote."""
-
-    tokens: tuple[int, ...]
-    match: int
-    weight: float
-    places: int
-
-
 class SuffixSession:
     """One generation's text, its index, and the memory as it was at the beginning.
 
@@ -137,7 +105,10 @@ class SuffixSession:
         self.match_length = 0
         self._config = config
         self._memory = config.memory if isinstance(config.memory, Memory) else None
-        self._remembered = self._memory.indexes() if self._memory is not None else ()
+        indexes = self._memory.indexes() if self._memory is not None else ()
+        self._remembered: list[tuple[Source, float]] = [
+            (index, MEMORY_WEIGHT) for index in reversed(indexes)
+        ]
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
 
@@ -172,106 +143,28 @@ class SuffixSession:
         cap = self._config.num_draft
         length = limit if cap is None else min(limit, cap)
         if length <= 0:
-            return Draft()
+            return NO_DRAFT
         context = self._text.context(more)
-        found = self._found(context, length, more)
-        if not found:
-            return Draft()
-        self.match_length = max(place.match for place in found)
+        voters = self._voters(context)
+        if not voters:
+            return NO_DRAFT
+        self.match_length = longest = max(voter[0] for voter in voters)
         if self._config.per_match is not None:
-            length = min(length, int(self._config.per_match * self.match_length))
-        tokens, evidence = vote(weighed(found, context), length)
-        return Draft(tokens, evidence=evidence)
+            length = min(length, int(self._config.per_match * longest))
+        return elect(voters, context.last, length, more)
 
-    def _found(self, context: Context, length: int, more: Sequence[int]) -> list[Found]:
-        """What followed the places that match best, in the text and in the memory."""
+    def _voters(self, context: Context) -> list[Voter]:
+        """The places that match best, in the text and in the memory."""
         least = self._config.min_match
-        ids = self._text.ids
-        found = [
-            Found(_copied(ids, end, length, more), match, ids, end, 1.0)
-            for match, end in self._text.nearest(context, MOST_PLACES, WITHIN, least)
-        ]
-        for index in self._remembered:
-            found += [
-                Found(index.following(end, length), match, index.ids, end, MEMORY_WEIGHT)
-                for match, end in index.nearest(context, MOST_PLACES, WITHIN, least)
-            ]
-        shortest = max((place.match for place in found), default=0) - WITHIN
-        return [place for place in found if place.match >= shortest]
-
-
-def weighed(found: Sequence[Found], context: Context) -> list[Path]:
-    """The different continuations of places, each with the sum of its places' weights.
-
-    Args:
-        found: what followed places that match; one at least.
-        context: what they match.
-    """
-    longest = max(place.match for place in found)
-    first = found[0].tokens
-    if all(place.tokens == first for place in found):
-        return [Path(first, longest, 1.0, len(found))]
-    last = context.last
-    surroundings: dict[int, set[int]] = {}
-    paths: dict[tuple[int, ...], Path] = {}
-    for tokens, match, ids, end, weight in found:
-        bits = LENGTH_LOG2 * (match - longest)
-        if match < CLEAR_MATCH:
-            if match not in surroundings:
-                surroundings[match] = set(last[match : match + SURROUNDINGS])
-            start = end - match
-            there = ids[max(0, start - SURROUNDINGS) : start]
-            bits += len(surroundings[match].intersection(there))
-        weight *= 2.0**bits
-        if (path := paths.get(tokens)) is not None:
-            match, weight = max(match, path.match), weight + path.weight
-        paths[tokens] = Path(tokens, match, weight, path.places + 1 if path else 1)
-    return list(paths.values())
-
-
-def vote(paths: Sequence[Path], length: int) -> tuple[list[int], list[Evidence]]:
-    """The tokens that most weight is for, one by one; who was outvoted has no say any more.
-
-    Args:
-        paths: different continuations.
-        length: most tokens.
-
-    Returns:
-        The draft's tokens, and what speaks for each: the longest match behind it, the share of
-        the places that go on so, and the share of their weight.
-    """
-    tokens: list[int] = []
-    evidence: list[Evidence] = []
-    while len(paths) > 1 and len(tokens) < length:
-        position = len(tokens)
-        votes: dict[int, float] = {}
-        for path in paths:
-            if position < len(path.tokens):
-                token = path.tokens[position]
-                votes[token] = votes.get(token, 0.0) + path.weight
-        if not votes:
-            return tokens, evidence
-        best = max(votes, key=votes.__getitem__)
-        before = sum(path.places for path in paths)
-        paths = [p for p in paths if position < len(p.tokens) and p.tokens[position] == best]
-        places = share_class(sum(path.places for path in paths), before)
-        weight = share_class(round(WHOLE * votes[best] / sum(votes.values())), WHOLE)
-        tokens.append(best)
-        evidence.append(Evidence(max(path.match for path in paths), places, weight))
-    (path, *_) = paths
-    sure = Evidence(path.match, share_class(path.places, path.places), share_class(WHOLE, WHOLE))
-    rest = path.tokens[len(tokens) : length]
-    return tokens + list(rest), evidence + [sure] * len(rest)
-
-
-def _copied(ids: Sequence[int], start: int, length: int, more: Sequence[int]) -> tuple[int, ...]:
-    """`length` tokens from `start` on; behind the end of the text, the copy is copied again.
-
-    So a match at distance d from the end repeats the last d tokens, which is what a periodic text
-    does.
-    """
-    known = (*ids[start : start + length], *more)[:length]
-    return known if len(known) == length else (known * -(-length // len(known)))[:length]
+        text = self._text
+        voters: list[Voter] = []
+        sources: list[tuple[Source, float]] = [(text, 1.0)]
+        for index, weight in sources + self._remembered:
+            places = index.nearest(context, MOST_PLACES, WITHIN, least)
+            if places:
+                least = max(least, places[0][0] - WITHIN)
+                voters += [(match, end, index, weight) for match, end in places]
+        return [voter for voter in voters if voter[0] >= least] if self._remembered else voters
 
 
 def _check(holds: bool, name: str, got: object, expected: str) -> None:

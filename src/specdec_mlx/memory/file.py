@@ -28,6 +28,7 @@ from specdec_mlx.errors import MemoryFileError
 MAGIC = b"SDMEM\x00\x00\x01"
 ALIGNMENT = 64
 LONGEST_HEADER = 2**28
+UNFINISHED = ".specdec-unfinished"
 
 
 @contextmanager
@@ -43,6 +44,8 @@ def write_file(
     path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Int[np.ndarray, " n"]]
 ) -> str:
     """Write a file beside the old one, and put it in its place when it is on the disk.
+
+    The caller holds the lock.
 
     Args:
         path: of the file.
@@ -61,7 +64,8 @@ def write_file(
     size = sum(part.nbytes for part in parts)
     told = {"kind": kind, "id": identity, "size": size, "crc32": checksum} | header
     text = json.dumps(told).encode()
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    _remove_unfinished(path)
+    descriptor, name = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(MAGIC + len(text).to_bytes(8, "little") + text)
@@ -76,6 +80,13 @@ def write_file(
             os.unlink(name)
         raise
     return identity
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Delete what processes left that were killed while they wrote, under the lock."""
+    for name in os.listdir(path.parent):
+        if name.startswith(f".{path.name}.") and name.endswith(UNFINISHED):
+            os.unlink(path.parent / name)
 
 
 def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:

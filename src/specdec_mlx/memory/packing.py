@@ -6,8 +6,6 @@ runs in C.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 from jaxtyping import Int
 
@@ -24,9 +22,6 @@ LEVELS = 4
 
 MAX_MATCH = 64
 """How far back a match is measured, tokens; what agrees for so long goes on in the same way."""
-
-ONE_AGREES, TWO_AGREE = 2 ** (2 * BITS), 2**BITS
-"""Two packs that differ by less agree in their nearest token, in their nearest two."""
 
 
 def push(pack: int, token: int) -> int:
@@ -48,16 +43,17 @@ def pack_text(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n+1"]:
     return packs
 
 
-def agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two contexts [LEVELS] agree in, 0 to 12, counted from the nearest one."""
-    length = 0
-    for a, b in zip(one, other, strict=False):
-        if a != b:
-            difference = a ^ b
-            one_more, two_more = difference < ONE_AGREES, difference < TWO_AGREE
-            return length + int(one_more) + int(two_more)
-        length += PER_PACK
-    return length
+def agreement(one: int, other: int) -> int:
+    """In how many tokens two packs agree, counted from the nearest one, 0 to 3."""
+    difference = one ^ other
+    return PER_PACK - (difference.bit_length() + BITS - 1) // BITS
+
+
+def bounds(pack: int, length: int) -> tuple[int, int]:
+    """Packs p that agree with `pack` in `length` tokens, 1 to 3, are lower <= p < upper."""
+    shift = BITS * (PER_PACK - length)
+    lower = pack >> shift << shift
+    return lower, lower + (1 << shift)
 
 
 def check_tokens(tokens: Int[np.ndarray, " n"]) -> None:

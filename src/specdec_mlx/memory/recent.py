@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 import numpy as np
 
-from specdec_mlx.memory.index import Context, ContextIndex, Place, matched, walk
+from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Place, deepest, ringed
 from specdec_mlx.memory.packing import (
     LEVELS,
     MAX_MATCH,
     PER_PACK,
     agreement,
+    bounds,
     pack_text,
     push,
 )
@@ -60,20 +61,51 @@ class GrowingIndex:
         return Context(self._key(), self.ids[: -MAX_MATCH - 1 : -1])
 
     def nearest(self, context: Context, most: int, within: int, least: int = 1) -> list[Place]:
-        """As `ContextIndex.nearest`; of equal matches the recent ones come first."""
-        start = bisect_left(self._keys, context.packs)
-        found = walk(self._matched, start, len(self._keys), context, most, within, least)
+        """As `ContextIndex.nearest`, of the latest places, and then of those before them."""
+        found = self._latest(context, most, within, least)
+        if found:
+            least = max(least, found[0][0] - within)
         return found + self._index.nearest(context, most, within, least)
+
+    def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
+        """The `length` tokens from a place on; behind the end, the copy is copied again.
+
+        So a match at distance d from the end repeats the last d tokens, which is what a periodic
+        text does. `more` is what comes behind the text.
+        """
+        known = (*self.ids[place : place + length], *more)[:length]
+        return known if len(known) == length else (known * -(-length // len(known)))[:length]
+
+    def _latest(self, context: Context, most: int, within: int, least: int) -> list[Place]:
+        """The same among the places in the list."""
+        keys, packs = self._keys, context.packs
+        start = bisect_left(keys, packs)
+        around = keys[max(0, start - 1) : start + 1]
+        longest = min(max((_agreement(key, packs) for key in around), default=0), len(context.last))
+        if longest == LEVELS * PER_PACK:  # as in `ContextIndex`
+            high = bisect_right(keys, packs, start)
+            ends = self._ends[start : min(high, start + MOST_DEEP)]
+            return deepest(self.ids, ends, context, within, least)
+
+        def agreeing(length: int) -> tuple[int, int]:
+            level = (length - 1) // PER_PACK
+            lower, upper = bounds(packs[level], length - PER_PACK * level)
+            first = bisect_left(keys, (*packs[:level], lower))
+            return first, bisect_left(keys, (*packs[:level], upper), first)
+
+        return ringed(self._ends, agreeing, longest, most, max(least, longest - within))
 
     def _key(self) -> tuple[int, ...]:
         """The packs of the last 12 tokens."""
         packs = self._packs
         return packs[-1], packs[-4], packs[-7], packs[-10]
 
-    def _matched(self, index: int, context: Context) -> Place:
-        """How much before the place at an index agrees, and the place."""
-        end = self._ends[index]
-        length = agreement(self._keys[index], context.packs)
-        if length == LEVELS * PER_PACK:
-            length = matched(self.ids, end, context.last, length)
-        return min(length, len(context.last)), end
+
+def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
+    """In how many tokens two contexts [LEVELS] agree, 0 to 12."""
+    length = 0
+    for a, b in zip(one, other, strict=True):
+        length += agreement(a, b)
+        if a != b:
+            break
+    return length

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import hashlib
+import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -18,14 +20,17 @@ from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
 from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
 
-BYTES_PER_TOKEN = 40
-"""In memory: token and place, 4 bytes each, and four packs of 8."""
+BYTES_PER_TOKEN = 48
+"""In memory: token and place, 4 bytes each, as NumPy and as Python reads them; 4 packs of 8."""
 
 KIND = "texts"
 """Of the files of memories."""
 
 YOUNG = 8192
 """Tokens up to which an index is sorted anew for every text that joins it: 4 milliseconds."""
+
+SAVE_EVERY = 60.0
+"""Seconds between two savings of a memory that is kept in a file: what a killed process loses."""
 
 KEPT = 15 / 16
 """Share of the bound that is left after the oldest texts went, so that not every text evicts."""
@@ -39,7 +44,7 @@ class Memory:
     sorted a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 40 bytes.
+        takes 48 bytes.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
     remember_prompts: whether what a generation was given is kept beside what it wrote.
     sources: what `specdec-mlx memory build` has read, by name. path: where it was loaded from.
@@ -70,6 +75,7 @@ class Memory:
         self.sources: dict[str, tuple[Any, ...]] = {}
         self.path: Path | None = None
         self._saved_as = ""
+        self._save_at = float("inf")
         self._lock = RLock()
         self._indexes: tuple[ContextIndex, ...] = ()
 
@@ -117,6 +123,9 @@ class Memory:
         if len(text) >= 2:
             with self._lock:
                 self._extend([text.astype(np.int32)])
+                if self.path is not None and time.monotonic() >= self._save_at:
+                    self._save_at = time.monotonic() + SAVE_EVERY
+                    self.save()
 
     def merge(self, other: Memory) -> None:
         """Take over the texts of another memory that this one lacks, as the younger ones.
@@ -130,17 +139,22 @@ class Memory:
             self.check_tokenizer(other.tokenizer)
         theirs = other.texts()
         with self._lock:
-            held = Counter(text.tobytes() for text in self.texts())
-            new = [text for text in theirs if not _taken(held, text)]
+            held = Counter(text_digest(text) for text in self.texts())
+            new = [text for text in theirs if not _taken(held, text_digest(text))]
             if new:
                 self._extend(new)
             self.sources |= other.sources
 
-    def forget(self, lost: Collection[bytes]) -> None:
-        """Drop every text whose int32 ids are among `lost`."""
+    def replace(self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]) -> None:
+        """Forget the texts of these digests, as often as they count, and add others [n], int32."""
+        new = [text for text in texts if len(text) >= 2]
         with self._lock:
-            kept = [text for text in self.texts() if text.tobytes() not in lost]
-            self._indexes = (ContextIndex.build(join(kept)),) if kept else ()
+            if any(lost.values()):
+                left = lost.copy()
+                kept = [text for text in self.texts() if not _taken(left, text_digest(text))]
+                self._indexes = (ContextIndex.build(join(kept)),) if kept else ()
+            if new:
+                self._extend(new)
 
     def prune(self, max_tokens: int) -> None:
         """Forget the oldest texts until at most `max_tokens` are left; one index for the rest."""
@@ -176,16 +190,26 @@ class Memory:
         with self._lock, locked(path):
             if path.exists() and file_id(path) != self._saved_as:
                 self._take_over(path)
-            header = {
-                "tokenizer": self.tokenizer,
-                "max_tokens": self.max_tokens,
-                "remember_prompts": self.remember_prompts,
-                "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
-                "sources": self.sources,
-            }
-            arrays = [a for index in self._indexes for a in (index.tokens, index.order)]
-            self._saved_as = write_file(path, KIND, header, arrays)
+            self._saved_as = self._write(path, self.sources)
             self.path = path
+
+    def export(self, path: Path) -> int:
+        """Write a new file without the names of the sources; returns its size in bytes."""
+        with self._lock, locked(path):
+            self._write(path, {})
+        return path.stat().st_size
+
+    def _write(self, path: Path, sources: dict[str, tuple[Any, ...]]) -> str:
+        """Write a file, under its lock; returns the id of this saving."""
+        header = {
+            "tokenizer": self.tokenizer,
+            "max_tokens": self.max_tokens,
+            "remember_prompts": self.remember_prompts,
+            "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
+            "sources": sources,
+        }
+        arrays = [array for index in self._indexes for array in (index.tokens, index.order)]
+        return write_file(path, KIND, header, arrays)
 
     @classmethod
     def load(cls, path: Path | str) -> Memory:
@@ -237,16 +261,18 @@ class Memory:
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
     """The memory that is meant: itself, or that of a file, one in a process for each file.
 
-    A file that does not exist is made, and every file named here is saved when the process ends.
+    A file that does not exist is made, and every file named here is saved when the process ends,
+    and once a minute while it is written to.
     """
     if memory is None or isinstance(memory, Memory):
         return memory
     path = Path(memory).expanduser().absolute()
     with _opening:
         if path not in _open:
-            _open[path] = Memory.load(path) if path.exists() else Memory()
-            _open[path].path = path
-            atexit.register(_open[path].save)
+            memory = Memory.load(path) if path.exists() else Memory()
+            memory.path, memory._save_at = path, time.monotonic() + SAVE_EVERY
+            atexit.register(memory.save)
+            _open[path] = memory
     return _open[path]
 
 
@@ -272,11 +298,15 @@ def _ends(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " texts"]:
     return np.flatnonzero(tokens == SEPARATOR)
 
 
-def _taken(held: Counter[bytes], text: Int[np.ndarray, " n"]) -> bool:
-    """Whether a text is held, and not yet counted against another of the same tokens."""
-    content = text.tobytes()
-    held[content] -= 1
-    return held[content] >= 0
+def text_digest(text: Int[np.ndarray, " n"]) -> str:
+    """What a text is recognised by: a digest of its token ids [n], int32."""
+    return hashlib.sha256(text.tobytes()).hexdigest()[:16]
+
+
+def _taken(held: Counter[str], digest: str) -> bool:
+    """Whether a text of this digest is counted, and not yet against another of the same."""
+    held[digest] -= 1
+    return held[digest] >= 0
 
 
 def _bounded(

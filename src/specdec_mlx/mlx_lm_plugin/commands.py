@@ -73,6 +73,7 @@ class Command:
                 self.speculation.draft_length = flags.draft_length
                 self.speculation.rule = flags.rule
                 self.speculation.grammar = flags.grammar
+                stack.callback(flags.save_memory)
                 stack.enter_context(in_force(self.speculation))
 
             parsers = argparse_with_flags(on_flags, grammar=self.takes_grammar)

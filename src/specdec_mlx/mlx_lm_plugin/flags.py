@@ -32,14 +32,22 @@ from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
+    REMEMBERING,
     drafter_names,
     first_of,
     make_drafter,
 )
+from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
+
+PROCESS = "process"
+"""In the place of a memory's file: what this process writes, and nowhere else."""
+
+EVERYBODY, USER, KEY = "all", "user", "key"
+"""Whom a server's memory is for."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +64,8 @@ class Flags:
         asked: whether any of our flags was given.
         grammar: what the text may be.
         keeps_tuning: whether what "auto" learns is kept for the next command.
+        memory: file of what was written before, or "process" for what this process writes.
+        memory_for: whether a server has one memory for all, or one for each user or API key.
     """
 
     drafters: Sequence[str] = ()
@@ -67,6 +77,8 @@ class Flags:
     asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
+    memory: str | None = None
+    memory_for: str = EVERYBODY
 
     @property
     def names(self) -> list[str]:
@@ -76,7 +88,8 @@ class Flags:
         """
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
-            return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
+            own = DEFAULT_DRAFTER if self.memory is None else REMEMBERING[0]
+            return [own if self.draft_model is None else MODEL_DRAFTER]
         if self.draft_model is not None and MODEL_DRAFTER not in map(name_in, given):
             given.append(MODEL_DRAFTER)
         return given
@@ -99,8 +112,16 @@ class Flags:
             drafters.insert(0, GrammarDrafter())
         return first_of(drafters)
 
-    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise."""
+    def make(
+        self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
+    ) -> Drafter | None:
+        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise.
+
+        Args:
+            spec: NAME or NAME:key=value,...
+            target: the model to draft for, which a trained head needs.
+            memory: what it remembers, if it does; None for the one that the flags name.
+        """
         if self.has_head and name_in(spec) == MODEL_DRAFTER:
             assert self.draft_model is not None
             if target is None:
@@ -110,7 +131,22 @@ class Flags:
                 )
             return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
         model, tokenizer = (None, None) if self.has_head else self._draft_pair
-        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
+        memory = memory if memory is not None else self.remembered
+        remembers = memory is not None and name_in(spec) in REMEMBERING
+        options = {"memory": memory} if remembers else {}
+        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
+
+    @cached_property
+    def remembered(self) -> Memory | None:
+        """The memory that was asked for, one for all drafters; raises MemoryFileError."""
+        if self.memory_for != EVERYBODY:
+            return None
+        return Memory() if self.memory == PROCESS else as_memory(self.memory)
+
+    def save_memory(self) -> None:
+        """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
+        if self.memory not in (None, PROCESS) and self.remembered is not None:
+            self.remembered.save()
 
     @cached_property
     def _draft_pair(self) -> tuple[nn.Module | None, Any]:
@@ -163,6 +199,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Neither use nor keep what --draft-length auto learned in earlier commands.",
     )
+    group.add_argument(
+        "--memory",
+        metavar=f"FILE|{PROCESS}",
+        help="Draft from what was written before, as kept in FILE, and add what is written now; "
+        f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
+    )
+    group.add_argument(
+        "--memory-for",
+        choices=(EVERYBODY, USER, KEY),
+        default=EVERYBODY,
+        help=f"A server's memory for all requests, or with --memory {PROCESS} one for each `user` "
+        "of the requests or for each API key (default: all)",
+    )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
 
 
@@ -199,10 +248,21 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     """
     check_numbers(namespace)
     check_files(namespace)
+    if namespace.memory_for != EVERYBODY and namespace.memory != PROCESS:
+        raise ValueError(
+            f"argument --memory-for: {namespace.memory_for} needs --memory {PROCESS}, got "
+            f"{namespace.memory}. A file is for everybody who may write to it."
+        )
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    ours = (namespace.drafter, namespace.draft_model, namespace.rule, namespace.stats)
+    ours = (
+        namespace.drafter,
+        namespace.draft_model,
+        namespace.rule,
+        namespace.stats,
+        namespace.memory,
+    )
     flags = Flags(
         drafters=namespace.drafter,
         draft_model=namespace.draft_model,
@@ -213,6 +273,8 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         asked=any(ours) or namespace.no_tuning or length is not None,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        memory=namespace.memory,
+        memory_for=namespace.memory_for,
     )
     namespace.draft_model = None
     return flags

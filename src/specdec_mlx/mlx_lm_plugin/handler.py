@@ -106,7 +106,7 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
                 check_messages(self.body.get("messages"))
             else:
                 check_prompt(self.body.get("prompt"))
-            self.speculation = self.menu.requested(self.body)
+            self.speculation = self.menu.requested(self.body, self.headers.get("Authorization", ""))
         except (ValueError, MissingPackageError) as error:
             raise Refused(error) from error
         if not (self.body.get("stream_options") or {}).get("include_usage"):

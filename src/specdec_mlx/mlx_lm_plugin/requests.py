@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from threading import Lock
 from typing import Any
 
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, NO_DRAFTER, drafter_names, first_of
+from specdec_mlx.drafters.registry import (
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+    REMEMBERING,
+    drafter_names,
+    first_of,
+)
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.mlx_lm_plugin.flags import Flags, name_in
+from specdec_mlx.memory import Memory
+from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
@@ -22,6 +31,10 @@ LONGEST_DRAFT = 64
 
 MOST_DRAFTERS = 8
 """Most drafters that a request may have tried in order: all of them read the prompt."""
+
+
+MOST_MEMORIES = 64
+"""Users or keys whose memories are kept; those not heard of for longest are forgotten."""
 
 
 @dataclass(eq=False)
@@ -66,6 +79,8 @@ class Menu:
         """Make the default drafter; raises what `Flags.make` raises."""
         self.flags = flags
         self._made: dict[str, Drafter | None] = {}
+        self._memories: OrderedDict[str, Memory] = OrderedDict()
+        self._lock = Lock()
         self._specs = {name_in(spec): spec for spec in flags.names}
         for name in self._specs:
             self._make(name)
@@ -81,8 +96,12 @@ class Menu:
         if isinstance(drafter, Checks):
             drafter.check(DraftContext(tokenizer=tokenizer))
 
-    def requested(self, body: dict[str, Any]) -> Requested:
+    def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
         """What the body of a request says.
+
+        Args:
+            body: JSON.
+            api_key: whose request it is, "" if it does not say.
 
         Raises:
             ValueError: what it says cannot be done, in words for the client.
@@ -93,7 +112,8 @@ class Menu:
         if names is not None and own_model:
             raise RequestError("Give drafter or draft_model, not both.")
         chosen = list(self._specs) if names is None else [n for n in names if n != NO_DRAFTER]
-        drafter = None if own_model else first_of([self._make(name) for name in chosen])
+        memory = self._memory_of(str(body.get("user") or ""), api_key)
+        drafter = None if own_model else first_of([self._make(name, memory) for name in chosen])
         length = body.get("draft_length", body.get("num_draft_tokens"))
         return Requested(
             drafter,
@@ -104,10 +124,24 @@ class Menu:
             prediction_in(body.get("prediction")),
         )
 
-    def _make(self, name: str) -> Drafter | None:
+    def _memory_of(self, user: str, api_key: str) -> Memory | None:
+        """The memory of a user or of a key; None where there is one for all, or nobody is named."""
+        who = {USER: user, KEY: api_key}.get(self.flags.memory_for, "")
+        if not who:
+            return None
+        with self._lock:
+            memory = self._memories.setdefault(who, Memory())
+            self._memories.move_to_end(who)
+            if len(self._memories) > MOST_MEMORIES:
+                self._memories.popitem(last=False)
+        return memory
+
+    def _make(self, name: str, memory: Memory | None = None) -> Drafter | None:
         if name not in self._specs and name not in drafter_names():
             known = ", ".join(drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
+        if memory is not None and name in REMEMBERING:
+            return self.flags.make(self._specs.get(name, name), memory=memory)
         if name not in self._made:
             self._made[name] = self.flags.make(self._specs.get(name, name))
         return self._made[name]

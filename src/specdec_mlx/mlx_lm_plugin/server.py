@@ -65,6 +65,7 @@ def run_server(arguments: Sequence[str]) -> None:
             parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
         ) -> None:
             menu = Menu(flags)
+            stack.callback(flags.save_memory)
             if namespace.model is not None:
                 _check_model(namespace, menu)
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None

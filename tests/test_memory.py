@@ -1,0 +1,467 @@
+"""Laws of `Memory`: what it holds and forgets, its file, and the commands about it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specdec_mlx as sd
+import tiny_text
+from command_line import both_ways, run
+from serving import post, serving
+from specdec_mlx.memory import file as memory_file
+from specdec_mlx.memory import store
+from specdec_mlx.memory.index import Context
+from specdec_mlx.memory.packing import MAX_TOKEN
+from specdec_mlx.memory.sources import update
+from specdec_mlx.memory.store import as_memory
+from tiny_model_folder import write_model_folder
+
+some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
+
+
+def filled(texts: Sequence[Sequence[int]], max_tokens: int = 1_000_000) -> sd.Memory:
+    memory = sd.Memory(max_tokens)
+    for text in texts:
+        memory.add(text)
+    return memory
+
+
+def held(memory: sd.Memory) -> list[list[int]]:
+    return [text.tolist() for text in memory.texts()]
+
+
+def follows(memory: sd.Memory, tokens: Sequence[int]) -> bool:
+    """Whether the memory has a place behind all of these tokens."""
+    context = Context.of(tokens)
+    return any(
+        match == len(tokens)
+        for index in memory.indexes()
+        for match, _ in index.nearest(context, 8, 0)
+    )
+
+
+# What it holds ------------------------------------------------------------------------------------
+
+
+@given(some_texts, st.sampled_from([0, 4, 30]))
+def test_it_holds_the_texts_in_order(texts: list[list[int]], young: int) -> None:
+    """However its indexes were merged; every place of every text is found."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "YOUNG", young)
+        memory = filled(texts)
+        assert held(memory) == texts
+        assert len(memory) == sum(len(text) + 1 for text in texts)
+        assert all(follows(memory, text[:-1]) for text in texts)
+        memory.compact()
+        assert held(memory) == texts
+        assert len(memory.indexes()) == bool(texts)
+
+
+@given(some_texts.filter(bool), st.integers(3, 60), st.sampled_from([0, 4, 30]))
+def test_the_oldest_texts_go_first(texts: list[list[int]], bound: int, young: int) -> None:
+    """It never holds more than its bound, and always the latest text, or the end of it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "YOUNG", young)
+        memory = sd.Memory(bound)
+        for count, text in enumerate(texts, start=1):
+            memory.add(text)
+            left = held(memory)
+            whole = [text[-bound + 1 :] for text in texts[:count]]
+            assert len(memory) <= bound
+            assert left == whole[len(whole) - len(left) :]
+            assert left
+            assert all(follows(memory, kept[:-1]) for kept in left if len(kept) > 1)
+
+
+def test_many_small_texts_stand_in_few_indexes() -> None:
+    """Their number grows with the logarithm of what is held, and each token is sorted as often."""
+    memory = sd.Memory()
+    rng = np.random.default_rng(0)
+    for text in rng.integers(0, 50, (600, 100)):
+        memory.add(text.tolist())
+    assert len(memory) == 600 * 101
+    assert len(memory.indexes()) <= 5
+
+
+def test_bounds_may_be_bytes() -> None:
+    """The smaller bound holds, and says how much memory is taken."""
+    memory = sd.Memory(max_tokens=1000, max_bytes=store.BYTES_PER_TOKEN * 10)
+    memory.add(range(50))
+    assert len(memory) == 10
+    assert memory.num_bytes == 10 * store.BYTES_PER_TOKEN <= 100 * 10
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_bytes": 8}])
+def test_bounds_without_meaning_are_refused(options: dict[str, int]) -> None:
+    """By name."""
+    with pytest.raises(ValueError, match="max_tokens"):
+        sd.Memory(**options)
+
+
+@pytest.mark.parametrize("token", [-1, MAX_TOKEN + 1])
+def test_what_is_no_token_is_refused(token: int) -> None:
+    """And nothing of the text is kept."""
+    memory = sd.Memory()
+    with pytest.raises(ValueError, match=f"got token {token}"):
+        memory.add([1, token])
+    assert not len(memory)
+    memory.add([MAX_TOKEN, MAX_TOKEN, 3])
+    assert follows(memory, [MAX_TOKEN, MAX_TOKEN])
+
+
+@given(some_texts, some_texts)
+def test_merging_takes_over_what_is_lacking(ours: list[list[int]], theirs: list[list[int]]) -> None:
+    """As a union of multisets, ours first; merging once more changes nothing."""
+    memory, other = filled(ours), filled(theirs)
+    memory.merge(other)
+    once = held(memory)
+    assert once[: len(ours)] == ours
+    for text in [*ours, *theirs]:
+        assert once.count(text) == max(ours.count(text), theirs.count(text))
+    memory.merge(other)
+    assert held(memory) == once
+
+
+def test_another_tokenizers_memory_is_refused() -> None:
+    """By merging, and by a drafter when it begins for a target."""
+    one, other = sd.Memory(tokenizer="a"), sd.Memory(tokenizer="b")
+    with pytest.raises(sd.TokenizerMismatchError, match="tokenizer a"):
+        one.merge(other)
+    context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
+    with pytest.raises(sd.TokenizerMismatchError, match="memory build"):
+        sd.SuffixDrafter(one).check(context)
+    fresh = sd.Memory()
+    sd.SuffixDrafter(fresh).check(context)
+    assert fresh.tokenizer == sd.Memory(tokenizer=tiny_text.tokenizer()).tokenizer
+
+
+def test_eight_threads_at_once_lose_nothing() -> None:
+    """Generations that begin, draft and close while others write, and one that saves."""
+    memory = sd.Memory()
+    failures: list[BaseException] = []
+
+    def work(name: int) -> None:
+        try:
+            for turn in range(20):
+                session = sd.SuffixDrafter(memory).begin([name], sd.DraftContext())
+                session.observe([name, turn, name, 99])
+                session.propose(4)
+                session.close(5)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    expected = [[name, turn, name, 99] for name in range(8) for turn in range(20)]
+    assert sorted(held(memory)) == expected
+
+
+# Its file -----------------------------------------------------------------------------------------
+
+
+@given(some_texts)
+def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
+    """Texts, bounds and tokenizer, mapped read-only, at most 12 bytes a token and a header."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "memory"
+        memory = filled(texts, 500)
+        memory.tokenizer = "abc"
+        memory.save(path)
+        loaded = sd.Memory.load(path)
+        assert held(loaded) == texts
+        assert (loaded.max_tokens, loaded.tokenizer) == (500, "abc")
+        assert path.stat().st_size <= 12 * len(memory) + 512
+        assert all(not index.tokens.flags.writeable for index in loaded.indexes())
+        assert all(follows(loaded, text[:-1]) for text in texts)
+
+
+def test_a_second_process_on_the_same_file_loses_nothing(tmp_path: Path) -> None:
+    """Two that loaded the same file and save it one after the other: both texts are there."""
+    path = tmp_path / "memory"
+    filled([[1, 2, 3]]).save(path)
+    ours = sd.Memory.load(path)
+    ours.add([4, 5, 6])
+    code = (
+        "import sys, specdec_mlx as sd; m = sd.Memory.load(sys.argv[1]); m.add([7, 8, 9]); m.save()"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    ours.save()
+    assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8, 9], [4, 5, 6]] == held(ours)
+    ours.save()
+    assert held(sd.Memory.load(path)) == held(ours)
+
+
+def test_memories_saved_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Eight of them on one file, under its lock."""
+    path = tmp_path / "memory"
+    memories = [filled([[name, name, name]]) for name in range(8)]
+    threads = [threading.Thread(target=memory.save, args=(path,)) for memory in memories]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(held(sd.Memory.load(path))) == [[name] * 3 for name in range(8)]
+
+
+def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
+    """Killed when the new one is written and not yet in its place; the lock goes with it."""
+    path = tmp_path / "memory"
+    filled([[1, 2, 3]]).save(path)
+    before = path.read_bytes()
+    code = f"""
+import os, signal, sys, specdec_mlx as sd
+from specdec_mlx.memory import file
+file.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=False)
+    assert done.returncode == -signal.SIGKILL
+    assert path.read_bytes() == before
+    memory = sd.Memory.load(path)
+    memory.add([7, 8])
+    memory.save()
+    assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8]]
+    assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
+
+
+def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    path = tmp_path / "memory"
+    memory = filled([[1, 2, 3]])
+    memory.save(path)
+    before = path.read_bytes()
+    memory.add([4, 5, 6])
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(memory_file.os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        memory.save()
+    assert path.read_bytes() == before
+    assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
+
+
+def header_of(content: bytes) -> tuple[dict[str, object], bytes]:
+    length = int.from_bytes(content[8:16], "little")
+    rest = 16 + length + -(16 + length) % memory_file.ALIGNMENT
+    return json.loads(content[16 : 16 + length]), content[rest:]
+
+
+def with_header(content: bytes, **changes: object) -> bytes:
+    header, rest = header_of(content)
+    text = json.dumps(header | changes).encode()
+    front = content[:8] + len(text).to_bytes(8, "little") + text
+    return front + b"\x00" * (-len(front) % memory_file.ALIGNMENT) + rest
+
+
+DAMAGES = {
+    "empty": (lambda c: b"", "not a memory"),
+    "something else": (lambda c: b"PK\x03\x04" + c[4:], "not a memory"),
+    "a later format": (lambda c: c[:7] + b"\x09" + c[8:], "another version"),
+    "cut in the header": (lambda c: c[:40], "header"),
+    "cut in the content": (lambda c: c[:-4], "bytes behind the header"),
+    "a bit of the content": (lambda c: c[:-1] + bytes([c[-1] ^ 1]), "checksum"),
+    "no JSON": (lambda c: c[:16] + b"x" + c[17:], "header"),
+    "a huge header": (lambda c: c[:8] + b"\xff" * 8 + c[16:], "a header of"),
+    "a part of the header": (lambda c: c[:16] + b"[" + c[17:], "header"),
+    "no bound": (lambda c: with_header(c, max_tokens=None), "does not fit"),
+    "other sizes": (lambda c: with_header(c, indexes=[[1, 1]]), "does not fit"),
+    "another kind": (lambda c: with_header(c, kind="n-grams"), "holds 'n-grams'"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    """With the file's name and what to do; and it is not overwritten either."""
+    path = tmp_path / "memory"
+    filled([[1, 2, 3]]).save(path)
+    damage, words = DAMAGES[name]
+    path.write_bytes(damage(path.read_bytes()))
+    before = path.read_bytes()
+    with pytest.raises(sd.MemoryFileError, match=words) as caught:
+        sd.Memory.load(path)
+    assert str(path) in str(caught.value)
+    with pytest.raises(sd.MemoryFileError):
+        filled([[4, 5, 6]]).save(path)
+    assert path.read_bytes() == before
+
+
+def test_a_file_of_another_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
+    """Saving to it is refused."""
+    path = tmp_path / "memory"
+    memory = filled([[1, 2]])
+    memory.tokenizer = "a"
+    memory.save(path)
+    other = filled([[3, 4]])
+    other.tokenizer = "b"
+    with pytest.raises(sd.MemoryFileError, match="of tokenizer a"):
+        other.save(path)
+    assert held(sd.Memory.load(path)) == [[1, 2]]
+
+
+def test_a_memory_without_a_file_asks_for_one() -> None:
+    """Saving it says so."""
+    with pytest.raises(ValueError, match=r"save\(path\)"):
+        sd.Memory().save()
+
+
+def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
+    """Two drafters of one file share it, and a file that does not exist is made at the end."""
+    path = tmp_path / "memory"
+    code = (
+        "import sys, specdec_mlx as sd\n"
+        "a, b = sd.make_drafter('suffix', memory=sys.argv[1]), sd.SuffixDrafter(sys.argv[1])\n"
+        "assert a.memory is b.memory\n"
+        "session = a.begin([1], sd.DraftContext())\n"
+        "session.observe([2, 3, 4]); session.close(4)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+    assert held(sd.Memory.load(path)) == [[2, 3, 4]]
+    assert as_memory(None) is None
+
+
+# From files, and the commands ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    folder = tmp_path / "project"
+    for name, content in {
+        "a.py": "def first(a):\n    return a\n",
+        "docs/b.md": "Some words about it.\n",
+        ".git/config": "not for anybody",
+        ".env": "SECRET=1",
+        "node_modules/x.js": "not ours",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    (folder / "image.png").write_bytes(b"\x89PNG\x00\x00")
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    return folder
+
+
+def words(memory: sd.Memory) -> list[str]:
+    tokenizer = tiny_text.tokenizer()
+    return sorted(tokenizer.decode(text) for text in held(memory))
+
+
+def test_a_folder_is_read_without_what_is_hidden_or_no_text(project: Path) -> None:
+    """Each file is a text; what is skipped is counted."""
+    memory = sd.Memory()
+    found = update(memory, [project], tiny_text.tokenizer())
+    assert (found.read, found.unchanged, found.gone, found.skipped) == (2, 0, 0, 2)
+    assert words(memory) == ["Some words about it.\n", "def first(a):\n    return a\n"]
+
+
+def test_only_what_has_changed_is_read_again(project: Path, tmp_path: Path) -> None:
+    """Across saving and loading: changed and gone files are forgotten, all others stay."""
+    tokenizer = tiny_text.tokenizer()
+    path = tmp_path / "memory"
+    memory = sd.Memory()
+    memory.add(tokenizer.encode("written by a generation"))
+    update(memory, [project], tokenizer)
+    memory.save(path)
+    memory = sd.Memory.load(path)
+    assert update(memory, [project], tokenizer).read == 0
+    (project / "a.py").write_text("def second(b): ...\n")
+    (project / "docs" / "b.md").unlink()
+    (project / "new.txt").write_text("something new")
+    found = update(memory, [project], tokenizer)
+    assert (found.read, found.unchanged, found.gone) == (2, 2, 1)
+    assert words(memory) == ["def second(b): ...\n", "something new", "written by a generation"]
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    """And nothing is changed."""
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        update(sd.Memory(), [tmp_path / "nowhere"], tiny_text.tokenizer())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
+
+
+@both_ways
+def test_memories_are_built_shown_merged_and_pruned(
+    project: Path, model: Path, tmp_path: Path
+) -> None:
+    """By commands, of which each says what there is afterwards."""
+    one, both = tmp_path / "one", tmp_path / "both"
+    build = ("memory", "build", "--tokenizer", model, "--out", one)
+    assert "2 files read, 0 unchanged, 0 gone, 2 skipped" in run(*build, project).stdout
+    assert "0 files read, 4 unchanged" in run(*build, project).stdout
+    filled([[1, 2, 3], [4, 5, 6]]).save(tmp_path / "two")
+    merged = run("memory", "merge", both, one, tmp_path / "two")
+    assert "texts          4" in merged.stdout, merged.stderr
+    run("memory", "prune", both, "--max-tokens", "9")
+    assert "of at most 9" in run("memory", "info", both).stdout
+    assert held(sd.Memory.load(both)) == [[1, 2, 3], [4, 5, 6]]
+    (tmp_path / "none").write_text("no memory")
+    refused = run("memory", "info", tmp_path / "none")
+    assert refused.returncode == 2
+    assert "is not a memory" in refused.stderr
+
+
+@both_ways
+def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Path) -> None:
+    """The same text in fewer passes the second time; what was typed is not in the file."""
+    path = tmp_path / "memory"
+    generate = ("generate", "--model", model, "--prompt", "the cat", "--max-tokens", "40")
+    generate = (*generate, "--temp", "0", "--draft-length", "4", "--memory", path)
+    first, second = run(*generate), run(*generate)
+    assert first.returncode == second.returncode == 0, first.stderr
+    text = first.stdout.partition("==========")[2].partition("==========")[0]
+    assert text == second.stdout.partition("==========")[2].partition("==========")[0]
+    kept = held(sd.Memory.load(path))
+    assert kept[0] == kept[1]
+    assert len(kept[0]) == 40
+    session = sd.SuffixDrafter(sd.Memory.load(path)).begin(kept[0][:5], sd.DraftContext())
+    assert session.propose(4).tokens == kept[0][5:9]
+
+
+def test_memories_of_users_are_refused_in_a_file(model: Path, tmp_path: Path) -> None:
+    """A file is for everybody."""
+    done = run("server", "--model", model, "--memory", tmp_path / "m", "--memory-for", "user")
+    assert done.returncode == 2
+    assert "--memory process" in done.stderr
+
+
+def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
+    """Where asked: what one was told is drafted for that one; without a name, for nobody."""
+    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0, "draft_length": 4}
+    flags = ("--model", str(model), "--memory", "process", "--memory-for", "user")
+    with serving(*flags) as client:
+
+        def passes(**more: str) -> tuple[int, str]:
+            reply = json.loads(post(client, "completions", ask | more)[1])
+            account = reply["usage"]["speculation"]
+            assert account["drafter"] == "suffix"
+            return account["target_passes"], reply["choices"][0]["text"]
+
+        alone, text = passes(user="one")
+        again, text_again = passes(user="one")
+        others = [passes(user="two"), passes(), passes()]
+    assert again < alone
+    assert text_again == text
+    assert others == [(alone, text)] * 3

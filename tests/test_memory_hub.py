@@ -1,0 +1,157 @@
+"""Memories pushed to and pulled from a server that speaks the Hub's HTTP interface."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import huggingface_hub.constants
+import pytest
+
+import specdec_mlx as sd
+import tiny_text
+from specdec_mlx.memory.hub import FILE_NAME, pull, push
+
+COMMIT = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Repositories of datasets with small files, in memory."""
+
+    files: dict[str, bytes]
+    created: list[dict[str, object]]
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path == "/api/repos/create":
+            self.created.append(json.loads(body))
+            self.answer({"url": f"http://{self.headers['Host']}/datasets/me/memory"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [{"path": file["path"], "uploadMode": "regular"} for file in files]
+            self.answer({"files": [mode | {"shouldIgnore": False} for mode in modes]})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.files[line["value"]["path"]] = content
+            url = f"http://{self.headers['Host']}/datasets/me/memory/commit/{COMMIT}"
+            self.answer({"commitUrl": url, "commitOid": COMMIT, "success": True})
+        else:
+            self.answer({})
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        if "/resolve/" not in self.path:
+            self.answer({"id": "me/memory", "sha": COMMIT, "siblings": [], "type": "dataset"})
+            return
+        content = self.files.get(self.path.rpartition("/")[2])
+        if content is None:
+            self.send_response(404)
+            self.send_header("X-Error-Code", "EntryNotFound")
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+            return
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def answer(self, reply: dict[str, object]) -> None:
+        content = json.dumps(reply).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Hub]]]:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    handler = type("OwnHub", (Hub,), {"files": {}, "created": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", handler
+    server.shutdown()
+    thread.join()
+
+
+def a_memory() -> sd.Memory:
+    memory = sd.Memory(tokenizer=tiny_text.tokenizer())
+    memory.add([1, 2, 3, 4])
+    memory.sources = {"/home/me/secret-project/plan.md": ("1:2", "abc")}
+    return memory
+
+
+def test_what_is_pushed_can_be_pulled(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+    """Its texts and its tokenizer; the card says what it is, nothing says which files it read."""
+    endpoint, kept = hub
+    options = {"source": "our notes", "licence": "mit", "token": "t", "endpoint": endpoint}
+    address = push(a_memory(), "me/memory", **options)
+    assert address.startswith(endpoint)
+    assert kept.created[0].get("private", kept.created[0].get("visibility")) in (True, "private")
+    card = kept.files["README.md"].decode()
+    fingerprint = a_memory().tokenizer
+    for fact in (f"`{fingerprint}`", "| our notes |", "license: mit", "| tokens | 5 |"):
+        assert fact in card
+    assert f"| bytes | {len(kept.files[FILE_NAME])} |" in card
+    assert not any(b"secret-project" in content for content in kept.files.values())
+    path = tmp_path / "memory"
+    ours = sd.Memory()
+    ours.add([7, 8, 9])
+    ours.save(path)
+    pull("me/memory", path, tiny_text.tokenizer(), endpoint=endpoint, token="t")
+    texts = [text.tolist() for text in sd.Memory.load(path).texts()]
+    assert sorted(texts) == [[1, 2, 3, 4], [7, 8, 9]]
+    push(a_memory(), "me/memory", **options)  # again
+
+
+def test_another_tokenizers_memory_is_neither_pulled_nor_overwritten(
+    hub: tuple[str, type[Hub]], tmp_path: Path
+) -> None:
+    """Both are refused by name, and nothing is changed here or there."""
+    endpoint, kept = hub
+    options = {"source": "notes", "licence": "mit", "token": "t", "endpoint": endpoint}
+    push(a_memory(), "me/memory", **options)
+    before = dict(kept.files)
+    with pytest.raises(sd.MemoryFileError, match="me/memory holds the memory of tokenizer"):
+        pull("me/memory", tmp_path / "memory", "another", endpoint=endpoint, token="t")
+    assert not (tmp_path / "memory").exists()
+    other = sd.Memory(tokenizer="another")
+    other.add([1, 2])
+    with pytest.raises(sd.MemoryFileError, match="expected another"):
+        push(other, "me/memory", **options)
+    assert kept.files == before
+
+
+@pytest.mark.parametrize(
+    ("memory", "source", "licence"),
+    [
+        (sd.Memory(), "notes", "mit"),
+        (sd.Memory(tokenizer="a"), " ", "mit"),
+        (sd.Memory(tokenizer="a"), "notes", "mit\ntags: x"),
+    ],
+)
+def test_a_memory_without_a_card_is_not_pushed(
+    memory: sd.Memory, source: str, licence: str
+) -> None:
+    """Nothing is sent before tokenizer, source and licence are known."""
+    with pytest.raises(ValueError, match="tokenizer, source and licence"):
+        push(memory, "me/memory", source=source, licence=licence, endpoint="http://127.0.0.1:9")

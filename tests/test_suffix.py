@@ -1,0 +1,239 @@
+"""Laws of drafting from the longest match, against a reference that looks at every place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import specdec_mlx as sd
+from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
+from specdec_mlx.drafters.suffix import SuffixSession
+from specdec_mlx.memory import recent
+from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Place
+from specdec_mlx.memory.packing import MAX_MATCH, SEPARATOR
+from specdec_mlx.memory.recent import GrowingIndex
+from specdec_mlx.testing import check_drafter
+from specdec_mlx.types import DraftContext, Evidence
+
+CONTEXT = DraftContext()
+EVERYTHING = 10_000
+
+texts = st.integers(1, 4).flatmap(lambda size: st.lists(st.integers(0, size - 1), max_size=60))
+several = st.lists(texts.filter(bool), min_size=1, max_size=4)
+
+
+def joined(parts: Sequence[Sequence[int]]) -> list[int]:
+    return [token for part in parts for token in (*part, SEPARATOR)]
+
+
+def matches(ids: Sequence[int], last: Sequence[int]) -> dict[int, int]:
+    """By definition: how many tokens before each place are the last ones, within its own text."""
+    found = {}
+    for end, token in enumerate(ids):
+        if token != SEPARATOR:
+            length = 0
+            while length < min(end, len(last), MAX_MATCH) and ids[end - 1 - length] == last[length]:
+                length += 1
+            found[end] = length
+    return found
+
+
+def check_places(places: list[Place], ids: Sequence[int], last: Sequence[int], within: int) -> None:
+    """The longest match is found, every match is what it says, and nothing is left out."""
+    true = matches(ids, last)
+    longest = max(true.values(), default=0)
+    assert max((match for match, _ in places), default=0) == longest
+    assert all(true[end] == match for match, end in places)
+    assert len({end for _, end in places}) == len(places)
+    shortest = max(1, longest - within)
+    wanted = sum(match >= shortest for match in true.values())
+    if longest < 12:
+        assert sum(match >= shortest for match, _ in places) == wanted
+    else:
+        assert min(wanted, MOST_DEEP) >= 1
+
+
+@given(several, texts.filter(bool), st.integers(0, 3))
+@example([[0] * 40], [0] * 40, 2)
+@example([[0, 0], [0, 0, 0, 0, 0]], [0], 1)
+def test_an_index_finds_the_longest_match_of_any_length(
+    parts: list[list[int]], query: list[int], within: int
+) -> None:
+    """Of several texts: none across their ends, and all places that match nearly as long."""
+    ids = joined(parts)
+    index = ContextIndex.build(np.array(ids))
+    for asked in (query, parts[0], parts[-1][: len(query)] + query):
+        places = index.nearest(Context.of(asked), EVERYTHING, within)
+        check_places(places, ids, asked[::-1], within)
+
+
+@given(texts.filter(bool), st.lists(texts, max_size=4), st.sampled_from([1, 3, EVERYTHING]))
+def test_a_text_that_grows_is_searched_like_one_that_was_there(
+    prompt: list[int], grown: list[list[int]], most_recent: int
+) -> None:
+    """Whether its places stand in the list or have gone over into the index."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recent, "MOST_RECENT", most_recent)
+        text = GrowingIndex(prompt)
+        for tokens in grown:
+            text.append(tokens)
+            places = text.nearest(text.context(), EVERYTHING, 0)
+            longest = max((match for match, _ in places), default=0)
+            check_places([p for p in places if p[0] == longest], text.ids, text.ids[::-1], 0)
+
+
+@given(st.lists(texts.filter(lambda text: len(text) > 1), min_size=1, max_size=3), st.data())
+def test_most_places_are_a_sample(parts: list[list[int]], data: Any) -> None:
+    """Asked for a few, an index gives as many at most, the longest match among them."""
+    ids = joined(parts)
+    query = data.draw(st.sampled_from(parts))
+    most = data.draw(st.integers(1, 5))
+    places = ContextIndex.build(np.array(ids)).nearest(Context.of(query), most, 2)
+    longest = max(matches(ids, query[::-1]).values())
+    assert len(places) <= max(most, MOST_DEEP)
+    assert max((match for match, _ in places), default=0) == longest
+
+
+def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
+    return sd.SuffixDrafter(**options).begin(prompt, CONTEXT)
+
+
+@given(texts, st.integers(0, 12))
+def test_a_draft_begins_with_what_followed_a_match(text: list[int], limit: int) -> None:
+    """It is no longer than the limit, and its first token stood behind as much as was matched."""
+    session = begin(text)
+    draft = session.propose(limit)
+    true = matches(text, text[::-1])
+    longest = max(true.values(), default=0)
+    assert len(draft) == (limit if longest else 0)
+    if draft:
+        assert session.match_length == longest
+        followers = {text[end] for end, match in true.items() if match >= max(1, longest - 1)}
+        assert next(iter(draft.tokens)) in followers
+
+
+@given(texts.filter(bool), st.lists(st.integers(0, 3), unique=True), st.integers(1, 8))
+def test_proposing_ahead_is_proposing_afterwards(
+    text: list[int], more: list[int], limit: int
+) -> None:
+    """Where the longest match lies in the text as it was; and nothing of the question is noted."""
+    session = begin(text)
+    ahead = session.propose_after(more, limit)
+    assert session.propose(limit) == begin(text).propose(limit)
+    true = matches([*text, *more], [*text, *more][::-1])
+    longest = max(true.values())
+    session.observe(more)
+    if all(end < len(text) for end, match in true.items() if match >= longest - 1):
+        assert list(session.propose(limit).tokens) == list(ahead.tokens)
+
+
+def test_what_may_come_is_part_of_the_match_and_of_the_copy() -> None:
+    """2, 3 behind the text: its beginning goes on with 4, 5, then with the text's end and 2, 3."""
+    session = begin([1, 2, 3, 4, 5, 1])
+    assert session.propose_after([2, 3], 5).tokens == [4, 5, 1, 2, 3]
+
+
+def test_a_memory_is_drafted_from_and_written_to() -> None:
+    """What a generation wrote, up to what its caller has, helps the next; no prompts."""
+    memory = sd.Memory()
+    session = begin([1, 2, 3], memory=memory)
+    session.observe([4, 5, 6, 7, 8])
+    assert not begin([4, 5], memory=memory).propose(4)
+    session.close(3 + 4)
+    session.close(3 + 5)  # only once
+    assert [text.tolist() for text in memory.texts()] == [[4, 5, 6, 7]]
+    assert begin([9, 4, 5], memory=memory).propose(4).tokens == [6, 7]
+    assert not begin([2], memory=memory).propose(4)
+    remembering = sd.Memory(remember_prompts=True)
+    session = begin([1, 2, 3], memory=remembering)
+    session.observe([4])
+    session.close(4)
+    assert begin([1], memory=remembering).propose(4).tokens == [2, 3, 4]
+
+
+def test_a_session_keeps_the_memory_it_began_with() -> None:
+    """What others write meanwhile does not change its drafts."""
+    memory = sd.Memory()
+    memory.add([1, 2, 3, 4])
+    session = begin([1, 2], memory=memory)
+    for _ in range(100):
+        memory.add([1, 2, 7, 7])
+    assert session.propose(2).tokens == [3, 4]
+    assert begin([1, 2], memory=memory).propose(2).tokens == [7, 7]
+
+
+def test_the_place_whose_surroundings_agree_wins() -> None:
+    """Of equal matches: a name of another length stands between, the sentence is the same."""
+    one = [10, 11, 12, 13, 14, 50, 51, 1, 2, 100]
+    other = [20, 21, 22, 23, 24, 60, 61, 1, 2, 200]
+    for said, follows in ((one, 100), (other, 200)):
+        prompt = [*one, 0, *other, 0, *said[:5], 70, 71, 72, 1, 2]
+        assert begin(prompt).propose(1).tokens == [follows]
+
+
+def test_weight_is_match_and_surroundings() -> None:
+    """5 doublings for a token of the match, one for each token in common before it."""
+    ids = [*range(100, 100 + SURROUNDINGS), 1, 2, 3]
+    index = GrowingIndex(ids)
+    last = [2, 1, *range(100, 103), 7, 8]
+    voters = [(2, len(ids) - 1, index, 1.0), (1, 1, index, 0.5)]
+    assert weigh(voters, last) == [2.0**3, 0.5 * 2.0**-5]
+
+
+def test_the_outvoted_have_no_say_in_what_follows() -> None:
+    """Two go to 5 and one to 6: then the two alone decide, and they differ at the end."""
+    ids = [[5, 1, 1], [5, 1, 2], [6, 9, 9]]
+    index = [GrowingIndex([3, *tokens]) for tokens in ids]
+    draft = elect([(1, 1, text, 1.0) for text in index], [3], 3)
+    assert list(draft.tokens) == [5, 1, 1]
+    evidence = draft.evidence
+    assert evidence is not None
+    assert evidence[0] == Evidence(1, 3, 3)  # more than half of the places and of the weight
+    assert evidence[2] == Evidence(1, 4, 4)  # half of them
+
+
+def test_a_draft_ends_with_the_text_it_is_copied_from() -> None:
+    """A remembered text ends; one that is written goes on with itself, as periodic texts do."""
+    memory = sd.Memory()
+    memory.add([1, 2, 3])
+    assert begin([1], memory=memory).propose(8).tokens == [2, 3]
+    assert begin([1, 2, 1, 2]).propose(5).tokens == [1, 2, 1, 2, 1]
+
+
+def test_options_bound_the_draft() -> None:
+    """Its own cap, the shortest match, and so many tokens for each token of the match."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+    assert begin(text).propose(4).tokens == [3, 4, 5, 6]
+    assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
+    assert begin(text, per_match=1.5).propose(8).tokens == [3, 4, 5]
+    assert not begin(text, min_match=3).propose(4)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}]
+)
+def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
+    """By name."""
+    with pytest.raises(ValueError, match=next(iter(options))):
+        sd.SuffixDrafter(**options)
+
+
+def test_it_has_a_name_and_a_key() -> None:
+    """The key says whether it remembers, and not what."""
+    assert isinstance(sd.make_drafter("suffix:min_match=2"), sd.SuffixDrafter)
+    without, first, second = (sd.SuffixDrafter(m) for m in (None, sd.Memory(), sd.Memory()))
+    second.memory.add([1, 2, 3])  # type: ignore[union-attr]
+    assert first.key == second.key != without.key
+
+
+def test_it_keeps_the_contract() -> None:
+    """Alone, and with a memory that holds what is asked for and much else."""
+    check_drafter(sd.SuffixDrafter())
+    memory = sd.Memory()
+    memory.add(list(range(32)) * 3)
+    check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)
