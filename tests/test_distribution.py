@@ -83,6 +83,7 @@ def best_of_everything(model: nn.Module) -> sd.BestOf:
         sd.PromptLookupDrafter(min_ngram=2),
         sd.ModelDrafter(model),
         sd.SuffixDrafter(min_match=2),
+        sd.RecyclingDrafter(num_draft=2),
         sd.NGramDrafter(min_order=1, stochastic=True),
     )
 

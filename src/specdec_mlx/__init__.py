@@ -20,6 +20,7 @@ from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.drafters.recycling import RecyclingDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.errors import (
@@ -88,6 +89,7 @@ __all__ = [
     "ProbeReport",
     "PromptError",
     "PromptLookupDrafter",
+    "RecyclingDrafter",
     "Rejection",
     "Sampling",
     "Speculation",

@@ -229,6 +229,15 @@ class SeesTarget(Protocol):
 
 
 @runtime_checkable
+class SeesRejected(Protocol):
+    """A reader of the target's states that wants those of rejected drafts, too; default: not."""
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Take draft tokens [n] that were not kept, and their rows; before `observe`."""
+        ...
+
+
+@runtime_checkable
 class ProposesAhead(Protocol):
     """A session that can be asked about a text that may not come; default: it cannot."""
 
