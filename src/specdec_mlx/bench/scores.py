@@ -83,7 +83,7 @@ def format_scores(scores: Sequence[Score]) -> str:
         lines.append(
             [
                 *(drafter, length or "-"),
-                *(f"{by_category[name].speedup:.3f}" for name in categories),
+                *(f"{by_category[name].speedup:.2f}" for name in categories),
                 f"{total.speedup / oracle[ALL].speedup:.2f}" if oracle else "-",
                 f"{total.tokens_per_pass:.2f}",
                 f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
