@@ -32,15 +32,17 @@ def page() -> str:
     for name, command in subparsers(parser).items():
         if name not in MLX_LM_COMMANDS:
             parts.append(section(f"specdec-mlx {name}", command.format_help()))
+            for action, parser in subparsers(command).items():
+                parts.append(section(f"specdec-mlx {name} {action}", parser.format_help(), "###"))
     return "\n".join(parts)
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Parsers of the commands, by name."""
+    """Parsers of the commands, or of a command's actions, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)
-    raise AssertionError("the parser has no commands")
+    return {}
 
 
 def our_flags(name: str) -> str:
@@ -54,9 +56,9 @@ def our_flags(name: str) -> str:
     return parser.format_help().partition("\n\n")[2]
 
 
-def section(title: str, text: str) -> str:
+def section(title: str, text: str, level: str = "##") -> str:
     """One command."""
-    return f"## {title}\n\n```\n{text.strip()}\n```\n"
+    return f"{level} {title}\n\n```\n{text.strip()}\n```\n"
 
 
 if __name__ == "__main__":

@@ -59,6 +59,7 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
     return {
         "none": lambda model: None,
         "prompt lookup": lambda model: sd.PromptLookupDrafter(min_ngram=1),
+        "suffix": lambda model: sd.SuffixDrafter(sd.Memory()),
         "n-gram": lambda model: sd.NGramDrafter(),
         "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
         "itself": sd.ModelDrafter,

@@ -6,7 +6,10 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,6 +30,7 @@ from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
+CONTEXT = sd.DraftContext()
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
 
@@ -141,6 +145,9 @@ def test_another_tokenizers_memory_is_refused() -> None:
     context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
     with pytest.raises(sd.TokenizerMismatchError, match="memory build"):
         sd.SuffixDrafter(one).check(context)
+    large = filled([[1, 500]])
+    with pytest.raises(sd.TokenizerMismatchError, match="token 500, the target has 500"):
+        sd.SuffixDrafter(large).begin([1], sd.DraftContext(vocab_size=500))
     fresh = sd.Memory()
     sd.SuffixDrafter(fresh).check(context)
     assert fresh.tokenizer == sd.Memory(tokenizer=tiny_text.tokenizer()).tokenizer
@@ -177,7 +184,6 @@ def test_eight_threads_at_once_lose_nothing() -> None:
 @given(some_texts)
 def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
     """Texts, bounds and tokenizer, mapped read-only, at most 12 bytes a token and a header."""
-    import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory"
@@ -274,6 +280,13 @@ def with_header(content: bytes, **changes: object) -> bytes:
     return front + b"\x00" * (-len(front) % memory_file.ALIGNMENT) + rest
 
 
+def with_last(content: bytes, number: int) -> bytes:
+    """Another last integer, and the checksum that goes with it."""
+    rest = header_of(content)[1][:-4] + number.to_bytes(4, "little", signed=True)
+    changed = with_header(content, crc32=zlib.crc32(rest))
+    return changed[: -len(rest)] + rest
+
+
 DAMAGES = {
     "empty": (lambda c: b"", "not a memory"),
     "something else": (lambda c: b"PK\x03\x04" + c[4:], "not a memory"),
@@ -286,6 +299,9 @@ DAMAGES = {
     "a part of the header": (lambda c: c[:16] + b"[" + c[17:], "header"),
     "no bound": (lambda c: with_header(c, max_tokens=None), "does not fit"),
     "other sizes": (lambda c: with_header(c, indexes=[[1, 1]]), "does not fit"),
+    "negative sizes": (lambda c: with_header(c, indexes=[[8, -1]]), "does not fit"),
+    "a place at the end": (lambda c: with_last(c, 3), "places out of range"),
+    "a place before the beginning": (lambda c: with_last(c, -1), "places out of range"),
     "another kind": (lambda c: with_header(c, kind="n-grams"), "holds 'n-grams'"),
 }
 
@@ -427,8 +443,8 @@ def test_memories_are_built_shown_merged_and_pruned(
 def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Path) -> None:
     """The same text in fewer passes the second time; what was typed is not in the file."""
     path = tmp_path / "memory"
-    generate = ("generate", "--model", model, "--prompt", "the cat", "--max-tokens", "40")
-    generate = (*generate, "--temp", "0", "--draft-length", "4", "--memory", path)
+    asked = ("--model", model, "--prompt", "the cat", "--max-tokens", "40", "--temp", "0")
+    generate = ("generate", *asked, "--draft-length", "4", "--memory", path)
     first, second = run(*generate), run(*generate)
     assert first.returncode == second.returncode == 0, first.stderr
     text = first.stdout.partition("==========")[2].partition("==========")[0]
@@ -465,3 +481,79 @@ def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
     assert again < alone
     assert text_again == text
     assert others == [(alone, text)] * 3
+
+
+# Counts instead of texts --------------------------------------------------------------------------
+
+
+def counted(texts: Sequence[Sequence[int]]) -> sd.NGramTable:
+    table = sd.NGramTable(max_order=3)
+    for text in texts:
+        table.add(text)
+    return table
+
+
+@given(some_texts, some_texts)
+def test_tables_count_saved_loaded_and_merged(
+    ours: list[list[int]], theirs: list[list[int]]
+) -> None:
+    """Every n-gram of every text, once; merging is counting both."""
+    texts = [*ours, *theirs]
+    slices = [text[i : i + n] for text in texts for n in (2, 3) for i in range(len(text) - n + 1)]
+    expected = Counter(map(tuple, slices))
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "table"
+        counted(ours).save(path)
+        table = sd.NGramTable.load(path)
+        table.merge(counted(theirs))
+        assert table.counts() == expected
+        table.save()
+        assert sd.NGramTable.load(path).counts() == expected
+
+
+def test_two_that_save_the_same_table_count_every_text_once(tmp_path: Path) -> None:
+    """Also those that both had loaded."""
+    path = tmp_path / "table"
+    counted([[1, 2, 3]]).save(path)
+    one, other = sd.NGramTable.load(path), sd.NGramTable.load(path)
+    one.add([4, 5])
+    other.add([4, 5])
+    for _ in range(2):
+        one.save()
+        other.save()
+    expected = {(1, 2): 1, (2, 3): 1, (1, 2, 3): 1, (4, 5): 2}
+    assert sd.NGramTable.load(path).counts() == expected == other.counts()
+
+
+def test_a_table_is_drafted_from_and_written_to() -> None:
+    """Where the text's own counts know no context as long; prompts are not counted."""
+    table = counted([[1, 2, 3, 4, 5]])
+    drafter = sd.NGramDrafter(table=table)
+    key = repr(drafter)
+    assert drafter.begin([1, 2], CONTEXT).propose(3).tokens == [3, 4, 5]
+    session = drafter.begin([9, 2, 7, 8, 2], CONTEXT)
+    assert session.propose(1).tokens == [7]  # its own, of equal length
+    session.observe([6, 6])
+    session.close(6)
+    assert {ngram for ngram in table.counts() if 6 in ngram} == set()
+    session = drafter.begin([9], CONTEXT)
+    session.observe([6, 6])
+    session.close(3)
+    assert table.counts()[6, 6] == 1
+    assert repr(drafter) == key
+
+
+def test_tables_and_memories_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    """Each is refused by name, and left as it is."""
+    counted([[1, 2]]).save(tmp_path / "table")
+    filled([[1, 2]]).save(tmp_path / "memory")
+    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams'"):
+        sd.Memory.load(tmp_path / "table")
+    with pytest.raises(sd.MemoryFileError, match="holds 'texts'"):
+        sd.NGramTable.load(tmp_path / "memory")
+    with pytest.raises(sd.TokenizerMismatchError):
+        sd.NGramTable(tokenizer="a").merge(sd.NGramTable(tokenizer="b"))
+    with pytest.raises(ValueError, match="stochastic"):
+        sd.NGramDrafter(table=sd.NGramTable(), stochastic=True)
+    with pytest.raises(ValueError, match="orders 3 to 2"):
+        sd.NGramTable(max_order=2, min_order=3)

@@ -17,12 +17,11 @@ from scipy.stats import chi2
 
 from selection import FULL, cases
 from specdec_mlx.drafters.ngram import (
-    ContinuationTable,
-    NGramCounts,
     NGramDrafter,
     NGramSession,
     StochasticNGramSession,
 )
+from specdec_mlx.drafters.ngram_counts import ContinuationTable, NGramCounts
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -262,7 +261,7 @@ def test_work_of_a_proposal_does_not_grow_with_the_text(
 ) -> None:
     """At most one look-up per order and token: here 3 for the first token, 1 for each further."""
     text = [*range(length), 0, 1, 2, 3, 4, 5, 500_000, 2]
-    monkeypatch.setattr("specdec_mlx.drafters.ngram.ContinuationTable", CountingTable)
+    monkeypatch.setattr("specdec_mlx.drafters.ngram_counts.ContinuationTable", CountingTable)
     session = begin(text)
     monkeypatch.setattr(CountingTable, "lookups", 0)
     assert tokens(session.propose(4)) == [3, 4, 5, 500_000]

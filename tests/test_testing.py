@@ -39,6 +39,7 @@ def few_tokens() -> SubVocabulary:
 OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
+    "suffix": sd.SuffixDrafter,
     "n-gram": sd.NGramDrafter,
     "n-gram, drawn": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
     "model": model_drafter,

@@ -19,6 +19,7 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.recycling import RecyclingDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
@@ -85,6 +86,7 @@ __all__ = [
     "ModelDrafter",
     "ModelFolderError",
     "NGramDrafter",
+    "NGramTable",
     "PardDrafter",
     "ProbeReport",
     "PromptError",

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from heapq import nlargest
-from operator import attrgetter
+from math import ldexp
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 from specdec_mlx.drafters.evidence import share_class
@@ -81,8 +82,8 @@ def elect(
         voters, weights = [voters[i] for i in chosen], [weights[i] for i in chosen]
         tokens.append(best)
         evidence.append(_evidence(_longest(voters), num_chosen, len(firsts), share))
-    else:
-        voters = voters[:MOST_PATHS]
+    elif len(voters) > MOST_PATHS:
+        voters = nlargest(MOST_PATHS, voters, key=_match_of)
     followed = [source.following(end, length, more) for _, end, source, _ in voters]
     if followed.count(followed[0]) < len(followed):
         paths = _paths(voters, followed, weights or weigh(voters, last))
@@ -106,9 +107,9 @@ def weigh(voters: Sequence[Voter], last: Sequence[int]) -> list[float]:
             if here is None:
                 here = surroundings[match] = set(last[match : match + SURROUNDINGS])
             start = end - match
-            there = source.ids[max(0, start - SURROUNDINGS) : start]
+            there = source.ids[start - SURROUNDINGS if start > SURROUNDINGS else 0 : start]
             doublings += len(here.intersection(there))
-        weights.append(weight * 2.0**doublings)
+        weights.append(ldexp(weight, doublings))
     return weights
 
 
@@ -130,14 +131,16 @@ def _paths(
     voters: Sequence[Voter], followed: Sequence[tuple[int, ...]], weights: Sequence[float]
 ) -> list[Path]:
     """The different continuations, with all that speaks for each."""
-    paths: dict[tuple[int, ...], Path] = {}
-    for (match, *_), tokens, weight in zip(voters, followed, weights, strict=True):
-        if (path := paths.get(tokens)) is None:
-            paths[tokens] = Path(tokens, match, weight, 1)
+    counted: dict[tuple[int, ...], list[float]] = {}
+    for voter, tokens, weight in zip(voters, followed, weights, strict=True):
+        so_far = counted.get(tokens)
+        if so_far is None:
+            counted[tokens] = [voter[0], weight, 1]
         else:
-            match, weight = max(match, path.match), weight + path.weight
-            paths[tokens] = Path(tokens, match, weight, path.places + 1)
-    return list(paths.values())
+            so_far[0] = max(so_far[0], voter[0])
+            so_far[1] += weight
+            so_far[2] += 1
+    return [Path(t, int(match), weight, int(n)) for t, (match, weight, n) in counted.items()]
 
 
 def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evidence]) -> None:
@@ -166,6 +169,7 @@ def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evi
 
 
 _weight_of = attrgetter("weight")
+_match_of = itemgetter(0)
 
 
 def _evidence(match: int, places: int, of_places: int, share: float) -> Evidence:

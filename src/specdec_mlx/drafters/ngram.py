@@ -7,8 +7,8 @@ longest context that has been seen.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,14 +16,13 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.drafters.ngram_counts import Context, NGramCounts
+from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.types import Draft, DraftContext, Evidence
 
 if TYPE_CHECKING:
     from specdec_mlx.sampling.noise import Noise
-
-Context = tuple[int, ...]
 
 MAX_ORDER = 8
 STEPS = 2**24  # of a float32 in [0, 1)
@@ -58,6 +57,9 @@ class NGramDrafter:
         not seen for longest are forgotten. (A context that fills the table alone, as the unigram
         can, takes no further continuation.)
 
+    table: counts that are kept from generation to generation, looked up where this text's own know
+        no context as long; what is written is counted there at its end. Not with `stochastic`.
+
     Memory: a pair costs at most 640 bytes, so that tables stay below
     640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults. In a text that
     seldom repeats itself a pair costs 140 bytes: 14 MB at 32,768 tokens.
@@ -72,6 +74,7 @@ class NGramDrafter:
     stochastic: bool = False
     discount: float = 0.75
     max_entries: int = 65_536
+    table: NGramTable | None = None
 
     def __post_init__(self) -> None:
         """Refuse arguments that mean nothing."""
@@ -102,6 +105,17 @@ class NGramDrafter:
         )
         _check(0 <= self.discount <= 1, "discount", self.discount, "a number in [0, 1]")
         _check(self.max_entries >= 1, "max_entries", self.max_entries, "an int >= 1")
+        _check(
+            self.table is None or not self.stochastic,
+            "table",
+            self.table,
+            "None with stochastic=True: its distribution is that of one text's counts",
+        )
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
+        if self.table is not None and context.tokenizer is not None:
+            self.table.check_tokenizer(context.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
         """Count the n-grams of `prompt` [n].
@@ -135,6 +149,8 @@ class NGramSession:
         self._config = config
         self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         self._recent: deque[int] = deque(maxlen=config.window)
+        self._num_prompt = len(prompt)
+        self._written: list[int] = []
         self._learn(prompt)
 
     def propose(self, limit: int) -> Draft:
@@ -144,7 +160,7 @@ class NGramSession:
         evidence: list[Evidence] = []
         self.match_length = 0
         for _ in range(min(limit, self._config.num_draft)):
-            found = self._counts.most_frequent(context)
+            counts, found = self._longest(context)
             if found is None:
                 break
             token, matched, lead = found
@@ -152,13 +168,31 @@ class NGramSession:
                 self.match_length = matched
             draft.append(token)
             strength = max(1, matched) * min(max(1, lead), MAX_LEAD)
-            evidence.append(Evidence(strength, *self._counts.shares(context, token)))
+            evidence.append(Evidence(strength, *counts.shares(context, token)))
             context = self._counts.shift(context, token)
         return Draft(draft, evidence=evidence)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
         self._learn(tokens)
+        if self._config.table is not None:
+            self._written += tokens
+
+    def close(self, length: int) -> None:
+        """Count what was written, up to `length` tokens of prompt and output, in the table."""
+        if self._config.table is not None:
+            self._config.table.add(self._written[: length - self._num_prompt])
+            self._written = []
+
+    def _longest(
+        self, context: Context
+    ) -> tuple[NGramCounts | NGramTable, tuple[int, int, int] | None]:
+        """The counts that know the longest context, the text's own if as long, and what follows."""
+        own, table = self._counts.most_frequent(context), self._config.table
+        if table is None or (own is not None and own[1] == self._config.max_order - 1):
+            return self._counts, own
+        kept = table.most_frequent(context)
+        return (table, kept) if kept and (own is None or kept[1] > own[1]) else (self._counts, own)
 
     def _learn(self, tokens: Sequence[int]) -> None:
         context = self._context()
@@ -224,174 +258,6 @@ class StochasticNGramSession(NGramSession):
         noise = self._noise.uniform(f"draft {index}", self._num_emitted, 2)
         high, low = np.floor(STEPS * np.array(noise, float))
         return float((high + low / STEPS) / STEPS)
-
-
-class NGramCounts:
-    """How often each token followed each context, for the orders from `min_order` to `max_order`.
-
-    A context argument is the last max_order - 1 tokens, or fewer where the text is shorter; each
-    order reads what it needs from its end.
-    """
-
-    def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
-        """Start with empty tables of at most `max_entries` pairs each."""
-        self._width = max_order - 1
-        self._tables = [
-            (order - 1, ContinuationTable(max_entries)) for order in range(min_order, max_order + 1)
-        ]
-        self._longest_first = self._tables[::-1]
-
-    def shift(self, context: Context, token: int) -> Context:
-        """Append a token to a context and drop what has become too old."""
-        longer = (*context, token)
-        return longer[max(0, len(longer) - self._width) :]
-
-    def add(self, context: Context, token: int) -> None:
-        """Count `token` after `context`, once per order."""
-        for width, table in self._tables:
-            if width > len(context):
-                break
-            table.add(_last(context, width), token)
-
-    def most_frequent(self, context: Context) -> tuple[int, int, int] | None:
-        """Find the best continuation of the longest known context.
-
-        Returns the token, the context's length, and how much more often it was seen there than all
-        other continuations together (below 0: less often).
-        """
-        for width, table in self._longest_first:
-            if width <= len(context):
-                found = table.most_frequent(_last(context, width))
-                if found is not None:
-                    return found[0], width, found[1]
-        return None
-
-    def shares(self, context: Context, token: int) -> tuple[int, int]:
-        """How regularly a token has followed the last one and two tokens; see `share_class`."""
-        classes = [0, 0]
-        for width, table in self._tables:
-            if 1 <= width <= min(2, len(context)):
-                counts = table.counts(_last(context, width))
-                classes[width - 1] = share_class(counts.get(token, 0), sum(counts.values()))
-        return classes[0], classes[1]
-
-    def matched(self, context: Context) -> int:
-        """Length of the longest known context; 0 also where none is known."""
-        found = self.most_frequent(context)
-        return found[1] if found else 0
-
-    def law(
-        self, context: Context, vocab_size: int, discount: float
-    ) -> Float[np.ndarray, " vocab"] | None:
-        """Smoothed probabilities [V] of the next token, float64; None where no context is known."""
-        probs: Float[np.ndarray, " vocab"] | None = None
-        for width, table in self._tables:
-            if width > len(context):
-                break
-            counts = table.counts(_last(context, width))
-            if not counts:  # forgotten at this order, perhaps still known at a higher one
-                continue
-            tokens = np.fromiter(counts.keys(), np.int64, len(counts))
-            seen = np.fromiter(counts.values(), np.float64, len(counts))
-            if probs is None:
-                probs = np.zeros(vocab_size)
-                probs[tokens] = seen / seen.sum()
-            else:
-                probs *= discount * len(counts) / seen.sum()
-                probs[tokens] += (seen - discount) / seen.sum()
-        return probs
-
-
-class ContinuationTable:
-    """Continuation counts per context, for contexts of one length.
-
-    Holds at most `max_entries` pairs (context, continuation); to make room it forgets the contexts
-    that were not seen for longest, whole. Adding and looking up take constant time.
-    """
-
-    def __init__(self, max_entries: int) -> None:
-        """Start empty."""
-        self._max_entries = max_entries
-        self._num_entries = 0
-        # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
-        self._by_context: OrderedDict[Context, int | Continuations] = OrderedDict()
-
-    def __len__(self) -> int:
-        """Pairs held."""
-        return self._num_entries
-
-    def add(self, context: Context, token: int) -> None:
-        """Count `token` after `context`."""
-        entry = self._by_context.get(context)
-        if entry is None:
-            self._make_room(context)
-            self._by_context[context] = token
-            self._num_entries += 1
-            return
-        self._by_context.move_to_end(context)
-        if isinstance(entry, int):
-            entry = self._by_context[context] = Continuations(entry)
-        if token not in entry.counts:
-            if not self._make_room(context):
-                return
-            self._num_entries += 1
-        entry.add(token)
-
-    def most_frequent(self, context: Context) -> tuple[int, int] | None:
-        """Most frequent continuation and its lead; None: unknown.
-
-        Of equally frequent ones it is the most recent. The lead is its count less all others'.
-        """
-        entry = self._by_context.get(context)
-        if entry is None:
-            return None
-        if isinstance(entry, Continuations):
-            return entry.best, 2 * entry.counts[entry.best] - entry.total
-        return entry, 1
-
-    def counts(self, context: Context) -> Mapping[int, int]:
-        """How often each continuation was seen."""
-        entry = self._by_context.get(context)
-        if entry is None:
-            return {}
-        return entry.counts if isinstance(entry, Continuations) else {entry: 1}
-
-    def _make_room(self, context: Context) -> bool:
-        """Forget contexts until one more pair fits; False where only `context` itself is left."""
-        while self._num_entries >= self._max_entries:
-            oldest = next(iter(self._by_context))
-            if oldest == context:
-                return False
-            entry = self._by_context.pop(oldest)
-            self._num_entries -= len(entry.counts) if isinstance(entry, Continuations) else 1
-        return True
-
-
-class Continuations:
-    """Counts of the tokens seen after one context, and the best of them."""
-
-    __slots__ = ("best", "counts", "total")
-
-    def __init__(self, token: int) -> None:
-        """Start with one token, seen once."""
-        self.best = token
-        self.counts = {token: 1}
-        self.total = 1
-
-    def add(self, token: int) -> None:
-        """Count `token` once more."""
-        self.total += 1
-        count = self.counts.get(token, 0) + 1
-        self.counts[token] = count
-        # Counts only grow, one at a time, so the best changes only to the token just seen; on a
-        # tie it is the more recent one.
-        if count >= self.counts[self.best]:
-            self.best = token
-
-
-def _last(context: Context, width: int) -> Context:
-    """Last `width` tokens; a slice from -0 would be all of them."""
-    return context[len(context) - width :]
 
 
 def _log(probs: Float[np.ndarray, " vocab"]) -> Float[np.ndarray, " vocab"]:

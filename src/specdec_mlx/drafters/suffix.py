@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec_mlx.drafters.election import Source, Voter, elect
+from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -83,8 +84,15 @@ class SuffixDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the memory was written by another tokenizer."""
-        if isinstance(self.memory, Memory) and context.tokenizer is not None:
+        if not isinstance(self.memory, Memory):
+            return
+        if context.tokenizer is not None:
             self.memory.check_tokenizer(context.tokenizer)
+        if context.vocab_size is not None and self.memory.largest_token >= context.vocab_size:
+            raise TokenizerMismatchError(
+                f"The memory holds token {self.memory.largest_token}, the target has "
+                f"{context.vocab_size}. Give a memory that was written with its tokenizer."
+            )
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixSession:
         """Index `prompt` [n], and take the memory as it is now."""

@@ -61,11 +61,15 @@ class GrowingIndex:
         return Context(self._key(), self.ids[: -MAX_MATCH - 1 : -1])
 
     def nearest(self, context: Context, most: int, within: int, least: int = 1) -> list[Place]:
-        """As `ContextIndex.nearest`, of the latest places, and then of those before them."""
-        found = self._latest(context, most, within, least)
-        if found:
-            least = max(least, found[0][0] - within)
-        return found + self._index.nearest(context, most, within, least)
+        """As `ContextIndex.nearest`; of equally long matches the latest places come first."""
+        latest = self._latest(context, most, within, least)
+        if latest:
+            least = max(least, latest[0][0] - within)
+        older = self._index.nearest(context, most, within, least)
+        if not (latest and older) or latest[0][0] >= older[0][0]:
+            return latest + older
+        shortest = older[0][0] - within
+        return older + [place for place in latest if place[0] >= shortest]
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
         """The `length` tokens from a place on; behind the end, the copy is copied again.

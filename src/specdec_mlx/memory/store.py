@@ -100,6 +100,11 @@ class Memory:
         """The texts, oldest first."""
         return [text for index in self._indexes for text in split(index.tokens)]
 
+    @property
+    def largest_token(self) -> int:
+        """The largest token id, -1 where nothing is held."""
+        return max((index.largest for index in self._indexes), default=-1)
+
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError unless the memory is of this tokenizer, or of none yet."""
         found = tokenizer if isinstance(tokenizer, str) else tokenizer_fingerprint(tokenizer)
@@ -331,14 +336,14 @@ def _bounded(
 
 def _mapped(sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]) -> Iterator[ContextIndex]:
     """The indexes of a file, of [tokens, places] each."""
-    if sum(n + m for n, m in sizes) != len(data):
+    if min(map(min, sizes), default=0) < 0 or sum(map(sum, sizes)) != len(data):
         raise ValueError(f"{sizes} for {len(data)} integers")
     at = 0
     for n, m in sizes:
         tokens, order = data[at : at + n], data[at + n : at + n + m]
         if n and (tokens.min() < SEPARATOR or tokens.max() > MAX_TOKEN):
             raise ValueError("tokens out of range")
-        if m and (order.min() < 0 or order.max() >= n):
+        if m and (order.min() < 0 or order.max() >= n or tokens[order].min() < 0):
             raise ValueError("places out of range")
         yield ContextIndex(tokens, order)
         at += n + m
