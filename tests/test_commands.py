@@ -176,7 +176,7 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
 
 
 WRONG: dict[str, str] = {
-    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: model, ngram, none, pro",
+    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, model, ngram, none, pro",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",

@@ -72,7 +72,22 @@ CASES = {
     "model, greedy": (partial(sd.ModelDrafter, greedy=True), "auto"),
     "model, sharper": (partial(sd.ModelDrafter, draft_temp=0.6), "auto"),
     "model, flatter, coupled": (partial(sd.ModelDrafter, draft_temp=1.6), "coupled"),
+    "best of everything": (lambda model: best_of_everything(model), "auto"),
+    "best of everything, coupled": (lambda model: best_of_everything(model), "coupled"),
 }
+
+
+def best_of_everything(model: nn.Module) -> sd.BestOf:
+    """Point masses and drawn drafts, free ones and ones that cost time; all of them get a turn."""
+    return sd.BestOf(
+        sd.PromptLookupDrafter(min_ngram=2),
+        sd.ModelDrafter(model),
+        sd.SuffixDrafter(min_match=2),
+        sd.RecyclingDrafter(num_draft=2),
+        sd.NGramDrafter(min_order=1, stochastic=True),
+    )
+
+
 FALSE_ALARM = 1e-4 / (2 * len(CASES) * len(SETTINGS) + len(SETTINGS))
 RUNS_OF_LLAMA = 100
 RUNS_OF_TABLE = 370
@@ -369,6 +384,41 @@ def dropped(draft: sd.Draft) -> sd.Draft:
     own = mx.take_along_axis(draft.logprobs, draft.tokens[:, None].astype(mx.int32), axis=-1)
     sure = (mx.exp(own[:, 0]) >= 0.2).astype(mx.int32)
     return draft.head(int(mx.cumprod(sure).sum().item()))
+
+
+@dataclass(frozen=True, eq=False)
+class Peeking:
+    """Wrong: a model's draft is taken where it drew a likely token first, and else a look-up's."""
+
+    model: nn.Module
+
+    def begin(self, prompt: list[int], context: sd.DraftContext) -> PeekingSession:
+        drafters = (sd.ModelDrafter(self.model), sd.SuffixDrafter())
+        return PeekingSession([drafter.begin(prompt, context) for drafter in drafters])
+
+
+class PeekingSession:
+    """Asks both, and chooses by what was drawn."""
+
+    def __init__(self, sessions: list[sd.DraftSession]) -> None:
+        self.sessions = sessions
+
+    def propose(self, limit: int) -> sd.Draft:
+        drawn, certain = (session.propose(limit) for session in self.sessions)
+        if not len(drawn) or not len(certain):
+            return drawn
+        first = to_list(drawn.tokens)[0]
+        return drawn if mx.exp(drawn.logprobs[0, first]).item() >= 0.5 else certain
+
+    def observe(self, tokens: list[int]) -> None:
+        for session in self.sessions:
+            session.observe(tokens)
+
+
+def test_a_choice_that_peeks_at_a_draw_is_found():
+    """The same test rejects it, and passes `BestOf` on as many runs."""
+    assert rejects(Peeking(table(DRAFT)), 700, "auto")
+    assert not rejects(best_of_everything(table(DRAFT)), 700, "auto")
 
 
 @FULL

@@ -18,7 +18,7 @@ import specdec_mlx as sd
 import tiny
 from simulated import WRONG, alone, always, at_random, drafted, emitted, line, never, seconds
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.accounts import EXPENSIVE_BUDGET, LENGTHS
+from specdec_mlx.draft_length.accounts import COPY_LENGTHS, EXPENSIVE_BUDGET, LENGTHS
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import (
     Fixed,
@@ -57,10 +57,21 @@ def test_nothing_is_drafted_when_nothing_is_accepted(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_longest_is_drafted_when_everything_is_accepted(kind: str) -> None:
-    """Step by step to the end of the table, and there it stays."""
+    """Step by step to the end of the table, and there it stays; a look-up copies on from there."""
     records = alone(always, line(0.05), **KINDS[kind]).run(Auto(), 1000)
-    assert set(drafted(records[-20:])) == {LENGTHS[-1]}
+    longest = set(COPY_LENGTHS) - set(LENGTHS) if KINDS[kind]["cheap"] else {LENGTHS[-1]}
+    assert set(drafted(records[-20:])) <= longest
     assert seconds(records) < emitted(records) / 4
+
+
+def test_a_sure_copy_is_drafted_in_long_pieces_until_the_first_sign() -> None:
+    """All is right, then nothing: of the rounds after the turn one is long, and soon none is."""
+    turn = 3000
+    records = alone(lambda position: position < turn, line(0.02), evidence=64).run(Auto(), turn)
+    assert max(drafted(records[-20:])) >= 48
+    after = alone(lambda position: position < 300, line(0.02), evidence=64).run(Auto(), 400)
+    wrong = [r.drafted for r in after if r.drafted and not r.accepted]
+    assert sum(length > LENGTHS[-1] for length in wrong) <= 3
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -96,7 +107,7 @@ def test_it_wakes_up_when_the_text_becomes_predictable(kind: str) -> None:
     world.run(policy, turn)
     assert sum(drafted(world.records[-20:])) <= 2  # a retry, now and then
     after = world.run(policy, 400)
-    assert set(drafted(after[-5:])) == {LENGTHS[-1]}
+    assert min(drafted(after[-5:])) >= LENGTHS[-1]
     assert len(after) < 150
 
 
@@ -189,7 +200,7 @@ class _Known(AcceptanceHistory):
         self.chances = chances
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
-        return self.chances[position]
+        return self.chances[position] if position < len(self.chances) else 0.0
 
 
 class _At(Auto):

@@ -9,9 +9,9 @@ import pytest
 
 import tiny
 from command_line import both_ways, run
-from specdec_mlx import PromptLookupDrafter
 from specdec_mlx.draft_length.store import kept_tuning, tuning_path
 from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
 
@@ -84,4 +84,5 @@ def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) 
     files = list((tmp_path / "cache").glob("tuning/*.json"))
     assert len(files) == (0 if flags else 1)
     for file in files:
-        assert Tuning.load(file).of(key_of(PromptLookupDrafter())).costs.plain
+        kept = Tuning.load(file)
+        assert all(kept.of(key_of(part)).costs.plain for part in default_drafter().drafters)

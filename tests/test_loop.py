@@ -64,6 +64,12 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
         "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
         "itself": sd.ModelDrafter,
         "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
+        "best of everything": lambda model: sd.BestOf(
+            sd.PromptLookupDrafter(min_ngram=1),
+            sd.NGramDrafter(),
+            sd.NGramDrafter(stochastic=True),
+            sd.ModelDrafter(tiny.build("qwen2", seed=7)),
+        ),
         "itself, speculated for": lambda model: sd.ModelDrafter(model, drafter="prompt-lookup"),
     }
 

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from serving import post, serving
 from specdec_mlx.drafters import registry
-from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
+from specdec_mlx.drafters.ngram import NGramSession
 from specdec_mlx.mlx_lm_plugin.server import SpeculatingGenerator
 from tiny_model_folder import write_model_folder
 
@@ -68,7 +68,7 @@ def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
 REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "unknown drafter": (
         completion(drafter="nothing"),
-        "Unknown drafter 'nothing'. Known: model, ngram, none, prompt-lookup, suffix.",
+        "Unknown drafter 'nothing'. Known: auto, model, ngram, none, prompt-lookup, ",
     ),
     "a draft model that is not there": (completion(drafter="model"), "needs --draft-model"),
     "a drafter's options": (completion(drafter="ngram:max_order=9"), "Unknown drafter"),
@@ -206,14 +206,14 @@ def test_requests_do_not_look_through_the_installed_packages(
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that raises in the middle of a generation."""
-    propose = PromptLookupSession.propose
+    propose = NGramSession.propose
 
-    def raising(self: PromptLookupSession, limit: int) -> Any:
-        if len(self._text) > 60:
+    def raising(self: NGramSession, limit: int) -> Any:
+        if len(self._recent) > 60:
             raise RuntimeError("no idea")
         return propose(self, limit)
 
-    monkeypatch.setattr(PromptLookupSession, "propose", raising)
+    monkeypatch.setattr(NGramSession, "propose", raising)
 
 
 @pytest.mark.usefixtures("broken")
@@ -274,7 +274,7 @@ def test_a_json_schema_is_kept_to_and_its_structure_is_drafted(client: openai.Op
     for stats in (reply.usage.speculation, account):
         assert stats["batched"] is False
         assert stats["tokens_per_pass"] > 2
-        assert stats["drafter"] == "prompt-lookup"
+        assert stats["drafter"] == "auto"
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

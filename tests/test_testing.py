@@ -48,6 +48,7 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "model, few tokens": lambda: sd.ModelDrafter(few_tokens()),
     "model, speculated for": lambda: model_drafter(drafter="prompt-lookup:min_ngram=1"),
     "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
+    "best of": lambda: sd.BestOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
 AS_MODEL_DRAWS = ("recurrent model", "model, speculated for")
 DRAWN = ("n-gram, drawn", "model", "model, few tokens", *AS_MODEL_DRAWS)

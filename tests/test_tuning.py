@@ -272,7 +272,7 @@ def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
         for right in (True, False):
             for _ in range(10):
                 history.learn(4, 0, right)
-    history.recent = 0.95
+    history.recent = 0.9
     good = history.chance(4, 0)
     history.recent = 0.05
     assert good > history.chance(4, 0) + 0.3

@@ -10,6 +10,7 @@ except ImportError as _error:
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.drafters.best_of import BestOf
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -20,6 +21,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.drafters.recycling import RecyclingDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.errors import (
@@ -56,6 +58,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceRule",
+    "BestOf",
     "Block",
     "CacheRollbackError",
     "CheckReport",
@@ -88,6 +91,7 @@ __all__ = [
     "ProbeReport",
     "PromptError",
     "PromptLookupDrafter",
+    "RecyclingDrafter",
     "Rejection",
     "Sampling",
     "Speculation",

@@ -298,7 +298,7 @@ class Generation:
         if ahead is None:
             self.target.extend_history(outcome.tokens)
         record = self.clock.record(current, outcome, ahead, context)
-        self.drafting.length.record(record)
+        self.drafting.record(record)
         self.pipeline.record(outcome.num_accepted)
         self.stats.record(record)
         return outcome

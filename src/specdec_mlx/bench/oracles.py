@@ -6,7 +6,7 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Drafter
+from specdec_mlx.types import Closes, Drafter
 
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
 
@@ -40,6 +40,8 @@ def length_oracle(
         observed = coming[: accepted[-1] + 1]
         session.observe(observed)
         done += len(observed)
+    if isinstance(session, Closes):
+        session.close(len(text.prompt) + done)
     return Modelled(
         category=text.category,
         tokens=len(text.generated),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from specdec_mlx.bench.builtin_prompts import BUILTIN
 
@@ -29,6 +29,9 @@ class Task:
     prompt: list[int]
 
 
+Kind = TypeVar("Kind", Prompt, Task)
+
+
 def builtin_prompts() -> list[Prompt]:
     """Our own prompts, a handful per kind of work."""
     return [
@@ -48,10 +51,10 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
 
 def choose(
-    prompts: Iterable[Prompt],
+    prompts: Iterable[Kind],
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
-) -> list[Prompt]:
+) -> list[Kind]:
     """Some of the prompts, evenly spread over each category, in file order.
 
     Args:
@@ -62,7 +65,7 @@ def choose(
     Raises:
         ValueError: for a category that no prompt has.
     """
-    by_category: dict[str, list[Prompt]] = {}
+    by_category: dict[str, list[Kind]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     for name in categories or ():
@@ -75,13 +78,20 @@ def choose(
 
 def encode_chat(tokenizer: Any, text: str) -> list[int]:
     """Token ids of one user message in the model's chat template, if it has one."""
+    return encode_messages(tokenizer, [{"role": "user", "content": text}])
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation in the model's chat template, the answer about to begin.
+
+    Without a template it is the messages' contents, a blank line between two.
+    """
     if not tokenizer.has_chat_template:
-        return list(tokenizer.encode(text))
-    message = {"role": "user", "content": text}
-    return list(tokenizer.apply_chat_template([message], add_generation_prompt=True))
+        return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
+    return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
 
 
-def _spread(prompts: list[Prompt], count: int | None) -> list[Prompt]:
+def _spread(prompts: list[Kind], count: int | None) -> list[Kind]:
     """`count` of the prompts at equal distances, from the first on."""
     if count is None or count >= len(prompts):
         return prompts

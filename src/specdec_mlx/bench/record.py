@@ -26,12 +26,14 @@ class RecordedText:
         category: results are reported per category.
         prompt: [n] token ids.
         generated: [m] token ids.
+        session: the conversation that it is a part of; "" where it stands alone.
     """
 
     id: str
     category: str
     prompt: list[int]
     generated: list[int]
+    session: str = ""
 
 
 @dataclass(frozen=True)

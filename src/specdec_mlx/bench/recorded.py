@@ -23,6 +23,7 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
+    ChoosesDrafts,
     ChoosesSteps,
     Draft,
     DraftContext,
@@ -145,6 +146,8 @@ class ModelledLength:
         self.cut: Callable[..., int] = inner.cut
         self.seconds = 0.0
         self._num_steps = 0
+        if isinstance(inner, ChoosesDrafts):
+            self.choose, self.outbids = inner.choose, inner.outbids
         if isinstance(inner, ChoosesSteps):
             self._chooser = inner
             self.begin_steps, self.prefilled = self._begin_steps, inner.prefilled

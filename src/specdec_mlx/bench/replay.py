@@ -7,15 +7,22 @@ curve c(m). At temperature 0 the counts are therefore those of a live run.
 Two bounds show how far a drafter is from what could be had. The length oracle has the same drafter
 but knows how many of its tokens will be accepted, and drafts exactly those. The text oracle knows
 the text, and cuts it into passes in the cheapest way.
+
+With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
+on with what the texts before have left it.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+
+from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
@@ -29,11 +36,14 @@ from specdec_mlx.bench.scores import (
     Scores,
     format_scores,
 )
+from specdec_mlx.bench.sessions import session_record
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models import explained
 from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
@@ -42,7 +52,7 @@ DEFAULT_SLOPE = "linear:0.24"
 
 def score_record(
     record: Record,
-    drafters: dict[str, Drafter | None],
+    drafters: Mapping[str, Drafter | Callable[[], Drafter | None] | None],
     draft_lengths: Sequence[str],
     cost: CostCurve,
     *,
@@ -55,15 +65,16 @@ def score_record(
 
     Args:
         record: of a benchmark; its texts are scored.
-        drafters: name -> drafter; None for plain decoding.
+        drafters: name -> drafter, or a function that makes it, so that one that remembers has a
+            memory for each way of drafting; None for plain decoding.
         draft_lengths: numbers and policies, as on the command line.
         cost: c(m), in seconds.
         draft_cost: of a draft token, in c(1).
         longest: most tokens that the oracles draft.
 
     Returns:
-        A score for each category and for all of them, of each way of drafting; a notebook shows
-        them as a table.
+        A score for each category and for all of them, of each way of drafting, and where the texts
+        belong to sessions, for each of these; a notebook shows them as a table.
 
     Raises:
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
@@ -75,10 +86,11 @@ def score_record(
     def add(drafter: str, length: str, modelled: Iterable[Modelled]) -> None:
         scores.extend(_scores(record, cost.name, drafter, length, list(modelled)))
 
-    for name, drafter in drafters.items():
-        for length in draft_lengths if drafter else [""]:
-            add(name, length, _replayed(record, drafter, length, cost, draft_seconds))
-        if drafter is not None:
+    for name, made in drafters.items():
+        for length in draft_lengths if made else [""]:
+            add(name, length, _replayed(record, _fresh(made), length, cost, draft_seconds))
+        drafter = _fresh(made)
+        if drafter is not None and longest > 0:
             bound = (
                 length_oracle(
                     text,
@@ -91,19 +103,34 @@ def score_record(
                 for text in record.texts
             )
             add(name, LENGTH_ORACLE, bound)
-    add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
+    if longest > 0:
+        add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
     return scores
+
+
+def _fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
+    """A drafter, made if it is to be made; a class of drafters makes them, too."""
+    if isinstance(drafter, type) or (drafter is not None and not isinstance(drafter, Drafter)):
+        return drafter()
+    return drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
     add = parser.add_argument
-    add("record", metavar="FILE", help="what specdec-mlx bench --json wrote")
+    add("record", nargs="?", metavar="FILE", help="what specdec-mlx bench --json wrote")
+    add(
+        "--sessions",
+        metavar="FILE",
+        help="texts of conversations instead, as JSON lines with messages, or with turns and "
+        "reference; of FILE only the measured costs are taken",
+    )
+    add("--model", help="for --sessions: whose tokenizer (default: a small one)")
     add(
         "--drafter",
         action="append",
         metavar="NAME[:KEY=VALUE,...]",
-        help="repeatable (prompt-lookup)",
+        help=f"repeatable ({DEFAULT_DRAFTER})",
     )
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
@@ -138,15 +165,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=LONGEST_DRAFT,
         metavar="N",
-        help="most tokens that the oracles draft (%(default)s)",
+        help="most tokens that the oracles draft; 0 leaves them out (%(default)s)",
     )
     add("--json", metavar="FILE", help="write the scores")
 
 
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
-    record = load_record(args.record)
-    drafters = _drafters(args) | {
+    record = _record(args)
+    drafters: dict[str, Any] = _drafters(args) | {
         Path(path).stem: load_drafts(path, record.texts) for path in args.drafts or ()
     }
     default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
@@ -169,13 +196,48 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def _drafters(args: argparse.Namespace) -> dict[str, Drafter | None]:
+def _record(args: argparse.Namespace) -> Record:
+    """The texts to score, and the costs that were measured."""
+    if args.record is None and args.sessions is None:
+        raise ValueError(
+            "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
+        )
+    record = None if args.record is None else load_record(args.record)
+    if args.sessions is None:
+        assert record is not None
+        return record
+    cost = None if record is None else record.cost
+    return record_of_sessions(args.sessions, args.model, cost)
+
+
+def record_of_sessions(
+    path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
+) -> Record:
+    """A session file as a record, by the tokenizer of a model.
+
+    Args:
+        path: of the file.
+        model: folder or Hugging Face name; None for a small one.
+        cost: c(m) as it was measured somewhere.
+
+    Raises:
+        ValueError: for a file that is none.
+        ModelFolderError: the tokenizer cannot be loaded.
+    """
+    name = model or demo_model_path()
+    with explained(name):
+        tokenizer = load_tokenizer(name)
+    return session_record(path, tokenizer, len(tokenizer), cost)
+
+
+def _drafters(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
+    """Ways to make the drafters that were named; whether they can be made is found out now."""
     draft_model, draft_tokenizer = draft_pair(args)
-    specs = args.drafter or ([] if args.drafts else ["prompt-lookup"])
-    return {
-        spec: make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
-        for spec in specs
-    }
+    specs = args.drafter or ([] if args.drafts else [DEFAULT_DRAFTER])
+    make = functools.partial(make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+    for spec in specs:
+        make(spec)
+    return {spec: functools.partial(make, spec) for spec in specs}
 
 
 def _replayed(
@@ -198,12 +260,17 @@ def _replayed(
 def _scores(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
-    """One score per category, and "all"."""
+    """One score per category, "all", and one for each session."""
     scores = []
     for category in [*record.categories, ALL]:
         chosen = [m for m in modelled if category in (m.category, ALL)]
         live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
         scores.append(_score(cost, drafter, length, category, chosen, live))
+    for session in dict.fromkeys(text.session for text in record.texts if text.session):
+        of_it = zip(record.texts, modelled, strict=True)
+        chosen = [m for text, m in of_it if text.session == session]
+        category = chosen[0].category
+        scores.append(_score(cost, drafter, length, category, chosen, None, session))
     return scores
 
 
@@ -214,6 +281,7 @@ def _score(
     category: str,
     modelled: Sequence[Modelled],
     live_ratio: float | None,
+    session: str = "",
 ) -> Score:
     tokens, passes = sum(m.tokens for m in modelled), sum(m.passes for m in modelled)
     return Score(
@@ -229,4 +297,5 @@ def _score(
         tokens_per_pass=tokens / passes,
         speedup=sum(m.plain_seconds for m in modelled) / sum(m.seconds for m in modelled),
         live_ratio=live_ratio,
+        session=session,
     )

@@ -28,16 +28,17 @@ from specdec_mlx.bench.prompts import (
 )
 from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
+from specdec_mlx.bench.sessions import session_tasks
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
-DEFAULT_DRAFTERS = ("prompt-lookup",)
 DEFAULT_DRAFT_LENGTHS = ("auto",)
 DEFAULT_RULES = ("auto",)
 
@@ -47,13 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, argument(positive_int)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
+    add(
+        "--sessions",
+        metavar="FILE",
+        help="prompts of conversations instead, as JSON lines with messages, or with turns and "
+        "reference; in their order, so that a drafter that remembers is of use",
+    )
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     add(
         "--drafter",
         action="append",
         metavar="NAME[:KEY=VALUE,...]",
-        help="repeatable; none: our loop without a drafter (prompt-lookup)",
+        help=f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})",
     )
     add("--draft-model", metavar="MODEL", help="also run mlx-lm's own speculation, and our own")
     add_lighter_arguments(parser)
@@ -102,7 +109,7 @@ def main(args: argparse.Namespace) -> int:
         args.rule or DEFAULT_RULES,
     )
     contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
-    tasks = make_tasks(tokenizer, _prompts(args))
+    tasks = _tasks(args, tokenizer)
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     models = [m for m in (model, draft_model) if m is not None]
     with wired_limit(models, [generation_stream]):
@@ -296,14 +303,16 @@ def _settings(settings: Settings) -> dict[str, Any]:
 def _drafters(args: argparse.Namespace) -> list[str]:
     """Those asked for; a draft model takes part in any case."""
     if args.drafter is None:
-        return ["model"] if args.draft_model else list(DEFAULT_DRAFTERS)
+        return ["model"] if args.draft_model else [DEFAULT_DRAFTER]
     names: Collection[str] = {spec.partition(":")[0] for spec in args.drafter}
     return [*args.drafter, *(["model"] if args.draft_model and "model" not in names else [])]
 
 
-def _prompts(args: argparse.Namespace) -> list[Prompt]:
+def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    if args.sessions:
+        return choose(session_tasks(args.sessions, tokenizer), args.categories, args.per_category)
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
-    return choose(prompts, args.categories, args.per_category)
+    return make_tasks(tokenizer, choose(prompts, args.categories, args.per_category))
 
 
 def _progress_bar(total: int) -> Any:

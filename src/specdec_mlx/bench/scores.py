@@ -32,6 +32,7 @@ class Score:
         speedup: plain seconds over modelled seconds, sums over the texts.
         live_ratio: what the recorded benchmark measured; None if it did not run this, or the curve
             is not the measured one.
+        session: which conversation's texts they are; "" for all of the category.
     """
 
     cost: str
@@ -46,6 +47,7 @@ class Score:
     tokens_per_pass: float
     speedup: float
     live_ratio: float | None = None
+    session: str = ""
 
 
 class Scores(list[Score], Rows):
@@ -62,13 +64,18 @@ class Scores(list[Score], Rows):
 def format_scores(scores: Sequence[Score]) -> str:
     """Table of one cost curve: speedups per category; tokens per pass and live ratio over all.
 
-    "of oracle" is the speedup over all texts relative to the length oracle's.
+    "of oracle" is the speedup over all texts relative to the length oracle's. Where there are
+    sessions, "least" is the session in which a drafter does worst relative to the first drafter of
+    the table with the same draft length.
     """
     categories = list(dict.fromkeys(score.category for score in scores))
     rows: dict[tuple[str, str], dict[str, Score]] = {}
     for score in scores:
-        rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
+        if not score.session:
+            rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
+    least = least_of_sessions(scores)
     header = ["drafter", "K", *categories, "of oracle", "tok/pass", "accepted", "live"]
+    header += ["least"] * bool(least)
     lines = []
     for (drafter, length), by_category in rows.items():
         total = by_category[ALL]
@@ -81,15 +88,38 @@ def format_scores(scores: Sequence[Score]) -> str:
                 f"{total.tokens_per_pass:.2f}",
                 f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
                 "-" if total.live_ratio is None else f"{total.live_ratio:.2f}",
+                *([f"{least[drafter, length]:.3f}"] if least else []),
             ]
         )
     return markdown_table(header, lines, num_text_columns=2)
 
 
+def least_of_sessions(scores: Sequence[Score]) -> dict[tuple[str, str], float]:
+    """(drafter, draft length) -> its speed over the first drafter's, in the worst session for it.
+
+    The first drafter's with the same draft length, or its first one. {} without sessions.
+    """
+    ways: dict[tuple[str, str], dict[str, float]] = {}
+    for score in scores:
+        if score.session:
+            way = ways.setdefault((score.drafter, score.draft_length), {})
+            way[score.session] = score.speedup
+    if not ways:
+        return {}
+    first_way = next(iter(ways))
+    least = {}
+    for drafter, length in ways:
+        base = ways.get((first_way[0], length), ways[first_way])
+        least[drafter, length] = min(
+            speed / base[session] for session, speed in ways[drafter, length].items()
+        )
+    return least
+
+
 def scores_html(scores: Sequence[Score]) -> str:
     """The modelled speedup of each drafter and draft length, by kind of text, for a notebook."""
     by_row: dict[tuple[str, str, str], dict[str, Score]] = {}
-    for score in scores:
+    for score in [score for score in scores if not score.session]:
         row = by_row.setdefault((score.cost, score.drafter, score.draft_length), {})
         row[score.category] = score
     categories = list(dict.fromkeys(score.category for score in scores))

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from specdec_mlx.draft_length.priors import LOOK_UPS
 from specdec_mlx.types import Evidence
 
-MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16)
+MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
 """Lower ends of the classes of matches, in tokens."""
 
-POSITION_EDGES = (1, 2, 4, 8)
+POSITION_EDGES = (1, 2, 4, 8, 16, 32)
 """Lower ends of the classes of positions in a draft."""
 
-RECENT_EDGES = (0.2, 0.4, 0.6, 0.8)
+RECENT_EDGES = (0.2, 0.4, 0.6, 0.8, 0.95)
 """Lower ends of the classes of recent acceptance."""
 
 CONFIDENCE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
@@ -31,9 +32,9 @@ LEARNING_RATE = 0.035
 """Step of the log-odds towards a trial's outcome."""
 
 PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
-    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13),
-    "position": (0.42, 0.35, 0.46, 0.13, 0.15),
-    "recent": (0.07, 0.18, 0.13, 0.2, 0.92),
+    "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.13, 1.13),
+    "position": (0.42, 0.35, 0.46, 0.13, 0.15, 0.15, 0.15),
+    "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
     "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
@@ -57,6 +58,10 @@ def class_of(value: float, edges: Sequence[float]) -> int:
     return bisect_right(edges, value)
 
 
+MATCH_CLASSES = tuple(class_of(n, MATCH_EDGES) for n in range(MATCH_EDGES[-1] + 1))
+POSITION_CLASSES = tuple(class_of(n, POSITION_EDGES) for n in range(POSITION_EDGES[-1] + 1))
+
+
 @dataclass
 class AcceptanceHistory:
     """How often a draft token was accepted, given that all before it were: a logistic regression.
@@ -73,6 +78,14 @@ class AcceptanceHistory:
         default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
     )
     recent: float = UNKNOWN
+
+    @classmethod
+    def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
+        """What is believed of a look-up before it was tried; kind: its class, if it is known."""
+        history = cls()
+        odds_of_kind = LOOK_UPS.get(kind, LOOK_UPS["PromptLookupDrafter"])
+        history.weights.update({name: list(odds) for name, odds in odds_of_kind.items()})
+        return history
 
     @classmethod
     def of_draft_models(cls) -> AcceptanceHistory:
@@ -108,18 +121,22 @@ class AcceptanceHistory:
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
-        log_odds = sum(weights[index] for weights, index in self._active(evidence, position))
+        log_odds = sum([weights[index] for weights, index in self._active(evidence, position)])
         return 1 / (1 + math.exp(-log_odds))
 
-    def _active(self, evidence: Evidence | int, position: int) -> Iterator[tuple[list[float], int]]:
-        """The weights that count, as lists and places in them."""
+    def _active(self, evidence: Evidence | int, position: int) -> list[tuple[list[float], int]]:
+        """The weights that count, as lists and places in them; asked for every token of a draft."""
         if not isinstance(evidence, Evidence):
             evidence = Evidence(evidence)
-        yield self.weights["match"], class_of(evidence.match, MATCH_EDGES)
-        yield self.weights["position"], class_of(position, POSITION_EDGES)
-        yield self.weights["recent"], class_of(self.recent, RECENT_EDGES)
-        yield self.weights["after one"], evidence.after_one
-        yield self.weights["after two"], evidence.after_two
+        weights = self.weights
+        active = [
+            (weights["match"], MATCH_CLASSES[min(evidence.match, MATCH_EDGES[-1])]),
+            (weights["position"], POSITION_CLASSES[min(position, POSITION_EDGES[-1])]),
+            (weights["recent"], class_of(self.recent, RECENT_EDGES)),
+            (weights["after one"], evidence.after_one),
+            (weights["after two"], evidence.after_two),
+        ]
         if evidence.confidence is not None:
             name = "confidence in a draw" if evidence.is_drawn else "confidence"
-            yield self.weights[name], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)
+            active.append((weights[name], 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)))
+        return active

@@ -23,6 +23,18 @@ MLX's tiles of 5 rows."""
 
 LONGEST = LENGTHS[-1]
 
+COPY_LENGTHS = (*LENGTHS, 24, 32, 48, 64)
+"""Lengths of look-ups: where a text is copied, as edits are, most of it comes in one piece."""
+
+LONGEST_COPY = COPY_LENGTHS[-1]
+
+SURE = 0.4
+"""Recent acceptance from which on a look-up is asked for more than `LONGEST`; a single wrong token
+takes it below."""
+
+NEGLIGIBLE = 0.005
+"""Chance that a draft is accepted so far, below which a long one is not looked at further."""
+
 TRIAL_SHARE = 0.002
 """Share of the time that a look-up may lose in trying lengths whose cost is not known."""
 
@@ -46,12 +58,15 @@ simulations needed 0.84 of the plain time where 0.69 was enough."""
 class Account(ABC):
     """One drafter in one generation, and its account, which outlives the generation.
 
-    learned: what is known of it. scored: its draft that is being compared with what comes.
-    num_steps: draft steps that were run for the present round, as far as they are counted.
+    learned: what is known of it. scored: its draft that is being compared with what comes. gain:
+    what its next draft is expected to bring beyond plain decoding, in tokens less cost at the going
+    rate; of a look-up known once it has proposed, of a draft model before it is asked. num_steps:
+    draft steps that were run for the present round, as far as they are counted.
     """
 
     learned: Learned
     scored: ScoredDraft | None = None
+    gain: float = 0.0
     was_cut: bool = False
     num_steps: int = 0
     first_budget: ClassVar[float] = FIRST_BUDGET
@@ -115,12 +130,12 @@ class Account(ABC):
         """Length of the largest value that can be afforded; 0 if none is above `plain_value`."""
         costs = self.learned.costs
         best, best_value = 0, plain_value
-        if costs.needs_plain:
-            return best
-        for length, expected in self.expected_tokens(evidence):
-            value = expected - rate * costs.optimistic_ratio(length)
-            if value > best_value and self.can_afford(length, expected):
-                best, best_value = length, value
+        if not costs.needs_plain:
+            for length, expected in self.expected_tokens(evidence):
+                value = expected - rate * costs.optimistic_ratio(length)
+                if value > best_value and self.can_afford(length, expected):
+                    best, best_value = length, value
+        self.gain = best_value - (1.0 - rate)
         return best
 
     def expected_tokens(self, evidence: Sequence[Evidence | int]) -> list[tuple[int, float]]:
@@ -129,8 +144,10 @@ class Account(ABC):
         reach, expected = 1.0, 1.0
         for i, kind in enumerate(evidence):
             reach *= self.learned.acceptance.chance(kind, i)
+            if i >= LONGEST and reach < NEGLIGIBLE:
+                break
             expected += reach
-            if i + 1 in LENGTHS or i + 1 == len(evidence):
+            if i + 1 in COPY_LENGTHS or i + 1 == len(evidence):
                 lengths.append((i + 1, expected))
         return lengths
 
@@ -139,9 +156,9 @@ class LookUpAccount(Account):
     """A look-up: proposing is free, so that only lengths whose cost is unknown are a risk."""
 
     def limit(self, rate: float) -> int:
-        """The longest; `cut` decides."""
+        """The longest, or where drafts have been wrong lately `LONGEST`; `cut` decides."""
         self.was_cut = False
-        return LONGEST
+        return LONGEST_COPY if self.learned.acceptance.recent >= SURE else LONGEST
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the length is no trial, or its loss in the worst case can be borne."""

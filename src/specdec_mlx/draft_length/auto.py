@@ -36,6 +36,7 @@ class Auto:
     _parts: dict[str, Account] = field(default_factory=dict)
     _tokens: float = 0.0
     _cost: float = 0.0
+    _chosen_gain: float = 0.0
 
     def begin_steps(
         self,
@@ -65,7 +66,8 @@ class Auto:
         account = self._parts.get(part)
         if account is None:
             kind = LookUpAccount if cheap else ModelAccount
-            account = self._parts[part] = kind(self.tuning.of(part, kind.first_budget))
+            learned = self.tuning.of(part, kind.first_budget, look_up=cheap)
+            account = self._parts[part] = kind(learned)
         if not cheap and any(other.learned.costs.needs_plain for other in self._parts.values()):
             return 0
         return account.limit(self.rate)
@@ -73,6 +75,18 @@ class Auto:
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
         return self._parts[part].cut(draft, self.rate) if len(draft) else 0
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
+        """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
+        lengths = [self.cut(part, draft) for part, draft in drafts]
+        gains = [self._parts[part].gain for part, _ in drafts]
+        best = gains.index(max(gains))
+        self._chosen_gain = gains[best]
+        return best, lengths[best]
+
+    def outbids(self, part: str, limit: int) -> bool:
+        """Whether a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
+        return self._parts[part].gain > self._chosen_gain
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
@@ -92,8 +106,16 @@ class Auto:
         if drafting is not None:
             drafting.settle(round_)
             drafting.learn_acceptance(round_)
+            self._share_cost(drafting, round_)
         for part in self._parts.values():
             part.follow(round_)
+
+    def _share_cost(self, drafting: Account, round_: RoundRecord) -> None:
+        """A look-up takes no time, so that a round with its draft costs the same with another's."""
+        if isinstance(drafting, LookUpAccount) and round_.steady:
+            for part in self._parts.values():
+                if isinstance(part, LookUpAccount) and part is not drafting:
+                    part.learned.costs.add(round_.drafted, round_.seconds)
 
     def wants_timing(self, num_drafted: int) -> bool:
         """Whether seconds are needed that a slow caller would hide; see `types.TimesRounds`."""

@@ -126,6 +126,7 @@ class StepwiseAccount(Account):
         if not longest or not self._outlook()[0] or not self._may_read():
             return 0
         value, needed = self._plan(rate)
+        self.gain = value
         if value < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
             return 0
         return longest if longest >= needed else 0

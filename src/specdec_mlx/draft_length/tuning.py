@@ -120,19 +120,23 @@ class Tuning:
         experts = any("Switch" in type(layer).__name__ for layer in layers)
         return cls(slope=0.05 + 0.15 * quantized + 0.2 * experts)
 
-    def of(self, key: str, budget: float = FIRST_BUDGET) -> Learned:
+    def of(self, key: str, budget: float = FIRST_BUDGET, look_up: bool = False) -> Learned:
         """What was learned with a drafter.
 
         Args:
             key: the drafter's identity; see `specdec_mlx.types.key_of`.
             budget: what a drafter that is new here may lose in its first trials, in plain rounds.
+            look_up: whether it is a look-up, of which other drafts are believed at first.
 
         Returns:
             The object that goes on learning, the same for the same key.
         """
         name = short_name(key)
         if name not in self.drafters:
-            self.drafters[name] = Learned(self.step, self.slope, exploration_budget=budget)
+            learned = Learned(self.step, self.slope, exploration_budget=budget)
+            if look_up:
+                learned.acceptance = AcceptanceHistory.of_look_ups(class_named(name))
+            self.drafters[name] = learned
         return self.drafters[name]
 
     def save(self, path: Path | str) -> None:
@@ -175,9 +179,13 @@ def short_name(key: str) -> str:
     """
     if len(key) <= LONGEST_NAME:
         return key
-    kind = re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    return f"{kind[: LONGEST_NAME - 13]}-{digest}"
+    return f"{class_named(key)[: LONGEST_NAME - 13]}-{digest}"
+
+
+def class_named(key: str) -> str:
+    """The class that a drafter's key, or its short form, begins with."""
+    return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
 def _numbers(values: Sequence[Any], length: int) -> list[float]:

@@ -14,6 +14,7 @@ from specdec_mlx.types import (
     DraftSession,
     is_cheap,
     key_of,
+    session_groups,
     session_parts,
 )
 
@@ -33,13 +34,14 @@ class FirstOf:
     def __init__(self, *drafters: Drafter) -> None:
         """Take the drafters in the order in which they are tried."""
         if not drafters:
-            raise ValueError("FirstOf() has nothing to try. Give at least one drafter.")
+            name = type(self).__name__
+            raise ValueError(f"{name}() has nothing to try. Give at least one drafter.")
         object.__setattr__(self, "drafters", drafters)
 
     @property
     def key(self) -> str:
         """The keys of its parts, in order."""
-        return f"FirstOf({', '.join(map(key_of, self.drafters))})"
+        return f"{type(self).__name__}({', '.join(map(key_of, self.drafters))})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
@@ -57,14 +59,16 @@ class FirstOfSession:
     """One generation, seen by all of the drafters.
 
     parts: the sessions in order, each with its drafter's key, for a loop that asks each within a
-    limit of its own; those of which one is made instead of it.
+    limit of its own; those of which one is made instead of it. groups: the same, with those that
+    compete side by side.
     """
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which they are tried, with their drafters' keys."""
         self.sessions = list(sessions)
-        keyed = zip(sessions, keys, strict=True)
+        keyed = list(zip(sessions, keys, strict=True))
         self.parts = [part for session, key in keyed for part in session_parts(session, key)]
+        self.groups = [group for session, key in keyed for group in session_groups(session, key)]
         self.cheap = all(is_cheap(session) for session in sessions)
 
     def propose(self, limit: int) -> Draft:

@@ -29,11 +29,11 @@ from specdec_mlx.types import Drafter
 
 GROUP = "specdec_mlx.drafters"
 OWN_PACKAGE = "specdec-mlx"
-DEFAULT_DRAFTER = "prompt-lookup"
+DEFAULT_DRAFTER = "auto"
 """What commands draft with if they are told nothing."""
 MODEL_DRAFTER = "model"
 """The name of a draft model, wherever it comes from."""
-REMEMBERING = ("suffix",)
+REMEMBERING = (DEFAULT_DRAFTER, "suffix")
 """Names of drafters that take `memory=`; the first is what is drafted with where one is given."""
 NO_DRAFTER = "none"
 """The name of plain decoding."""

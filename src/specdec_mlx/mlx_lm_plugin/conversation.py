@@ -171,15 +171,16 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
     if isinstance(drafter, PromptLookupDrafter):
         return Predicted(drafter, prediction)
+    together: type[FirstOf] = type(drafter) if isinstance(drafter, FirstOf) else FirstOf
     parts = drafter.drafters if isinstance(drafter, FirstOf) else (drafter,)
     if any(isinstance(part, PromptLookupDrafter) for part in parts):
-        return FirstOf(
+        return together(
             *(
                 Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
                 for part in parts
             )
         )
-    return FirstOf(Predicted(PromptLookupDrafter(), prediction), *parts)
+    return together(Predicted(PromptLookupDrafter(), prediction), *parts)
 
 
 def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
@@ -187,7 +188,7 @@ def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
     if isinstance(drafter, ModelDrafter):
         return Kept(drafter, store)
     if isinstance(drafter, FirstOf):
-        return FirstOf(*(keeping_caches(part, store) for part in drafter.drafters))
+        return type(drafter)(*(keeping_caches(part, store) for part in drafter.drafters))
     return drafter
 
 

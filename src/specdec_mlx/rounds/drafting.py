@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from specdec_mlx.draft_length.expected import ExpectedTokens
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.types import (
     NO_DRAFT,
+    ChoosesDrafts,
     ChoosesSteps,
     Closes,
     Draft,
@@ -21,13 +23,14 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
+    RoundRecord,
     SeesTarget,
     Stepwise,
     Target,
     TimesSteps,
     is_cheap,
     key_of,
-    session_parts,
+    session_groups,
 )
 
 
@@ -80,19 +83,23 @@ class Drafting:
         self.session: DraftSession | None = None
         self.features: FeatureFeed | None = None
         self.part = ""
-        self._parts: list[_Part] = []
+        self._groups: list[list[_Part]] = []
+        self._choice, self._expected = _choice_of(length)
         self.has_cheap_part = False
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is not None:
             self.session = self.drafter.begin(self.sequence.tokens, context)
-            keyed = session_parts(self.session, key_of(self.drafter))
-            self._parts = [
-                _Part(key, part, is_cheap(part), self._way_to_ask(key, part)) for key, part in keyed
+            self._groups = [
+                [self._part(key, part) for key, part in group]
+                for group in session_groups(self.session, key_of(self.drafter))
             ]
-            self.has_cheap_part = any(part.is_cheap for part in self._parts)
+            self.has_cheap_part = any(part.is_cheap for group in self._groups for part in group)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
+
+    def _part(self, key: str, session: DraftSession) -> _Part:
+        return _Part(key, session, is_cheap(session), self._way_to_ask(key, session))
 
     def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
         """Step by step, where both the session and the draft length can; else up to a limit."""
@@ -114,21 +121,65 @@ class Drafting:
             self.length.prefilled(num_tokens, seconds)
 
     def propose(self) -> Draft:
-        """A draft for the text so far: of the first session that has one."""
-        for part, limit in self._asked():
-            draft = self._ask(part, limit)
-            if len(draft):
-                self.part = part.key
-                return draft
+        """A draft for the text so far: of the first group of sessions that has one, the best."""
+        if self.sequence.wants_more():
+            for group in self._groups:
+                self.part, draft = self._best_of(group)
+                if len(draft):
+                    return draft
         self.part = ""
         return NO_DRAFT
 
+    def _best_of(self, group: Sequence[_Part]) -> tuple[str, Draft]:
+        """The draft that is worth most, and its drafter's key.
+
+        Nothing here looks at a token that was drawn: point masses are compared with each other, and
+        what costs time is asked, by what is known before, or it is not; see `types.SessionGroups`.
+        """
+        key, best, drawn = self._best_cheap(group)
+        for part in group:
+            limit = 0 if part.is_cheap else self._limit(part)
+            if limit and (not len(best) or self._choice.outbids(part.key, limit)):
+                draft = self._ask(part, limit)
+                if len(draft):
+                    return part.key, draft
+        return (key, best) if len(best) else drawn
+
+    def _best_cheap(self, group: Sequence[_Part]) -> tuple[str, Draft, tuple[str, Draft]]:
+        """Of the sessions that are free to ask: the best draft with its key, and one drawn."""
+        drafts: list[tuple[str, Draft]] = []
+        drawn = ("", NO_DRAFT)
+        for part in group:
+            if part.is_cheap and (limit := self._limit(part)):
+                draft = self._ask(part, limit)
+                if draft.logprobs is None:
+                    drafts += [(part.key, draft)] * (len(draft) > 0)
+                elif not len(drawn[1]):
+                    drawn = part.key, draft
+        if not drafts:
+            return "", NO_DRAFT, drawn
+        if len(group) == 1:
+            key, draft = drafts[0]
+            return key, draft.head(self.length.cut(key, draft)), drawn
+        index, length = self._choice.choose(drafts)
+        key, draft = drafts[index]
+        return key, draft.head(length), drawn
+
     def has_draft(self) -> bool:
         """Whether there may be a draft after the pass under way; only cheap sessions are asked."""
-        return bool(self._parts) and any(
-            len(self._ask(part, limit)) > 0 if part.is_cheap else True
-            for part, limit in self._asked()
-        )
+        return self.sequence.wants_more() and any(map(self._may_have_draft, self._groups))
+
+    def _may_have_draft(self, group: Sequence[_Part]) -> bool:
+        if any(not part.is_cheap and self._limit(part) for part in group):
+            return True
+        _, best, drawn = self._best_cheap(group)
+        return len(best) > 0 or len(drawn[1]) > 0
+
+    def record(self, round_: RoundRecord) -> None:
+        """Tell the draft length, and what ranks drafts, of a finished round."""
+        self.length.record(round_)
+        if self._expected is not None:
+            self._expected.record(round_)
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
@@ -140,19 +191,14 @@ class Drafting:
         if isinstance(self.session, Closes):
             self.session.close(end)
 
-    def _asked(self) -> Iterator[tuple[_Part, int]]:
-        """The sessions to ask now, in order, each with the most tokens that it may draft."""
-        if self.sequence.wants_more():
-            for part in self._parts:
-                if limit := self._limit(part):
-                    yield part, limit
-
     def _ask(self, part: _Part, limit: int) -> Draft:
-        """A session's draft, cut to what is worth verifying if that may be done."""
+        """A session's draft, within the limit; cut to what is worth verifying if it cost time."""
         with mx.stream(self.stream):
             draft = part.propose(limit)
         draft = _checked(draft, part.key).head(limit)
-        return draft if draft.logprobs is not None else draft.head(self.length.cut(part.key, draft))
+        if part.is_cheap or draft.logprobs is not None:
+            return draft
+        return draft.head(self.length.cut(part.key, draft))
 
     def _limit(self, part: _Part) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
@@ -174,6 +220,14 @@ class Drafting:
         if room is not None:
             ceilings.append(room - max(1, len(self.sequence.tokens) - position))
         return max(0, min(ceilings))
+
+
+def _choice_of(length: DraftLength) -> tuple[ChoosesDrafts, ExpectedTokens | None]:
+    """What ranks drafts: the draft length, or else expected tokens, which have to be told."""
+    if isinstance(length, ChoosesDrafts):
+        return length, None
+    expected = ExpectedTokens(length.cut)
+    return expected, expected
 
 
 def _checked(draft: object, key: str) -> Draft:

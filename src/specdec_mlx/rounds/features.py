@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.clock import Round
+from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     Drafter,
     DraftSession,
@@ -13,6 +14,7 @@ from specdec_mlx.types import (
     Features,
     Outcome,
     ReadsTarget,
+    SeesRejected,
     SeesTarget,
     Tappable,
     Target,
@@ -83,6 +85,17 @@ class FeatureFeed:
         num_pending = current.num_pending
         kept = outcome.kept[: len(outcome.tokens) - 1]
         self._show(rows, start, [*range(num_pending), *(num_pending + node for node in kept)])
+        self._show_rejected(rows, current, outcome)
+
+    def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
+        """Show the rows of draft tokens that were not kept to those that want them."""
+        left = [node for node in range(len(current.draft)) if node not in outcome.kept]
+        readers = [(s, wanted) for s, wanted in self._readers if isinstance(s, SeesRejected)]
+        if left and readers:
+            drafted = to_list(current.draft.tokens)
+            not_kept = rows.rows([current.num_pending + node for node in left])
+            for session, wanted in readers:
+                session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, start: int, indices: Sequence[int]) -> None:
         """Show rows whose positions are `start` and those after it, but for those already shown."""

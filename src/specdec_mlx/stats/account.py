@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
@@ -48,6 +49,8 @@ class SpeculationStats(Rows):
         drafted_at: [i] rounds that drafted position i of the draft.
         accepted_at: [i] rounds that accepted position i of the draft.
         rounds: (drafted, accepted) of every round, in order.
+        by_drafter: drafter's key -> [draft tokens proposed, accepted] of its drafts, of several
+            under `FirstOf` or `BestOf`.
         decode_seconds: of all rounds but the first, which waits for the prompt too.
         plain_seconds: of those of them without a draft whose time is that of one pass.
         num_plain: how many those are.
@@ -71,6 +74,7 @@ class SpeculationStats(Rows):
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
     decode_seconds: float = 0.0
     plain_seconds: float = 0.0
     num_plain: int = 0
@@ -97,6 +101,10 @@ class SpeculationStats(Rows):
         self.cut += round_.accepted + 1 - round_.emitted
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
+        if round_.drafted:
+            counts = self.by_drafter.setdefault(round_.part, [0, 0])
+            counts[0] += round_.drafted
+            counts[1] += round_.accepted
         self.rounds.append((round_.drafted, round_.accepted))
         _count(self.accept_histogram, [round_.accepted])
         _count(self.drafted_at, range(round_.drafted))
@@ -180,6 +188,7 @@ class SpeculationStats(Rows):
             **{name: value for name, value in vars(self).items() if isinstance(value, int | float)},
             **({} if account is None else {"counterfactual": account.as_dict()}),
             "emitted": self.emitted,
+            "by_drafter": {key: list(counts) for key, counts in self.by_drafter.items()},
             "accept_histogram": list(self.accept_histogram),
             "acceptance_by_position": self.acceptance_by_position,
             "tokens_per_pass": self.tokens_per_pass,
@@ -190,14 +199,20 @@ class SpeculationStats(Rows):
         }
 
     def __str__(self) -> str:
-        """Two readable lines."""
+        """Two readable lines, and a third for several drafters."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
+        shares = [
+            f"{_kind(key)} {accepted} of {drafted}"
+            for key, (drafted, accepted) in self.by_drafter.items()
+        ]
+        by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
         return (
             f"{self.emitted} tokens in {self.target_passes} target passes: "
             f"{self.tokens_per_pass:.2f} tokens per pass, "
             f"accepted {self.accepted} of {self.drafted} drafted{share}\n"
             f"drafting {self.draft_seconds:.2f} s, verifying {self.verify_seconds:.2f} s, "
             f"prefill {self.prefill_seconds:.2f} s, elsewhere {self.other_seconds:.2f} s"
+            f"{by_drafter}"
         )
 
     def plot(self) -> Figure:
@@ -209,6 +224,11 @@ class SpeculationStats(Rows):
 
     def _repr_html_(self) -> str:
         return self.view.html(self)
+
+
+def _kind(key: str) -> str:
+    """The class that a drafter's key begins with."""
+    return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
 def _count(histogram: list[int], values: Iterable[int]) -> None:

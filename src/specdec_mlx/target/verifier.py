@@ -222,7 +222,8 @@ class Verifier:
             return RowByRowPass(draft, num_fed, logits, self._chooser(logits, position), features)
         pass_ = self._decide(logits, draft, drafted, position, num_fed)
         pass_.features = features
-        mx.async_eval(pass_.results, pass_.logprobs)
+        tops = None if features is None else features.top_tokens
+        mx.async_eval(pass_.results, pass_.logprobs, *([] if tops is None else [tops]))
         return pass_
 
     def _feed_all_but_last_pass(

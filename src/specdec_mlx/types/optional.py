@@ -116,6 +116,48 @@ class SessionParts(Protocol):
 
 
 @runtime_checkable
+class SessionGroups(Protocol):
+    """A session made of others some of which compete; default: they are asked one after another."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
+        """Groups of sessions, each with its drafter's key, to be asked in order.
+
+        Within a group all cheap sessions propose, and the draft that is worth most is taken. Only
+        point masses compete: they are what this text would always have led to, so that comparing
+        them reads no draw. A session that costs time is asked, by what is known before anything is
+        drawn, only where it promises more than the best of these, and a draft that it has drawn is
+        taken whatever was drawn. A cheap session's drawn draft is taken where no other is.
+        """
+        ...
+
+
+@runtime_checkable
+class ChoosesDrafts(Protocol):
+    """A draft length that says what drafts are worth; default: the most tokens are expected."""
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
+        """Which of several drafts is worth most.
+
+        Args:
+            drafts: point masses of at least one token, each with its drafter's key; at least one.
+
+        Returns:
+            Its index, and how many of its tokens to keep; 0 where none of them is worth any.
+        """
+        ...
+
+    def outbids(self, part: str, limit: int) -> bool:
+        """Whether a session that costs time promises more than the draft that was chosen last.
+
+        Args:
+            part: key of its drafter, of which `limit` was just asked.
+            limit: most tokens that it would draft.
+        """
+        ...
+
+
+@runtime_checkable
 class Stepwise(Protocol):
     """A session that can stop in the middle of a draft; default: it drafts to its limit."""
 
@@ -202,6 +244,15 @@ class SeesTarget(Protocol):
         from what it has seen, with the positions counted from this call's prompt on. That may cost
         acceptance, never the text.
         """
+        ...
+
+
+@runtime_checkable
+class SeesRejected(Protocol):
+    """A reader of the target's states that wants those of rejected drafts, too; default: not."""
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Take draft tokens [n] that were not kept, and their rows; before `observe`."""
         ...
 
 
@@ -295,6 +346,13 @@ def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSessi
     By default that is the session itself, with the key given.
     """
     return list(session.parts) if isinstance(session, SessionParts) else [(key, session)]
+
+
+def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:
+    """The groups to ask in order in a session's place; by default each of its parts is one."""
+    if isinstance(session, SessionGroups):
+        return [list(group) for group in session.groups]
+    return [[part] for part in session_parts(session, key)]
 
 
 def key_of(drafter: Drafter) -> str:

@@ -1,0 +1,166 @@
+"""Fits what is believed of look-ups before anything was learned to recorded texts.
+
+    python -m specdec_mlx.bench.prior texts.json --sessions sessions.jsonl
+
+The texts are replayed with the automatic draft length, and every draft token that could be scored
+is a trial: its evidence, its place, how predictable the text had been, and whether it was right.
+A logistic regression on these gives the log-odds that `draft_length.acceptance` begins with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.record import Record, load_record
+from specdec_mlx.bench.recorded import replay_text
+from specdec_mlx.bench.replay import record_of_sessions
+from specdec_mlx.draft_length.acceptance import PRIOR_LOG_ODDS, AcceptanceHistory
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.tuning import Learned, Tuning, class_named
+from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.types import Drafter, Evidence
+
+DEFAULT_DRAFTERS = ("prompt-lookup", "auto")
+
+FEATURES = ("match", "position", "recent", "after one", "after two")
+"""What look-ups have for evidence."""
+
+RIDGE = 3.0
+"""Weight of the squares of the log-odds: a class that is seldom seen stays near 0."""
+
+NUM_STEPS = 30
+"""Newton steps, far more than are needed."""
+
+Classes = tuple[tuple[str, int], ...]
+"""The features that count for a trial, each with its class."""
+
+
+@dataclass
+class Trials(AcceptanceHistory):
+    """An acceptance history that also notes what it learns from.
+
+    noted: classes -> [wrong, right], how often.
+    """
+
+    noted: Counts = field(default_factory=dict)
+
+    def learn(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
+        """Note the trial, and learn from it."""
+        names = {id(weights): name for name, weights in self.weights.items()}
+        active = self._active(evidence, position)
+        key = tuple((names[id(weights)], index) for weights, index in active)
+        self.noted.setdefault(key, [0.0, 0.0])[accepted] += 1
+        super().learn(evidence, position, accepted)
+
+
+Counts = dict[Classes, list[float]]
+"""Classes -> [wrong, right], how often."""
+
+
+@dataclass
+class NotingTuning(Tuning):
+    """A tuning whose drafters note their trials, by class of drafter."""
+
+    noted: dict[str, Counts] = field(default_factory=dict)
+
+    def of(self, key: str, budget: float = 0.3, look_up: bool = False) -> Learned:
+        """What was learned with a drafter, with a history that notes."""
+        learned = super().of(key, budget, look_up)
+        if not isinstance(learned.acceptance, Trials):
+            noted = self.noted.setdefault(class_named(key), {})
+            learned.acceptance = Trials(learned.acceptance.weights, noted=noted)
+        return learned
+
+
+def trials(
+    records: Iterable[Record], make: Callable[[], Drafter | None], cost: CostCurve
+) -> dict[str, Counts]:
+    """How often each drafter's tokens were wrong and right, by classes; records weigh the same.
+
+    Args:
+        records: recorded texts.
+        make: makes the look-up, anew for each record.
+        cost: c(m), which decides how long drafts are.
+    """
+    total: dict[str, Counts] = {}
+    for record in records:
+        tuning = NotingTuning()
+        drafter = make()
+        for text in record.texts:
+            replay_text(
+                text,
+                drafter,
+                make_draft_length("auto", tuning),
+                cost,
+                max_tokens=int(record.settings["max_tokens"]),
+                vocab_size=int(record.settings["vocab_size"]),
+            )
+        for kind, noted in tuning.noted.items():
+            size = sum(map(sum, noted.values()))
+            for key, counts in noted.items():
+                own = total.setdefault(kind, {}).setdefault(key, [0.0, 0.0])
+                for i in (0, 1):
+                    own[i] += counts[i] * 10_000 / size
+    return total
+
+
+def fit(counts: Counts) -> dict[str, tuple[float, ...]]:
+    """Log-odds by feature and class that make the trials likeliest, held near 0 by a ridge."""
+    sizes = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
+    starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]), strict=False))
+    rows = np.zeros((len(counts), sum(sizes.values())))
+    for row, key in zip(rows, counts, strict=True):
+        for name, index in key:
+            if name in starts:
+                row[starts[name] + index] = 1.0
+    outcomes = np.array(list(counts.values()))
+    total, right = outcomes.sum(axis=1), outcomes[:, 1]
+    weights = np.zeros(rows.shape[1])
+    for _ in range(NUM_STEPS):
+        chance = 1 / (1 + np.exp(-rows @ weights))
+        gradient = rows.T @ (right - total * chance) - RIDGE * weights
+        curvature = (rows.T * (total * chance * (1 - chance))) @ rows
+        weights = weights + np.linalg.solve(curvature + RIDGE * np.eye(len(weights)), gradient)
+    return {
+        name: tuple(round(float(w), 2) for w in weights[starts[name] : starts[name] + size])
+        for name, size in sizes.items()
+    }
+
+
+def main() -> None:
+    """Fit, and print the table as Python."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("record", nargs="+", help="what specdec-mlx bench --json wrote")
+    parser.add_argument("--sessions", action="append", default=[], metavar="FILE")
+    parser.add_argument(
+        "--every-second", action="store_true", help="of the sessions, from the first"
+    )
+    parser.add_argument("--model", help="for --sessions: whose tokenizer (default: a small one)")
+    parser.add_argument("--drafter", action="append", metavar="NAME[:KEY=VALUE,...]")
+    args = parser.parse_args()
+    records = [load_record(path) for path in args.record]
+    for path in args.sessions:
+        record = record_of_sessions(path, args.model)
+        if args.every_second:
+            names = list(dict.fromkeys(text.session for text in record.texts))[::2]
+            record.texts[:] = [text for text in record.texts if text.session in names]
+        records.append(record)
+    specs = args.drafter or DEFAULT_DRAFTERS
+    cost = records[0].cost or linear_cost(0.05)
+    for spec in specs:
+        make = functools.partial(make_drafter, spec)
+        for kind, counts in trials(records, make, cost).items():
+            print(f'    "{kind}": {{')
+            for name, odds in fit(counts).items():
+                print(f'        "{name}": {odds},')
+            print("    },")
+
+
+if __name__ == "__main__":
+    main()

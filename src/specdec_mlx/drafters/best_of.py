@@ -1,0 +1,64 @@
+"""Several drafters at once: the draft that is worth most is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from specdec_mlx.draft_length.expected import ExpectedTokens
+from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
+from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
+
+
+@dataclass(frozen=True, init=False)
+class BestOf(FirstOf):
+    """The draft that is worth most: its expected tokens less what its pass costs.
+
+    Every drafter that is free to ask proposes, and the automatic draft length values each draft by
+    what speaks for it; with a fixed length the most tokens that are expected win. One that costs
+    time, such as a draft model, is asked where it promises more than the best of the others. What
+    was not chosen is scored all the same against what came, so that drafters that agree learn from
+    each other's verdicts.
+
+    The text stays the target's own: only drafts that this text would always have led to are
+    compared, and whether a draft model is asked is decided before it draws; what it has drawn is
+    never dropped for what it is.
+
+    drafters: at least one; of equal drafts the earlier one's is taken. Those of a `FirstOf` or
+        `BestOf` among them take part one by one. Raises ValueError for none.
+    """
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> BestOfSession:
+        """Begin with each of them."""
+        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        return BestOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+
+
+class BestOfSession(FirstOfSession):
+    """One generation, seen by all of the drafters.
+
+    groups: a single one, in which all compete, for a loop that asks them instead of it.
+    """
+
+    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
+        """Take the sessions with their drafters' keys."""
+        super().__init__(sessions, keys)
+        self.groups = [self.parts]
+        self._choice = ExpectedTokens()
+
+    def propose(self, limit: int) -> Draft:
+        """The draft of which most is expected; those that cost time are asked if there is none."""
+        proposed = [(key, part.propose(limit)) for key, part in self.parts if is_cheap(part)]
+        certain = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
+        if certain:
+            return certain[self._choice.choose(certain)[0]][1]
+        for session in [part for _, part in self.parts if not is_cheap(part)]:
+            draft = session.propose(limit)
+            if len(draft):
+                return draft
+        return next((draft for _, draft in proposed if len(draft)), Draft())
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell all of them, and score what they have proposed."""
+        super().observe(tokens)
+        self._choice.observe(tokens)

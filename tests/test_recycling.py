@@ -1,0 +1,112 @@
+"""Token Recycling: the table holds what the target thought next, and its chains are drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.recycling import TOP, RecyclingDrafter, SuccessorTable
+from specdec_mlx.types import DraftContext, FeatureRows
+
+PROMPT = [5, 17, 99, 3]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return tiny.build("qwen2")
+
+
+def text_of(model: Any, drafter: Any, **options: Any) -> list[sd.Token]:
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 3, **options}
+    return list(sd.speculate(model, PROMPT, drafter, **options))
+
+
+def tops(model: Any, tokens: list[int]) -> list[list[int]]:
+    """The likeliest tokens at each position of a text, by one pass."""
+    logits = model(mx.array([tokens]))[0]
+    return mx.argsort(-logits, axis=-1)[:, :TOP].tolist()
+
+
+@pytest.mark.parametrize("options", [{}, {"sampler": sd.Sampling(temp=0.5), "seed": 3}])
+def test_the_text_is_the_targets_own(options: dict[str, Any], model: Any) -> None:
+    """Greedy or drawn with a seed: drafts of point masses do not change it."""
+    drafter = RecyclingDrafter(table=SuccessorTable())
+    plain = [item.token for item in text_of(model, None, **options)]
+    for _ in range(2):  # the second time the table knows what is coming
+        items = text_of(model, drafter, **options)
+        assert [item.token for item in items] == plain
+    assert items[-1].stats.drafted > 0
+
+
+def test_the_table_is_the_targets_own_opinion(model: Any) -> None:
+    """With nothing rejected: under each token what was likeliest after its latest occurrence."""
+    table = SuccessorTable()
+    items = text_of(model, RecyclingDrafter(table=table), draft_length=0)
+    text = PROMPT + [item.token for item in items]
+    expected = tops(model, text)
+    latest = {text[i]: expected[i] for i in range(len(PROMPT) - 1, len(text) - 1)}
+    assert {token: known.tokens for token, known in table.successors.items()} == latest
+
+
+def test_positions_that_were_rejected_are_noted_too(model: Any) -> None:
+    """A token that never came into the text, but was tried, has successors."""
+    table = SuccessorTable()
+    wrong = 7
+    plain = [item.token for item in text_of(model, None)]
+    assert wrong not in plain
+    table.note(PROMPT[-1], [wrong] * TOP)
+    table.note(plain[0], [wrong] * TOP)
+    text_of(model, RecyclingDrafter(table=table))
+    assert wrong in table.successors
+    assert wrong not in PROMPT
+
+
+def test_the_prompts_rows_are_dropped_uncomputed() -> None:
+    """Only rows from the prompt's last token on are noted."""
+    table = SuccessorTable()
+    session = RecyclingDrafter(table=table).begin([1, 2, 3], DraftContext())
+    rows = mx.arange(2 * TOP).reshape(2, TOP)
+    session.see(FeatureRows({}, top_tokens=rows))
+    session.see(FeatureRows({}, top_tokens=rows[:1] + 50))
+    session.observe([4])
+    assert list(table.successors) == [3]
+    assert table.successors[3].tokens == list(range(50, 50 + TOP))
+    assert session.propose(4).tokens == []
+
+
+def test_a_chain_follows_the_likeliest_and_says_how_steady_it_was() -> None:
+    """1 -> 2 -> 3, and evidence grows with each time that the target says so again."""
+    table = SuccessorTable()
+    for _ in range(3):
+        table.note(1, [2, 9])
+    table.note(2, [9, 3])
+    table.note(2, [3, 9])
+    draft = table.draft(1, 5)
+    assert list(draft.tokens) == [2, 3]
+    assert draft.evidence is not None
+    first, second = draft.evidence
+    assert (first.match, second.match) == (3, 1)
+    assert (first.after_one, second.after_one) == (2, 5)
+
+
+def test_a_table_is_shared_where_it_is_given(model: Any) -> None:
+    """The second generation begins with what the first has left; without a table it does not."""
+    kept = RecyclingDrafter(table=SuccessorTable())
+    first, second = (text_of(model, kept)[-1].stats for _ in range(2))
+    assert second.drafted >= first.drafted
+    assert second.accepted >= first.accepted
+    with pytest.raises(ValueError, match="expected >= 1"):
+        RecyclingDrafter(num_draft=0)
+
+
+def test_it_competes_with_look_ups(model: Any) -> None:
+    """`BestOf` with a reader of the target: the text is the target's own."""
+    plain = [item.token for item in text_of(model, None)]
+    drafter = sd.BestOf(sd.SuffixDrafter(), RecyclingDrafter())
+    for length in (3, "auto"):
+        assert [item.token for item in text_of(model, drafter, draft_length=length)] == plain

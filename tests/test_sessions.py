@@ -1,0 +1,205 @@
+"""Session files: each assistant message is a text, what stands before it its prompt, in order."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import scripted
+from specdec_mlx.bench import replay
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.record import Record, RecordedText, load_record, save_record
+from specdec_mlx.bench.scores import format_scores, least_of_sessions
+from specdec_mlx.bench.sessions import read_sessions, session_record, session_tasks
+from specdec_mlx.types import Draft, DraftContext
+
+VOCAB = 256
+END = 3
+
+
+class Bytes:
+    """A tokenizer of bytes with a template that marks who speaks."""
+
+    has_chat_template = True
+    eos_token_id = END
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>")
+
+
+CONVERSATION = {
+    "id": "one",
+    "category": "agents",
+    "messages": [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": "bye"},
+        {"role": "user", "content": "?"},
+    ],
+}
+EDITS = [
+    {"id": "e1", "category": "edits", "session": 7, "turns": ["fix a"], "reference": "b"},
+    {"id": "e2", "category": "edits", "session": 7, "turns": ["fix c"], "reference": "d"},
+]
+
+
+def written(folder: Path, rows: Sequence[Any]) -> Path:
+    path = folder / "sessions.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    return path
+
+
+def test_every_assistant_message_is_a_text(tmp_path: Path) -> None:
+    """The prompt is all that stands before it, the conversation its session, an end token last."""
+    texts = read_sessions(written(tmp_path, [CONVERSATION]), Bytes())
+    assert [bytes(t.generated) for t in texts] == [b"hello\x03", b"bye\x03"]
+    assert bytes(texts[1].prompt) == b"<system>S<user>hi<assistant>hello<tool><a>"
+    assert {t.session for t in texts} == {"one"}
+    assert {t.category for t in texts} == {"agents"}
+    assert len({t.id for t in texts}) == 2
+
+
+def test_edits_of_one_session_are_one_conversation(tmp_path: Path) -> None:
+    """A prompt and its reference a line, in the order of the file."""
+    path = written(tmp_path, EDITS)
+    texts = read_sessions(path, Bytes())
+    assert [(t.id, bytes(t.generated), t.session) for t in texts] == [
+        ("e1", b"b\x03", "7"),
+        ("e2", b"d\x03", "7"),
+    ]
+    tasks = session_tasks(path, Bytes())
+    assert [(t.id, t.prompt) for t in tasks] == [(t.id, t.prompt) for t in texts]
+
+
+@pytest.mark.parametrize(
+    "row", [{"id": "x"}, {"turns": [], "reference": ""}, {"messages": [{"role": "user"}]}, [1]]
+)
+def test_other_lines_are_refused_by_number(row: Any, tmp_path: Path) -> None:
+    """The error names the line, and what is expected there."""
+    with pytest.raises(ValueError, match="line 2: expected a JSON object with `messages`"):
+        read_sessions(written(tmp_path, [CONVERSATION, row]), Bytes())
+
+
+def test_a_file_without_answers_is_refused(tmp_path: Path) -> None:
+    """Nothing was written in it that a drafter could be scored on."""
+    silent = {"messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(ValueError, match="no assistant message"):
+        read_sessions(written(tmp_path, [silent]), Bytes())
+
+
+class Rememberer:
+    """Proposes the texts that its earlier generations closed with: a drafter that remembers."""
+
+    def __init__(self) -> None:
+        self.texts: list[list[int]] = []
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        memory, so_far, start = self.texts, list[int](), len(prompt)
+
+        class Session:
+            cheap = True
+
+            def propose(self, limit: int) -> Draft:
+                for text in memory:
+                    if text[: len(so_far)] == so_far:
+                        return Draft(text[len(so_far) :][:limit])
+                return Draft()
+
+            def observe(self, tokens: Sequence[int]) -> None:
+                so_far.extend(tokens)
+
+            def close(self, length: int) -> None:
+                memory.append(so_far[: length - start])
+
+        return Session()
+
+
+def repeated(num_texts: int) -> Record:
+    """The same text again and again, in two sessions."""
+    texts = [
+        RecordedText(str(i), "c", [1, 2], [5, 6, 7, 8, 9, 10], f"session {i % 2}")
+        for i in range(num_texts)
+    ]
+    return Record("", {}, {"vocab_size": VOCAB, "max_tokens": 6}, texts)
+
+
+def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
+    """The first text is new to each draft length; the others are drafted for whole."""
+    scores = replay.score_record(
+        repeated(4), {"memory": Rememberer}, ["5", "8"], linear_cost(0.0), longest=0
+    )
+    passes = [s.target_passes for s in scores if s.category == "all"]
+    assert passes == [6 + 3 * 2] * 2
+
+
+def test_sessions_are_scored_one_by_one() -> None:
+    """Their passes add up to all; the table says in which one a drafter does worst."""
+    wrong = scripted.OracleDrafter([11] * 20, VOCAB)
+    drafters = {"none of use": wrong, "memory": Rememberer}
+    scores = replay.score_record(repeated(4), drafters, ["5"], linear_cost(0.5), longest=0)
+    for name in drafters:
+        own = [s for s in scores if s.drafter == name]
+        by_session = [s.target_passes for s in own if s.session]
+        assert len(by_session) == 2
+        assert sum(by_session) == own[0].target_passes
+    least = least_of_sessions(scores)
+    assert least["none of use", "5"] == 1
+    speeds = [
+        {s.session: s.speedup for s in scores if s.drafter == name and s.session}
+        for name in drafters
+    ]
+    assert least["memory", "5"] == min(speeds[1][s] / speeds[0][s] for s in speeds[0])
+    assert least["memory", "5"] > 1
+    assert "least" in format_scores(scores)
+
+
+def test_the_command_replays_sessions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Texts come from the sessions, measured costs from the record, a table for each curve."""
+    monkeypatch.setattr(replay, "load_tokenizer", lambda name: _Sized())
+    record = Record("", {}, {}, [], cost=measured(linear_cost(0.1)), results=[], differences=[])
+    save_record(record, tmp_path / "record.json")
+    assert load_record(tmp_path / "record.json").cost is not None
+    parser = argparse.ArgumentParser()
+    replay.add_arguments(parser)
+    path = str(written(tmp_path, [CONVERSATION, *EDITS]))
+    scores = str(tmp_path / "scores.json")
+    arguments = [str(tmp_path / "record.json"), "--sessions", path, "--model", str(tmp_path)]
+    monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
+    given = [*arguments, "--draft-length", "2", "--longest", "0", "--json", scores]
+    assert replay.main(parser.parse_args(given)) == 0
+    report = capsys.readouterr().out
+    assert report.count("| drafter") == 2
+    assert "4 texts, cost measured" in report
+    assert {s["session"] for s in json.loads(Path(scores).read_text())} == {"", "one", "7"}
+    with pytest.raises(ValueError, match="Nothing to replay"):
+        replay.main(parser.parse_args([]))
+
+
+class _Sized(Bytes):
+    def __len__(self) -> int:
+        return VOCAB
+
+
+def measured(curve: CostCurve) -> CostCurve:
+    """The same curve as a benchmark would have measured it."""
+    return dataclasses.replace(curve, name="measured")
+
+
+def test_a_record_of_sessions_has_their_longest_text_as_limit(tmp_path: Path) -> None:
+    """So that no text is cut short."""
+    record = session_record(written(tmp_path, [CONVERSATION]), Bytes(), VOCAB)
+    assert record.settings["max_tokens"] == len("hello") + 1
