@@ -60,6 +60,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_probe(commands)
     _add_check(commands)
     _add_drafters(commands)
+    _add_train(commands)
     _add_doctor(commands)
     return parser
 
@@ -183,6 +184,14 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.training import command
+
+    train = commands.add_parser("train", help="train a head or a draft model for a target")
+    command.add_arguments(train)
+    train.set_defaults(run=command.main)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

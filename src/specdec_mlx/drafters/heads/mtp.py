@@ -86,11 +86,15 @@ class MTPHead(Head):
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
+        return self.forward(states[None], tokens[None], cache)[0]
+
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
         parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
-        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1))[None], cache)
-        return made[0]
+        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
+        return made
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of the target's own head."""

@@ -89,6 +89,9 @@ FAMILIES: dict[str, MTPFamily] = {
     "glm4_moe": _deepseek("glm4_moe"),
     "glm4_moe_lite": _deepseek("glm4_moe_lite"),
     "glm_moe_dsa": _deepseek("glm_moe_dsa"),
+    "llama_mtp": MTPFamily(
+        "llama", "mtp.", _QWEN_NAMES, layer="layers.0.", changes={"num_hidden_layers": 1}
+    ),
     "mimo": MTPFamily(
         "mimo",
         "model.mtp_layers.0.",
@@ -114,14 +117,16 @@ FAMILIES: dict[str, MTPFamily] = {
         has_final_norm=False,
     ),
 }
-"""Model type -> where its layer is. The decoder layer is mlx-lm's own."""
+"""Model type -> where its layer is. The decoder layer is mlx-lm's own. "llama_mtp" is a layer that
+was trained for a model of any kind, which has none itself."""
 
 
 def family_of(config: Mapping[str, Any]) -> tuple[str, MTPFamily] | None:
     """Model type and family that a config names, its text part included; None for another."""
     text = config.get("text_config") or {}
     for named in (config.get("model_type"), text.get("model_type")):
-        model_type = str(named).removesuffix("_mtp").removesuffix("_text")
-        if model_type in FAMILIES:
-            return model_type, FAMILIES[model_type]
+        whole = str(named)
+        for model_type in (whole, whole.removesuffix("_mtp").removesuffix("_text")):
+            if model_type in FAMILIES:
+                return model_type, FAMILIES[model_type]
     return None
