@@ -54,7 +54,9 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         help="temperatures at which it writes them, 0 for greedy (1,0.5)",
     )
     group.add_argument("--window", type=count, default=512, help="tokens of a window (%(default)s)")
-    group.add_argument("--work", type=Path, help="folder for tokens and features (default: OUT/work)")
+    group.add_argument(
+        "--work", type=Path, help="folder for tokens and features (default: OUT/work)"
+    )
     group.add_argument(
         "--keep-work", action="store_true", help="keep it, for another training on the same data"
     )
@@ -130,9 +132,7 @@ def main(args: argparse.Namespace) -> int:
     plan = plan_of(args)
     target, tokenizer = load_model(args.model)
     target.freeze()
-    acceptance = train(
-        plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work
-    )
+    acceptance = train(plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work)
     print(f"{args.out}: {acceptance}, over {acceptance.num_positions} positions.")
     return 0
 

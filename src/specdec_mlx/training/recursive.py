@@ -186,15 +186,16 @@ class Eagle3Trainee(RecursiveTrainee):
 def spread(num_layers: int) -> tuple[int, ...]:
     """Three layers to read: an early one, one in the middle, a late one.
 
-    For deep targets the paper's own; a target of a few layers gives the last three.
+    For deep targets the paper's own; a target of a few layers gives the last three, but not the
+    first layer, which cannot be named first.
     """
     low = (1, num_layers // 2 - 1, num_layers - 4)
-    return low if low[0] < low[1] < low[2] else tuple(range(max(0, num_layers - 3), num_layers))
+    return low if low[0] < low[1] < low[2] else tuple(range(max(1, num_layers - 3), num_layers))
 
 
 def stored_ids(layers: tuple[int, ...]) -> list[int]:
     """Ids for the config: as outputs if the first is 1, or else by input; see `output_layers`."""
-    if layers[0] == 0:
+    if not layers or layers[0] == 0:
         raise TrainingError(
             "Layer 0 cannot be the first that an EAGLE-3 head reads: its config could not be told "
             "from one that names outputs. Begin with layer 1."

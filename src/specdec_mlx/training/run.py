@@ -12,13 +12,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.continuations import continuations, write
 from specdec_mlx.training.features import Batch, FeatureStore, live_batch
 from specdec_mlx.training.files import begin_or_resume, load_arrays, save_arrays, save_json
 from specdec_mlx.training.fitting import Schedule, Write, fit
 from specdec_mlx.training.measuring import Acceptance
+from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
 from specdec_mlx.training.texts import read_documents, split, stream_of, windows_of
 from specdec_mlx.training.trainees import Size, Trainee
@@ -98,14 +99,12 @@ def train(
     trained, held_out = windows(plan.data, target, tokenizer, work)
     mx.random.seed(plan.schedule.seed)
     trainee = KINDS[plan.kind](plan, target, tokenizer, trained)
-    stores = [
-        FeatureStore(work / name, rows, trainee.features)
-        for name, rows in (("trained", trained), ("held-out", held_out))
-    ]
-    for store in stores:
-        store.fill(target)
     writes = own_text(trainee, target, plan)
-    progress, acceptance = fit(trainee, *stores, plan.schedule, out, writes)
+    learnt = FeatureStore(work / "trained", trained, trainee.features)
+    measured = FeatureStore(work / "held-out", held_out, trainee.features)
+    learnt.fill(target)
+    measured.fill(target)
+    progress, acceptance = fit(trainee, learnt, measured, plan.schedule, out, writes)
     trainee.save(out, plan.dtype)
     report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": acceptance.to_json()}
     save_json(out / REPORT, report)
@@ -190,8 +189,26 @@ def _eagle3(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) 
     return Eagle3Trainee(target_ends(target), plan.size, plan.num_steps, trained)
 
 
+def _medusa(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
+    return MedusaTrainee(target_ends(target), plan.size)
+
+
+def _exit(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
+    layers = plan.size.layers or (max(1, len(target.layers) // 2),)
+    return ExitTrainee(target, target_ends(target), layers[0])
+
+
+def _draft(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
+    if plan.init is not None:
+        return DraftTrainee.of(plan.init, target_ends(target))
+    return DraftTrainee.new(target_ends(target), plan.size, tokenizer)
+
+
 KINDS: Mapping[str, Callable[[Plan, nn.Module, Any, np.ndarray], Trainee]] = {
     "mtp": _mtp,
     "eagle3": _eagle3,
+    "medusa": _medusa,
+    "exit": _exit,
+    "draft": _draft,
 }
 """Name -> what makes it, of the plan, the target, its tokenizer and the windows."""

@@ -121,9 +121,7 @@ class Trainee(ABC):
         write_folder(folder, config | {"torch_dtype": dtype}, cast)
 
 
-def write_folder(
-    folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]
-) -> None:
+def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> None:
     """Write configuration and tensors of a head or a model."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(dict(config), indent=2) + "\n"

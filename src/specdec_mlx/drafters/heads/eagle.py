@@ -172,7 +172,7 @@ class Eagle3(Head):
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
-        h = states
+        h: mx.array = states
         first = self.layers[0]
         mask = create_attention_mask(h, cache[0])
         embedded = first.input_layernorm(self.embed(tokens))
