@@ -131,7 +131,6 @@ def main(args: argparse.Namespace) -> int:
     """Train, and print the acceptance."""
     plan = plan_of(args)
     target, tokenizer = load_model(args.model)
-    target.freeze()
     acceptance = train(plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work)
     print(f"{args.out}: {acceptance}, over {acceptance.num_positions} positions.")
     return 0

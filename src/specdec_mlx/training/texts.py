@@ -32,7 +32,7 @@ def read_documents(paths: Sequence[Path], tokenizer: Any) -> Iterator[list[int]]
         except UnicodeDecodeError as error:
             raise TrainingError(f"{path} is not UTF-8 text: {error}. Convert it first.") from error
         if path.suffix != ".jsonl":
-            yield list(tokenizer.encode(text))
+            yield _encode(tokenizer, text)
             continue
         for number, line in enumerate(text.splitlines(), 1):
             if line.strip():
@@ -47,14 +47,19 @@ def _of_line(where: str, line: str, tokenizer: Any) -> list[int]:
         raise TrainingError(f"{where} is no JSON: {error}.") from error
     match record:
         case {"text": str(text)}:
-            return list(tokenizer.encode(text))
+            return _encode(tokenizer, text)
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return list(tokenizer.encode(prompt + completion))
+            return _encode(tokenizer, prompt + completion)
         case {"messages": list(messages)}:
             return list(tokenizer.apply_chat_template(messages))
     raise TrainingError(
         f"{where}: expected an object with text, with prompt and completion, or with messages."
     )
+
+
+def _encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a document; it may be longer than what the target reads at once."""
+    return list(tokenizer.encode(text, verbose=False))
 
 
 def stream_of(documents: Iterator[list[int]], end_of_text: int | None) -> np.ndarray:
