@@ -19,7 +19,7 @@ from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import corpus, train
-from specdec_mlx.training.fitting import rates
+from specdec_mlx.training import fitting
 
 LARGEST = 16_000_000  # bytes that the package may grow by
 
@@ -165,7 +165,7 @@ def test_windows_lengthen_at_the_end() -> None:
 
 
 def test_rates_rise_and_fall() -> None:
-    rate = rates(2.0, 100)
+    rate = fitting.rates(2.0, 100)
     rates = [rate(mx.array(step, mx.uint64)).item() for step in range(100)]
     assert np.argmax(rates) == 4
     assert rates[4] == pytest.approx(2)
