@@ -397,6 +397,26 @@ def test_saved_heads_load_and_are_lossless(
     assert not (tmp_path / "work").exists()
 
 
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "mtp"))
+def test_a_training_can_begin_with_a_head(
+    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """At a rate of 0 it stays what it was; another size is refused."""
+    plan = plan_for(folder, kind)
+    train(plan, *loaded, tmp_path / "first")
+    further = replace(
+        plan, init=str(tmp_path / "first"), schedule=replace(plan.schedule, learning_rate=0.0)
+    )
+    train(further, *loaded, tmp_path / "then")
+    first, then = (
+        mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "then")
+    )
+    assert all(mx.array_equal(x, then[name]).item() for name, x in first.items())
+    other = replace(further, size=replace(plan.size, mlp=24, guesses=5))
+    with pytest.raises(TrainingError, match="no head of this kind and size"):
+        train(other, *loaded, tmp_path / "other")
+
+
 def test_a_saved_draft_model_is_a_model_of_its_own(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:

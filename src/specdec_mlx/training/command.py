@@ -121,7 +121,11 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         "--draft-vocab", type=count, help="eagle3: tokens it can propose (at most 32000)"
     )
     group.add_argument("--guesses", type=count, default=3, help="medusa: heads (%(default)s)")
-    group.add_argument("--init", metavar="MODEL", help="draft: model to begin with")
+    group.add_argument(
+        "--init",
+        metavar="MODEL",
+        help="what to begin with: a draft model, or a head of this kind and size",
+    )
     group.add_argument(
         "--dtype", choices=TYPES, default="float16", help="of the file (%(default)s)"
     )

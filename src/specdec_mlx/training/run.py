@@ -11,7 +11,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.continuations import continuations, write
@@ -52,8 +55,8 @@ class Plan:
     """All that a training is told.
 
     model: name or folder of the target. kind: a key of KINDS. data, size, schedule: see there.
-    num_steps: tokens of the drafts that recursive heads are trained on. init: draft model to begin
-    with. dtype: of the weights in the file.
+    num_steps: tokens of the drafts that recursive heads are trained on. init: what to begin with, a
+    draft model or the folder of a head of this kind and size. dtype: of the weights in the file.
     """
 
     model: str
@@ -99,6 +102,8 @@ def train(
     trained, held_out = windows(plan.data, target, tokenizer, work)
     mx.random.seed(plan.schedule.seed)
     trainee = KINDS[plan.kind](plan, target, tokenizer, trained)
+    if plan.init is not None and plan.kind != "draft":
+        begin_with(plan.init, trainee, target)
     writes = own_text(trainee, target, plan)
     learnt = FeatureStore(work / "trained", trained, trainee.features)
     measured = FeatureStore(work / "held-out", held_out, trainee.features)
@@ -155,6 +160,36 @@ def _of_texts(data: Data, tokenizer: Any) -> dict[str, np.ndarray]:
         "held_out": held_out,
         "openings": openings.reshape(-1, data.opening),
     }
+
+
+def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
+    """Give a head the weights of one that was trained before.
+
+    Args:
+        folder: of that one, or its Hugging Face name.
+        trainee: the head.
+        target: what it is trained for.
+
+    Raises:
+        TrainingError: it is of another kind or size.
+        HeadError: it does not fit the target.
+    """
+    loaded = load_head(folder, target)
+    before = loaded.head if isinstance(loaded, HeadDrafter) else nn.Module()
+    theirs = dict(tree_flatten(before.parameters()))
+    ours = dict(tree_flatten(trainee.module.parameters()))
+    differ = [n for n, x in ours.items() if n not in theirs or theirs[n].shape != x.shape]
+    differ += sorted(theirs.keys() - ours.keys())
+    if not differ and trainee.vocabulary is not None:
+        same = mx.array_equal(before.vocabulary.ids, trainee.vocabulary).item()
+        differ += [] if same else ["d2t"]
+    if differ:
+        raise TrainingError(
+            f"{folder} is no head of this kind and size, which the training could begin with: "
+            f"{differ[0]} differs. Give the flags that it was made with."
+        )
+    trainee.module.update(before.parameters())
+    trainee.module.set_dtype(mx.float32)
 
 
 def own_text(trainee: Trainee, target: nn.Module, plan: Plan) -> Write | None:
