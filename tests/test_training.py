@@ -27,6 +27,7 @@ from specdec_mlx.training.features import FeatureStore, live_batch
 from specdec_mlx.training.fitting import Schedule, batch_indices
 from specdec_mlx.training.measuring import measure
 from specdec_mlx.training.one_pass import DraftTrainee
+from specdec_mlx.training.online import Bounds, learning_on
 from specdec_mlx.training.recursive import (
     Eagle3Trainee,
     MTPTrainee,
@@ -428,6 +429,67 @@ def test_a_saved_draft_model_is_a_model_of_its_own(
     prompt = tokenizer.encode(WORDS)
     plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=30)
     assert sd.generate(target, tokenizer, prompt, draft_model=draft, max_tokens=30) == plain
+
+
+# Learning on
+
+
+@pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa"])
+def test_a_head_learns_from_each_text_and_stays_lossless(
+    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """The loss on the text falls, the text is the plain one each time, and what is saved loads."""
+    target, tokenizer = loaded
+    train(plan_for(folder, kind), *loaded, tmp_path)
+    before = mx.load(str(tmp_path / "model.safetensors"))
+    mx.eval(before)  # which is read when it is used
+    drafter = learning_on(tmp_path, target, Bounds(learning_rate=3e-3, window=32))
+    prompt = tokenizer.encode(WORDS)
+    plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=40)
+    for _ in range(4):
+        assert sd.generate(target, tokenizer, prompt, drafter=drafter, max_tokens=40) == plain
+    losses = [drafter.trainer.learn() for _ in range(6)]
+    assert losses[-1] < losses[0]
+    drafter.save(tmp_path)
+    after = mx.load(str(tmp_path / "model.safetensors"))
+    assert any(not mx.array_equal(x, after[name]).item() for name, x in before.items())
+    assert sd.load_head(tmp_path, target)
+
+
+def test_learning_on_is_bounded(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many windows are kept, so many passes of the target run; a short text teaches nothing."""
+    target, _ = loaded
+    train(plan_for(folder, "medusa"), *loaded, tmp_path)
+    bounds = Bounds(updates=3, window=16, windows=2)
+    trainer = learning_on(tmp_path, target, bounds).trainer
+    trainer.add([1, 2, 3])
+    assert trainer.learn() is None
+    trainer.add(list(range(100)))
+    assert [window.tolist() for window in trainer.windows] == [
+        list(range(68, 84)),
+        list(range(84, 100)),
+    ]
+    passes = []
+
+    def counted(*args: Any) -> Any:
+        passes.append(args)
+        return live_batch(*args)
+
+    monkeypatch.setattr("specdec_mlx.training.online.live_batch", counted)
+    trainer.learn()
+    assert len(passes) == 3
+
+
+def test_only_heads_of_ours_learn_on(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    with pytest.raises(TrainingError, match=r"no plan\.json"):
+        learning_on(folder, loaded[0])
+    train(plan_for(folder, "exit"), *loaded, tmp_path)
+    with pytest.raises(TrainingError, match="only mtp, eagle3 and medusa"):
+        learning_on(tmp_path, loaded[0])
 
 
 # The command

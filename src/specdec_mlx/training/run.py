@@ -27,7 +27,9 @@ from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
 from specdec_mlx.training.texts import read_documents, split, stream_of, windows_of
 from specdec_mlx.training.trainees import Size, Trainee
 
-REPORT = "training.json"
+PLAN, REPORT = "plan.json", "training.json"
+"""What was asked for, and what came of it."""
+
 LEAST_WINDOWS = 2
 """Windows without which there is nothing to train on and nothing to hold out."""
 
@@ -97,7 +99,7 @@ def train(
         UnreadableError: the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
-    begin_or_resume(out / "plan.json", asdict(plan))
+    begin_or_resume(out / PLAN, asdict(plan))
     begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
     trained, held_out = windows(plan.data, target, tokenizer, work)
     mx.random.seed(plan.schedule.seed)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.training.features import Batch
+from specdec_mlx.training.files import save_arrays, save_json
 from specdec_mlx.types import Features
 
 NORM_EPS = 1e-5
@@ -118,15 +118,8 @@ class Trainee(ABC):
         """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""
         config, tensors = self.files()
         cast = {name: _as(x, TYPES[dtype]) for name, x in tensors.items()}
-        write_folder(folder, config | {"torch_dtype": dtype}, cast)
-
-
-def write_folder(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, mx.array]) -> None:
-    """Write configuration and tensors of a head or a model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(dict(config), indent=2) + "\n"
-    (folder / "config.json").write_text(text, encoding="utf-8")
-    mx.save_safetensors(str(folder / "model.safetensors"), dict(tensors), {"format": "mlx"})
+        save_json(folder / "config.json", config | {"torch_dtype": dtype})
+        save_arrays(folder / "model.safetensors", cast, {"format": "mlx"})
 
 
 def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:
