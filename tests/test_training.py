@@ -17,6 +17,7 @@ from mlx_lm.models.cache import KVCache
 import command_line
 import specdec_mlx as sd
 from selection import cases
+from specdec_mlx.bench.heads import compare, format_rows
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
@@ -431,6 +432,32 @@ def test_a_saved_draft_model_is_a_model_of_its_own(
     assert sd.generate(target, tokenizer, prompt, draft_model=draft, max_tokens=30) == plain
 
 
+def test_the_table_of_heads_has_what_each_length_brings(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """Tokens a pass as in a run of its own; a length that drafts nothing has one token a pass."""
+    target, tokenizer = loaded
+    train(plan_for(folder, "medusa"), *loaded, tmp_path)
+    head = sd.load_head(tmp_path, target)
+    prompt = tokenizer.encode(WORDS)
+    rows = list(
+        compare(
+            target,
+            {"medusa": head},
+            [prompt],
+            lengths=[0, 2, "auto"],
+            temps=[0, 1.0],
+            max_tokens=30,
+        )
+    )
+    assert [row.temp for row in rows] == [0, 1.0]
+    *_, last = sd.speculate(target, prompt, head, draft_length=2, max_tokens=30)
+    assert rows[0].tokens_per_pass["2"] == pytest.approx(last.stats.tokens_per_pass)
+    assert rows[0].tokens_per_pass["0"] == 1
+    assert all(row.speed is not None and row.speed > 0 for row in rows)
+    assert "| medusa" in format_rows(rows)
+
+
 # Learning on
 
 
@@ -450,7 +477,7 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
         assert sd.generate(target, tokenizer, prompt, drafter=drafter, max_tokens=40) == plain
     losses = [drafter.trainer.learn() for _ in range(6)]
     assert losses[-1] < losses[0]
-    drafter.save(tmp_path)
+    drafter.save()
     after = mx.load(str(tmp_path / "model.safetensors"))
     assert any(not mx.array_equal(x, after[name]).item() for name, x in before.items())
     assert sd.load_head(tmp_path, target)
@@ -525,6 +552,22 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
     report = json.loads((tmp_path / "head" / "training.json").read_text())
     assert len(report["acceptance"]["greedy"]) == 3
     assert (tmp_path / "head" / "model.safetensors").exists()
+
+
+def test_online_learns_in_a_command_and_saves_at_its_end(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """As a process, which has an end; without a head there is nothing to learn."""
+    train(plan_for(folder, "medusa"), *loaded, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    flags = ["generate", "--model", folder, "--prompt", WORDS, "--max-tokens", "20"]
+    with command_line.in_this_way("as a process"):
+        done = command_line.run(*flags, "--draft-model", tmp_path, "--online")
+        assert done.returncode == 0, done.stderr
+        refused = command_line.run(*flags, "--online")
+    assert (tmp_path / "model.safetensors").read_bytes() != before
+    assert refused.returncode == 2
+    assert "expected a trained head" in refused.stderr
 
 
 @pytest.mark.parametrize(

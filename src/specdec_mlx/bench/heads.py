@@ -10,8 +10,10 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,14 +28,20 @@ from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import HEADS, corpus, draft_path, head_path, target_path
-from specdec_mlx.loop import speculate
+from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
+
+Begin = Callable[..., Iterable[Token]]
 
 LENGTHS = (1, 2, 3, 4, "auto")
 TEMPS = (0.0, 0.7, 1.0)
+TURN = 8
+"""Tokens of a generation before the next one has its turn."""
+
 NOTE = (
     "tokens a pass of the target by draft length; drafted: draft tokens a pass where the length is "
     "automatic; speed: of that, plain decoding = 1, median over the texts."
@@ -76,40 +84,60 @@ def compare(
     """
     for temp in temps:
         tunings = {name: Tuning() for name in drafters}
-        runs: dict[tuple[str, str], list[Any]] = {}
+        accounts: dict[tuple[str, str], list[SpeculationStats]] = {}
         ratios: dict[str, list[float]] = {name: [] for name in drafters}
         for seed, prompt in enumerate(prompts):
-            options = {"sampler": Sampling(temp=temp), "max_tokens": max_tokens, "seed": seed}
-            plain, _ = _timed(target, prompt, None, **options)
-            for name, drafter in drafters.items():
-                for length in lengths:
-                    kept = {"tuning": tunings[name]} if length == "auto" else {}
-                    rate, stats = _timed(
-                        target, prompt, drafter, draft_length=length, **options, **kept
-                    )
-                    runs.setdefault((name, str(length)), []).append(stats)
-                    if length == "auto":
-                        ratios[name].append(rate / plain)
+            options: dict[str, Any] = {
+                "sampler": Sampling(temp=temp),
+                "max_tokens": max_tokens,
+                "seed": seed,
+            }
+            begin: Begin = partial(speculate, target, prompt, **options)
+            for (name, drafter), length in product(drafters.items(), lengths):
+                if length != "auto":
+                    (run,) = race([begin(drafter, draft_length=length)])
+                    accounts.setdefault((name, str(length)), []).append(run.stats)
+            if "auto" in lengths:
+                automatic = [begin(d, tuning=tunings[name]) for name, d in drafters.items()]
+                plain, *runs = race([begin(None), *automatic])
+                for name, run in zip(drafters, runs, strict=True):
+                    accounts.setdefault((name, "auto"), []).append(run.stats)
+                    ratios[name].append(plain.seconds / run.seconds)
         for name in drafters:
-            per_pass = {str(k): _per_pass(runs[name, str(k)]) for k in lengths}
-            own = runs.get((name, "auto"), [])
+            per_pass = {str(k): _per_pass(accounts[name, str(k)]) for k in lengths}
+            own = accounts.get((name, "auto"), [])
             drafted = sum(s.drafted for s in own) / max(1, sum(s.target_passes for s in own))
             speed = median(ratios[name]) if own else None
             yield Row(name, temp, per_pass, speed, drafted if own else None)
 
 
-def _timed(
-    target: nn.Module, prompt: Sequence[int], drafter: Drafter | None, **options: Any
-) -> tuple[float, Any]:
-    """Tokens a second behind the first, and the account."""
-    times, stats = [], None
-    for token in speculate(target, prompt, drafter, **options):
-        times.append(time.perf_counter())
-        stats = token.stats
-    return (len(times) - 1) / max(1e-9, times[-1] - times[0]), stats
+@dataclass
+class Run:
+    """A generation under way. seconds: behind its first token. stats: its account."""
+
+    stats: SpeculationStats
+    seconds: float = 0.0
 
 
-def _per_pass(accounts: Sequence[Any]) -> float:
+def race(generations: Sequence[Iterable[Token]]) -> list[Run]:
+    """Run generations to their ends in turns of TURN tokens, so that they share the machine's pace.
+
+    The prompt is read before any turn, and its time is not counted.
+    """
+    iterators = [iter(tokens) for tokens in generations]
+    runs = [Run(next(iterator).stats) for iterator in iterators]
+    left = list(zip(iterators, runs, strict=True))
+    while left:
+        for iterator, run in list(left):
+            started = time.perf_counter()
+            turn = list(islice(iterator, TURN))
+            run.seconds += time.perf_counter() - started
+            if len(turn) < TURN:
+                left.remove((iterator, run))
+    return runs
+
+
+def _per_pass(accounts: Sequence[SpeculationStats]) -> float:
     """Tokens a pass over all texts."""
     return float(sum(s.emitted for s in accounts) / sum(s.target_passes for s in accounts))
 

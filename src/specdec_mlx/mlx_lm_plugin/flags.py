@@ -8,6 +8,7 @@ all flags of mlx-lm stay, those of later releases included, and its `main` sees 
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ class Flags:
         asked: whether any of our flags was given.
         grammar: what the text may be.
         keeps_tuning: whether what "auto" learns is kept for the next command.
+        online: whether a trained head learns on, and is saved when the command ends.
     """
 
     drafters: Sequence[str] = ()
@@ -67,6 +69,7 @@ class Flags:
     asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
+    online: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -108,6 +111,12 @@ class Flags:
                     f"argument --draft-model: {self.draft_model} is a trained head of a target, "
                     "which this command does not load before its drafter. Use generate or chat."
                 )
+            if self.online:
+                from specdec_mlx.training.online import learning_on
+
+                learning = learning_on(self.draft_model, target)
+                atexit.register(learning.save)
+                return learning
             return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
         model, tokenizer = (None, None) if self.has_head else self._draft_pair
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
@@ -163,6 +172,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Neither use nor keep what --draft-length auto learned in earlier commands.",
     )
+    group.add_argument(
+        "--online",
+        action="store_true",
+        help="Let a trained head learn on from what the model writes; it is saved at the end.",
+    )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
 
 
@@ -213,7 +227,10 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         asked=any(ours) or namespace.no_tuning or length is not None,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        online=namespace.online,
     )
+    if flags.online and not flags.has_head:
+        raise ValueError("argument --online: expected a trained head as --draft-model, to learn.")
     namespace.draft_model = None
     return flags
 

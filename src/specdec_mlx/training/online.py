@@ -114,12 +114,14 @@ class OnlineDrafter:
     Args:
         drafter: of the head that `trainer` trains.
         trainer: see there.
+        dtype: of the weights when they are saved.
     """
 
-    def __init__(self, drafter: HeadDrafter, trainer: OnlineTrainer) -> None:
+    def __init__(self, drafter: HeadDrafter, trainer: OnlineTrainer, dtype: str) -> None:
         """Nothing was generated yet."""
         self.drafter = drafter
         self.trainer = trainer
+        self.dtype = dtype
         self.features: Features = drafter.features
         self.key = f"Online({drafter.key})"
         self._text: list[int] = []
@@ -151,10 +153,10 @@ class OnlineDrafter:
             self._text = []
             self.trainer.learn()
 
-    def save(self, folder: Path, dtype: str = "float16") -> None:
-        """Learn from the last text, and write the head."""
+    def save(self) -> None:
+        """Learn from the last text, and write the head to where it was loaded from."""
         self.learn()
-        self.trainer.trainee.save(folder, dtype)
+        self.trainer.trainee.save(Path(self.drafter.name), self.dtype)
 
 
 def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:
@@ -181,7 +183,7 @@ def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
     begin_with(str(folder), trainee, target)
     size = target_ends(target).vocab_size
     drafter = HeadDrafter(trainee.module, name=str(folder), vocab_size=size)
-    return OnlineDrafter(drafter, OnlineTrainer(trainee, target, bounds=bounds))
+    return OnlineDrafter(drafter, OnlineTrainer(trainee, target, bounds=bounds), stored["dtype"])
 
 
 def _size(stored: dict[str, Any]) -> Size:
