@@ -23,7 +23,7 @@ from specdec_mlx.training import fitting
 
 LARGEST = 18_000_000  # bytes that the package may grow by
 LARGEST_HEADS = 2_000_000
-LEAST_ACCEPTANCE = {"mtp": 0.7, "eagle3": 0.5, "medusa": 0.2, "exit": 0.3}
+LEAST_ACCEPTANCE = {"mtp": 0.7, "eagle3": 0.4, "medusa": 0.2, "exit": 0.3}
 """By head, on one text; the model card has them on all that was held out."""
 
 HELD_OUT_PROMPT = """\
