@@ -37,9 +37,14 @@ def target() -> nn.Module:
     return heads.target()
 
 
+def config_of(name: str) -> dict[str, Any]:
+    """Of a model of a family; layers that were trained for others are Llama's."""
+    return tiny.CONFIGS[name.removesuffix("_mtp")]
+
+
 def mtp(name: str) -> Callable[[TargetEnds], Head]:
     def make(ends: TargetEnds) -> Head:
-        config = tiny.CONFIGS[name] | {"vocab_size": VOCAB, "model_type": name}
+        config = config_of(name) | {"vocab_size": VOCAB, "model_type": name}
         config = config.get("text_config", config)
         return MTPHead(FAMILIES[name], config, ends)
 
@@ -61,7 +66,7 @@ def drafter(name: str) -> HeadDrafter:
 
 
 def _width(name: str) -> int:
-    config = tiny.CONFIGS[name]
+    config = config_of(name)
     return int(config.get("text_config", config)["hidden_size"])
 
 

@@ -19,8 +19,12 @@ from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import corpus, train
+from specdec_mlx.training import fitting
 
-LARGEST = 16_000_000  # bytes that the package may grow by
+LARGEST = 18_000_000  # bytes that the package may grow by
+LARGEST_HEADS = 2_000_000
+LEAST_ACCEPTANCE = {"mtp": 0.7, "eagle3": 0.4, "medusa": 0.2, "exit": 0.3}
+"""By head, on one text; the model card has them on all that was held out."""
 
 HELD_OUT_PROMPT = """\
 Function calls
@@ -164,7 +168,7 @@ def test_windows_lengthen_at_the_end() -> None:
 
 
 def test_rates_rise_and_fall() -> None:
-    rate = train.rates(2.0, 100)
+    rate = fitting.rates(2.0, 100)
     rates = [rate(mx.array(step, mx.uint64)).item() for step in range(100)]
     assert np.argmax(rates) == 4
     assert rates[4] == pytest.approx(2)
@@ -223,3 +227,28 @@ def test_the_command_prints_prompts_that_the_benchmark_takes(
     trained = "\n\n".join(corpus.split_topics()[0])
     assert not any(p.text in trained for p in prompts)
     assert min(len(p.text) for p in prompts) == corpus.OPENING_LENGTH
+
+
+@pytest.mark.parametrize("kind", lab.HEADS)
+def test_heads_are_lossless_and_worth_their_passes(
+    kind: str, pair: lab.Pair, prompt: list[int]
+) -> None:
+    """On a held-out topic: plain text, and more accepted than a head that guesses at random."""
+    drafter = lab.head(kind, pair.target)
+    tokens = list(speculate(pair.target, prompt, drafter, draft_length=2, max_tokens=120))
+    assert [token.token for token in tokens] == plain_greedy(pair, prompt, 120)
+    assert acceptance(tokens) > LEAST_ACCEPTANCE[kind]
+
+
+def test_heads_fit_into_the_package() -> None:
+    """Together at most 2 MB, and nothing of their training beside them."""
+    folder = Path(lab.__file__).parent / "heads"
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert {file.name for file in files} == {"config.json", "model.safetensors"}
+    assert len(files) == 2 * len(lab.HEADS)
+    assert sum(file.stat().st_size for file in files) <= LARGEST_HEADS
+
+
+def test_a_head_that_the_lab_has_not_is_refused_by_name(pair: lab.Pair) -> None:
+    with pytest.raises(ValueError, match="no head 'dflash': expected mtp, eagle3"):
+        lab.head("dflash", pair.target)

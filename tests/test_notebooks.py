@@ -24,6 +24,7 @@ QUESTIONS = [
     "05_write_a_drafter.ipynb",
     "06_mlx_lm.ipynb",
     "07_compare_on_your_own_pair.ipynb",
+    "08_train_a_head.ipynb",
 ]
 MOST_CELLS = 17
 """One question each, answered before the reader is tired."""
@@ -68,6 +69,7 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """On the lab pair; cells tagged raises-exception raise, no other does, and texts are equal."""
     monkeypatch.setenv("SPECDEC_MLX_NOTEBOOK_MODEL", str(lab.target_path()))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPECDEC_MLX_NOTEBOOK_STEPS", "4")
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
     notebook = read(name)
     for cell in code_cells(notebook):

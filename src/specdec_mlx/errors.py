@@ -48,6 +48,10 @@ class HeadError(ValueError):
     """A trained head cannot be loaded, or does not fit its target."""
 
 
+class TrainingError(ValueError):
+    """A training cannot begin, or cannot go on, as it was asked for."""
+
+
 class GrammarError(ValueError):
     """A grammar cannot be read, or cannot be followed."""
 

@@ -61,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_drafters(commands)
     _add_memory(commands)
+    _add_train(commands)
     _add_doctor(commands)
     return parser
 
@@ -192,6 +193,14 @@ def _add_memory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     command = commands.add_parser("memory", help="what was written before, to draft from")
     memory.add_arguments(command)
     command.set_defaults(run=memory.main)
+
+
+def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    from specdec_mlx.training import command
+
+    train = commands.add_parser("train", help="train a head or a draft model for a target")
+    command.add_arguments(train)
+    train.set_defaults(run=command.main)
 
 
 def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

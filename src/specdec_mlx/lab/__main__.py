@@ -1,25 +1,34 @@
-"""`python -m specdec_mlx.lab target` prints the target's folder, `draft` the drafter's.
+"""`python -m specdec_mlx.lab target` prints the target's folder, `draft` the drafter's, `mtp`,
+`eagle3`, `medusa` and `exit` those of trained heads.
 
 `prompts` prints openings of text that neither was trained on, as prompts for `specdec-mlx bench`.
+`texts` and `held-out` print what was trained on and what was held out, as `.jsonl` for
+`specdec-mlx train`.
 """
 
 import argparse
 import json
 
 from specdec_mlx.lab import corpus
-from specdec_mlx.lab.pair import draft_path, target_path
+from specdec_mlx.lab.pair import HEADS, draft_path, head_path, target_path
+
+FOLDERS = {"target": target_path, "draft": draft_path}
+TEXTS = ("texts", "held-out")
 
 
 def main() -> None:
-    """Print a folder, or prompts."""
+    """Print a folder, prompts, or texts."""
     parser = argparse.ArgumentParser(prog="python -m specdec_mlx.lab", description=__doc__)
-    parser.add_argument("which", choices=["target", "draft", "prompts"])
+    parser.add_argument("which", choices=[*FOLDERS, *HEADS, *TEXTS, "prompts"])
     which = parser.parse_args().which
     if which == "prompts":
         for topic, i, text in corpus.held_out_openings():
             print(json.dumps({"id": f"{topic}/{i}", "category": topic, "prompt": text}))
+    elif which in TEXTS:
+        for text in corpus.split_topics()[TEXTS.index(which)]:
+            print(json.dumps({"text": text}))
     else:
-        print(target_path() if which == "target" else draft_path())
+        print(head_path(which) if which in HEADS else FOLDERS[which]())
 
 
 if __name__ == "__main__":

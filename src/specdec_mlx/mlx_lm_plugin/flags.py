@@ -8,6 +8,7 @@ all flags of mlx-lm stay, those of later releases included, and its `main` sees 
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -66,6 +67,7 @@ class Flags:
         keeps_tuning: whether what "auto" learns is kept for the next command.
         memory: file of what was written before, or "process" for what this process writes.
         memory_for: whether a server has one memory for all, or one for each user or API key.
+        online: whether a trained head learns on, and is saved when the command ends.
     """
 
     drafters: Sequence[str] = ()
@@ -79,6 +81,7 @@ class Flags:
     keeps_tuning: bool = True
     memory: str | None = None
     memory_for: str = EVERYBODY
+    online: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -123,18 +126,28 @@ class Flags:
             memory: what it remembers, if it does; None for the one that the flags name.
         """
         if self.has_head and name_in(spec) == MODEL_DRAFTER:
-            assert self.draft_model is not None
-            if target is None:
-                raise ValueError(
-                    f"argument --draft-model: {self.draft_model} is a trained head of a target, "
-                    "which this command does not load before its drafter. Use generate or chat."
-                )
-            return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
+            return self.head(target)
         model, tokenizer = (None, None) if self.has_head else self._draft_pair
         memory = memory if memory is not None else self.remembered
         remembers = memory is not None and name_in(spec) in REMEMBERING
         options = {"memory": memory} if remembers else {}
         return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
+
+    def head(self, target: nn.Module | None) -> Drafter:
+        """The trained head that was named, for its target; raises what its loading raises."""
+        assert self.draft_model is not None
+        if target is None:
+            raise ValueError(
+                f"argument --draft-model: {self.draft_model} is a trained head of a target, "
+                "which this command does not load before its drafter. Use generate or chat."
+            )
+        if not self.online:
+            return load_head(self.draft_model, target, draft_bits=self.lighter.bits)
+        from specdec_mlx.training.online import learning_on
+
+        learning = learning_on(self.draft_model, target)
+        atexit.register(learning.save)
+        return learning
 
     @cached_property
     def remembered(self) -> Memory | None:
@@ -212,6 +225,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"A server's memory for all requests, or with --memory {PROCESS} one for each `user` "
         "of the requests or for each API key (default: all)",
     )
+    group.add_argument(
+        "--online",
+        action="store_true",
+        help="Let a trained head learn on from what the model writes; it is saved at the end.",
+    )
     group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
 
 
@@ -275,7 +293,10 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         keeps_tuning=not namespace.no_tuning,
         memory=namespace.memory,
         memory_for=namespace.memory_for,
+        online=namespace.online,
     )
+    if flags.online and not flags.has_head:
+        raise ValueError("argument --online: expected a trained head as --draft-model, to learn.")
     namespace.draft_model = None
     return flags
 

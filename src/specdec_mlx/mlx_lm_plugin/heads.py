@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import mlx.nn as nn
 
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import HeadError
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.types import DraftContext, Drafter, DraftSession
-
-if TYPE_CHECKING:
-    from specdec_mlx.drafters.heads.drafter import HeadDrafter
-    from specdec_mlx.drafters.heads.pard import PardDrafter
 
 
 class HeadToLoad:
@@ -23,15 +17,13 @@ class HeadToLoad:
 
     Args:
         path: folder or Hugging Face name.
-        bits: quantize it to so many, None as it is.
+        load: loads it for a target.
     """
 
-    def __init__(self, path: str, bits: int | None = None) -> None:
+    def __init__(self, path: str, load: Callable[[nn.Module], Drafter]) -> None:
         """Nothing is loaded yet."""
         self.path = path
-        self.loaded: PerModel[HeadDrafter | PardDrafter] = PerModel(
-            lambda model: load_head(path, model, draft_bits=bits)
-        )
+        self.loaded = PerModel(load)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Not without a target."""
@@ -47,5 +39,5 @@ def with_heads(drafter: Drafter | None, target: nn.Module) -> Drafter | None:
     if isinstance(drafter, HeadToLoad):
         return drafter.loaded(target)
     if isinstance(drafter, FirstOf):
-        return FirstOf(*(with_heads(part, target) or part for part in drafter.drafters))
+        return type(drafter)(*(with_heads(part, target) or part for part in drafter.drafters))
     return drafter

@@ -150,7 +150,7 @@ class Menu:
     def _new(self, spec: str) -> Drafter | None:
         flags = self.flags
         if flags.has_head and name_in(spec) == MODEL_DRAFTER:
-            return HeadToLoad(str(flags.draft_model), flags.lighter.bits)
+            return HeadToLoad(str(flags.draft_model), flags.head)
         return flags.make(spec)
 
 

@@ -170,10 +170,14 @@ class Eagle3(Head):
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D]: the first layer attends over [embedding, state], others as usual."""
-        h: mx.array = states[None]
+        return self.forward(states[None], tokens[None], cache)[0]
+
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
+        h: mx.array = states
         first = self.layers[0]
         mask = create_attention_mask(h, cache[0])
-        embedded = first.input_layernorm(self.embed(tokens)[None])
+        embedded = first.input_layernorm(self.embed(tokens))
         normed = self.hidden_norm(h)
         residual = normed if self.config.norm_before_residual else h
         h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), mask, cache[0])
@@ -182,7 +186,7 @@ class Eagle3(Head):
             h = layer(h, mask, kept)
         if self.config.norm_output:
             h = self.norm(h)
-        return h[0]
+        return h
 
     def embed(self, tokens: mx.array) -> mx.array:
         """[n, D] its own embeddings, or else the target's."""
@@ -190,9 +194,14 @@ class Eagle3(Head):
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V], -inf for tokens that are not in the draft vocabulary."""
-        normed = states if self.config.norm_output else self.norm(states)
-        logits = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
+        logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
+
+    def draft_logits(self, states: mx.array) -> mx.array:
+        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
+        normed = states if self.config.norm_output else self.norm(states)
+        logits: mx.array = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
+        return logits
 
     def make_cache(self) -> list[Any]:
         """One for each layer."""

@@ -1,23 +1,139 @@
 """Early exit: the target's own first layers, final norm and head draft for it.
 
-LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others can be tried. No
-second set of weights is loaded. The first layers have caches of their own, so that they run twice
-on what is drafted, and the drafter needs to know nothing of the target's pass.
+LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others can be tried, or
+get a trained exit: a translator and a norm in place of the final norm (the tuned lens, Belrose et
+al. 2023, arXiv 2303.08112). No second set of layers is loaded. The first layers have caches of
+their own, so that they run twice on what is drafted, and the drafter needs to know nothing of the
+target's pass.
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import HeadError
+from specdec_mlx.target.watching import watching
 
-LAYERS = "layers"
+EXIT_LAYER = "exit_layer"
+"""Key of a config that tells a trained exit: after how many layers it leaves."""
+
+
+class Exit(nn.Module):  # type: ignore[misc]
+    """norm(x + translator(x)), what a trained exit has in place of the target's final norm.
+
+    Args:
+        width: of the target's states.
+        eps: of the norm.
+    """
+
+    def __init__(self, width: int, eps: float) -> None:
+        """As if there were no translator."""
+        super().__init__()
+        self.translator = nn.Linear(width, width)
+        self.translator.weight = mx.zeros((width, width))
+        self.translator.bias = mx.zeros((width,))
+        self.norm = nn.RMSNorm(width, eps)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """States [..., D] for the target's head, of the outputs [..., D] of the last layer run."""
+        normed: mx.array = self.norm(x + self.translator(x))
+        return normed
+
+
+@dataclass(frozen=True, eq=False)
+class ExitDrafter(ModelDrafter):
+    """The target's first layers with a trained exit.
+
+    name: what it was loaded from.
+    """
+
+    name: str = ""
+
+    def describe(self) -> str:
+        """What was recognised, in a line."""
+        return f"{self.name}: early exit after {len(self.model.layers)} layers, trained"
+
+
+def load_exit(
+    files: HeadFiles, target: nn.Module, *, greedy: bool = False, draft_temp: float | None = None
+) -> ExitDrafter:
+    """The drafter of a trained exit.
+
+    Args:
+        files: where it is.
+        target: the model that it was trained for.
+        greedy: see `ModelDrafter`.
+        draft_temp: see `ModelDrafter`.
+
+    Raises:
+        HeadError: it does not fit the target, or is not complete.
+    """
+    shortened = first_layers(target, int(files.config[EXIT_LAYER]))
+    tensors, _ = files.read(files.names)
+    norm = final_norm(shortened)
+    width = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else 0
+    trained = Exit(width, files.config.get("rms_norm_eps", 1e-5))
+    if width == 0 or width != width_of(shortened):
+        raise HeadError(
+            f"{files.name}: its exit is for states of {width} numbers, and those of this target "
+            f"have {width_of(shortened)}. Use one that was trained for it."
+        )
+    try:
+        dtype = norm.weight.dtype
+        trained.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
+    except ValueError as error:
+        raise HeadError(f"{files.name} is no complete exit: {error}") from error
+    return ExitDrafter(with_exit(shortened, trained), None, greedy, draft_temp, name=files.name)
+
+
+def with_exit(shortened: nn.Module, trained: Exit) -> nn.Module:
+    """The model with an exit in place of its final norm, all else shared."""
+    replaced = _replaced(shortened, final_norm(shortened), trained)
+    assert replaced is not None
+    return replaced
+
+
+def final_norm(model: nn.Module) -> nn.Module:
+    """The module that makes the input of the model's head; raises HeadError if there is none."""
+    calls: list[tuple[nn.Module, Any, Any]] = []
+    parts = [part for part in model.modules() if part is not model]
+    with watching(parts, lambda *call: calls.append(call)):
+        logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
+    heads = [given for _, given, result in calls if getattr(result, "shape", ()) == logits.shape]
+    made = [module for module, _, result in calls if heads and result is heads[-1]]
+    small = [module for module in made if not module.children()]
+    if not small:
+        raise HeadError(
+            f"The final norm of {type(model).__module__} was not found, so that it cannot be "
+            "replaced by a trained exit. Use another kind of head."
+        )
+    return small[0]
+
+
+def width_of(model: nn.Module) -> int:
+    """Numbers of a state after the model's final norm."""
+    return int(final_norm(model).weight.shape[0])
+
+
+def _replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module | None:
+    """A copy of the module with one module in it replaced; None if it is not in it."""
+    for name, value in module.items():
+        if not isinstance(value, nn.Module):
+            continue
+        replacement = new if value is old else _replaced(value, old, new)
+        if replacement is not None:
+            copied = copy.copy(module)
+            copied[name] = replacement
+            return copied
+    return None
 
 
 def early_exit(

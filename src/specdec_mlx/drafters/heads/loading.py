@@ -13,6 +13,7 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
@@ -41,7 +42,7 @@ def load_head(
     layers: Sequence[int] | None = None,
     pre_norm: bool = False,
     norms_less_one: bool | None = None,
-) -> HeadDrafter | PardDrafter:
+) -> HeadDrafter | PardDrafter | ExitDrafter:
     """A trained head as a drafter for a loaded target.
 
     What kind it is, is told from its config.json and the names of its tensors; the drafter's
@@ -70,6 +71,8 @@ def load_head(
         mask = int(files.config["pard_token"])
         _quantize(model, draft_bits)
         return PardDrafter(model, tokenizer, greedy, draft_temp, mask_token=mask)
+    if kind == "exit":
+        return load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
     if kind not in BUILDERS:
         raise HeadError(_refusal(files, kind))
     ends = target_ends(target)
@@ -103,10 +106,11 @@ def _refusal(files: HeadFiles, kind: str | None) -> str:
             f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
             "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
         )
+    known = ", ".join([*BUILDERS, "exit", "pard"])
     return (
-        f"{files.name} is no head of a known kind ({', '.join(BUILDERS)}, pard): its config.json "
-        f"has model_type {files.config.get('model_type')!r}. A small model with the target's "
-        "tokenizer is loaded by mlx_lm.load and drafts with ModelDrafter."
+        f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
+        f"{files.config.get('model_type')!r}. A small model with the target's tokenizer is loaded "
+        "by mlx_lm.load and drafts with ModelDrafter."
     )
 
 

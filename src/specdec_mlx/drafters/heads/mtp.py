@@ -79,14 +79,18 @@ class MTPHead(FinalStateHead):
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
+        return self.forward(states[None], tokens[None], cache)[0]
+
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
         embedded = self.ends.embed(tokens)
         if self.skips_first and next(leaves(cache)).offset == 0:
-            embedded = mx.where(mx.arange(len(tokens))[:, None] > 0, embedded, 0)
+            embedded = mx.where(mx.arange(tokens.shape[-1])[:, None] > 0, embedded, 0)
         parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
-        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1))[None], cache)
-        return made[0]
+        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
+        return made
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of the target's own head."""

@@ -99,6 +99,9 @@ FAMILIES: dict[str, MTPFamily] = {
     "bailing_moe": _bailing("bailing_moe"),
     "bailing_hybrid": _bailing("bailing_hybrid", layer_group_size=1),
     "bailing_moe_v3": _bailing("bailing_moe_v3", layer_group_size=1),
+    "llama_mtp": MTPFamily(
+        "llama", "mtp.", _QWEN_NAMES, layer="layers.0.", changes={"num_hidden_layers": 1}
+    ),
     "mimo": MTPFamily(
         "mimo",
         "model.mtp_layers.0.",
@@ -124,7 +127,8 @@ FAMILIES: dict[str, MTPFamily] = {
         has_final_norm=False,
     ),
 }
-"""Model type -> where its layer is. The decoder layer is mlx-lm's own."""
+"""Model type -> where its layer is. The decoder layer is mlx-lm's own. "llama_mtp" is a layer that
+was trained for a model of any kind, which has none itself."""
 
 OTHER_FORMULAS = {
     "step3p5": "has three layers, one for each further token, with norms and windows of their own",
@@ -149,10 +153,10 @@ def family_of(config: Mapping[str, Any]) -> tuple[str, MTPFamily] | None:
 
 
 def model_types(config: Mapping[str, Any]) -> list[str]:
-    """What a config and its text part call the model, without what marks a part of it."""
+    """What a config and its text part call the model, also without what marks a part of it."""
     text = config.get("text_config") or {}
-    named = (config.get("model_type"), text.get("model_type"))
-    return [str(name).removesuffix("_mtp").removesuffix("_text") for name in named]
+    whole = [str(config.get("model_type")), str(text.get("model_type"))]
+    return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
 
 
 def other_formula(config: Mapping[str, Any]) -> str | None:

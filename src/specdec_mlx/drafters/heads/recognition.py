@@ -24,8 +24,8 @@ UNSUPPORTED = {
 def known_kind(config: Mapping[str, Any]) -> str | None:
     """The kind of head that a configuration alone gives away; None where it does not.
 
-    "eagle3", "dflash", "medusa", "pard", "mtp" (a repository of just that layer), or a key of
-    UNSUPPORTED.
+    "eagle3", "dflash", "medusa", "pard", "exit", "mtp" (a repository of just that layer), or a key
+    of UNSUPPORTED.
     """
     named = " ".join(
         str(config.get(key, ""))
@@ -42,6 +42,7 @@ def known_kind(config: Mapping[str, Any]) -> str | None:
         "pard": "pard_token" in config,
         "hydra": "hydra_num_heads" in config,
         "medusa": "medusa_num_heads" in config or "medusa" in named,
+        "exit": "exit_layer" in config,
         "mtp": str(config.get("model_type", "")).endswith("_mtp"),
     }
     return next((kind for kind, holds in hints.items() if holds), None)

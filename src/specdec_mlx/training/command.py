@@ -1,0 +1,204 @@
+"""`specdec-mlx train`: flags, and what is printed."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from specdec_mlx.models import load_model
+from specdec_mlx.options import argument, positive_int
+from specdec_mlx.training.fitting import Schedule
+from specdec_mlx.training.losses import parse_loss
+from specdec_mlx.training.run import KINDS, Data, Plan, train
+from specdec_mlx.training.trainees import TYPES, Size
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the command."""
+    parser.add_argument("--model", required=True, help="target: folder or Hugging Face name")
+    parser.add_argument("--kind", required=True, choices=KINDS, help="what is trained")
+    parser.add_argument("--out", required=True, type=Path, help="folder for the result")
+    _add_data(parser.add_argument_group("what it learns from"))
+    _add_schedule(parser.add_argument_group("how it learns"))
+    _add_size(parser.add_argument_group("how large it becomes"))
+
+
+def _add_data(group: argparse._ArgumentGroup) -> None:
+    count = argument(positive_int)
+    group.add_argument(
+        "--texts",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help="a document each, or .jsonl in mlx-lm's formats for fine-tuning",
+    )
+    group.add_argument(
+        "--held-out",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="texts to measure on (default: a twentieth of the others)",
+    )
+    group.add_argument(
+        "--continuations",
+        type=argument(_natural),
+        default=0,
+        metavar="N",
+        help="windows of text that the target writes itself, to learn from (%(default)s)",
+    )
+    group.add_argument(
+        "--temps",
+        type=argument(_temps),
+        default=(1.0, 0.5),
+        metavar="T,T",
+        help="temperatures at which it writes them, 0 for greedy (1,0.5)",
+    )
+    group.add_argument("--window", type=count, default=512, help="tokens of a window (%(default)s)")
+    group.add_argument(
+        "--work", type=Path, help="folder for tokens and features (default: OUT/work)"
+    )
+    group.add_argument(
+        "--keep-work", action="store_true", help="keep it, for another training on the same data"
+    )
+
+
+def _add_schedule(group: argparse._ArgumentGroup) -> None:
+    count, defaults = argument(positive_int), Schedule()
+    group.add_argument("--steps", type=count, default=defaults.steps, help="updates (%(default)s)")
+    group.add_argument(
+        "--batch", type=count, default=defaults.batch, help="windows an update (%(default)s)"
+    )
+    group.add_argument(
+        "--learning-rate",
+        type=float,
+        default=defaults.learning_rate,
+        metavar="RATE",
+        help="its peak (%(default)s)",
+    )
+    group.add_argument(
+        "--loss",
+        type=argument(parse_loss),
+        default=defaults.loss,
+        help="forward-kl, reverse-kl, tv, or a sum such as forward-kl+tv (%(default)s)",
+    )
+    group.add_argument(
+        "--on-policy",
+        type=argument(_share),
+        default=0.0,
+        metavar="SHARE",
+        help="share of the updates on text that a draft model or exit wrote itself (%(default)s)",
+    )
+    group.add_argument(
+        "--draft-steps",
+        type=count,
+        default=3,
+        metavar="K",
+        help="tokens of the drafts that mtp and eagle3 are trained on (%(default)s)",
+    )
+    group.add_argument(
+        "--evaluate",
+        type=count,
+        default=defaults.evaluate,
+        metavar="N",
+        help="updates between two measurements on held-out text (%(default)s)",
+    )
+    group.add_argument("--seed", type=argument(_natural), default=0, help="(%(default)s)")
+
+
+def _add_size(group: argparse._ArgumentGroup) -> None:
+    count = argument(positive_int)
+    group.add_argument("--width", type=count, help="of the states of eagle3 and draft")
+    group.add_argument("--mlp", type=count, help="width of the MLP (3 times the states')")
+    group.add_argument("--heads", type=count, help="of attention (one for each 64 of the width)")
+    group.add_argument("--kv-heads", type=count, help="as many as --heads")
+    group.add_argument(
+        "--layers",
+        type=argument(_layers),
+        metavar="I,I,I",
+        help="eagle3: layers it reads, from 0; exit: layers that draft; draft: its depth",
+    )
+    group.add_argument(
+        "--draft-vocab", type=count, help="eagle3: tokens it can propose (at most 32000)"
+    )
+    group.add_argument("--guesses", type=count, default=3, help="medusa: heads (%(default)s)")
+    group.add_argument(
+        "--init",
+        metavar="MODEL",
+        help="what to begin with: a draft model, or a head of this kind and size",
+    )
+    group.add_argument(
+        "--dtype", choices=TYPES, default="float16", help="of the file (%(default)s)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Train, and print the acceptance."""
+    plan = plan_of(args)
+    target, tokenizer = load_model(args.model)
+    acceptance = train(plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work)
+    print(f"{args.out}: {acceptance}, over {acceptance.num_positions} positions.")
+    return 0
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    """What the flags say."""
+    return Plan(
+        model=args.model,
+        kind=args.kind,
+        data=Data(
+            texts=tuple(args.texts),
+            held_out=tuple(args.held_out),
+            window=args.window,
+            continuations=args.continuations,
+            temps=args.temps,
+            opening=min(64, args.window // 4),
+            seed=args.seed,
+        ),
+        size=Size(
+            width=args.width,
+            mlp=args.mlp,
+            heads=args.heads,
+            kv_heads=args.kv_heads,
+            layers=args.layers,
+            draft_vocab=args.draft_vocab,
+            guesses=args.guesses,
+        ),
+        schedule=Schedule(
+            steps=args.steps,
+            batch=args.batch,
+            learning_rate=args.learning_rate,
+            loss=args.loss,
+            on_policy=args.on_policy,
+            evaluate=args.evaluate,
+            seed=args.seed,
+        ),
+        num_steps=args.draft_steps,
+        init=args.init,
+        dtype=args.dtype,
+    )
+
+
+def _natural(text: str) -> int:
+    """An int of at least 0; raises ValueError."""
+    return 0 if text == "0" else positive_int(text)
+
+
+def _share(text: str) -> float:
+    """A number from 0 to 1; raises ValueError."""
+    share = float(text)
+    if not 0 <= share <= 1:
+        raise ValueError(f"{text!r}: expected a share from 0 to 1.")
+    return share
+
+
+def _temps(text: str) -> tuple[float, ...]:
+    """Temperatures with commas between them; raises ValueError."""
+    temps = tuple(float(part) for part in text.split(","))
+    if min(temps) < 0:
+        raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
+    return temps
+
+
+def _layers(text: str) -> tuple[int, ...]:
+    """Ints with commas between them; raises ValueError."""
+    return tuple(int(part) for part in text.split(","))

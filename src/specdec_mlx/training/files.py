@@ -1,0 +1,68 @@
+"""Files of a training that may be killed at any time: each is there whole, or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from specdec_mlx.errors import TrainingError
+
+
+def save_arrays(
+    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+) -> None:
+    """Write arrays by name as safetensors."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    mx.save_safetensors(str(partial), dict(arrays), dict(metadata or {}))
+    os.replace(partial, path)
+
+
+def load_arrays(path: Path) -> dict[str, mx.array]:
+    """What `save_arrays` wrote."""
+    loaded: Any = mx.load(str(path))
+    return dict(loaded)
+
+
+def save_numpy(path: Path, array: np.ndarray) -> None:
+    """Write one array, so that parts of it can be read."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    with partial.open("wb") as file:
+        np.save(file, array)
+    os.replace(partial, path)
+
+
+def save_json(path: Path, value: Any) -> None:
+    """Write a value as JSON."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"partial-{path.name}")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
+    """Note how a training is set up, or see that one that goes on is set up as it was.
+
+    Raises:
+        TrainingError: it was begun with other settings.
+    """
+    now = json.loads(json.dumps(settings))
+    if not path.exists():
+        save_json(path, now)
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    names = sorted(before.keys() | now.keys())
+    differ = [name for name in names if before.get(name) != now.get(name)]
+    if differ:
+        what = ", ".join(f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ)
+        raise TrainingError(
+            f"{path.parent} was begun with other settings: {what}. Give those again to go on, or "
+            "another folder to begin anew."
+        )
