@@ -472,7 +472,7 @@ def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
         def passes(**more: str) -> tuple[int, str]:
             reply = json.loads(post(client, "completions", ask | more)[1])
             account = reply["usage"]["speculation"]
-            assert account["drafter"] == "suffix"
+            assert account["drafter"] == "auto"
             return account["target_passes"], reply["choices"][0]["text"]
 
         alone, text = passes(user="one")

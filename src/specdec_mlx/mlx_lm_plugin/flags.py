@@ -91,8 +91,7 @@ class Flags:
         """
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
-            own = DEFAULT_DRAFTER if self.memory is None else REMEMBERING[0]
-            return [own if self.draft_model is None else MODEL_DRAFTER]
+            return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
         if self.draft_model is not None and MODEL_DRAFTER not in map(name_in, given):
             given.append(MODEL_DRAFTER)
         return given
