@@ -144,7 +144,7 @@ def test_a_completion_is_mlx_lms_text_in_fewer_passes(
     reply = server.complete()
     assert reply.choices[0].text == plain(pair, pair[1].encode(PROMPT), 60)
     account = speculation(reply)
-    assert account["drafter"] == "prompt-lookup"
+    assert account["drafter"] == "auto"
     assert account["batched"] is False
     assert account["emitted"] == reply.usage.completion_tokens == 60
     assert account["target_passes"] + account["accepted"] == 60 + account["cut"]
