@@ -56,7 +56,9 @@ def on_ranks(
         return [(p.returncode, out, err) for (out, err), p in ended]
 
 
-def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> list[dict[str, object]]:
+def jobs_on_ranks(
+    names: Sequence[str], folder: Path, num_ranks: int = 2
+) -> list[dict[str, object]]:
     """What `rank_worker` found out in these jobs, on each rank: the name of a case -> a result."""
     found = []
     for status, out, err in on_ranks([str(WORKER), *names], folder, num_ranks):

@@ -221,7 +221,11 @@ def leaving() -> Cases:
         for number in (1, 6, 7, 8):
             cache_ = make_prompt_cache(sharded())
             generation = speculate(
-                sharded(), prompt, ModelDrafter(pair().draft), draft_length=4, prompt_cache=cache_,
+                sharded(),
+                prompt,
+                ModelDrafter(pair().draft),
+                draft_length=4,
+                prompt_cache=cache_,
                 max_tokens=NUM_TOKENS,
             )
             got = []
@@ -235,10 +239,17 @@ def leaving() -> Cases:
             if 0 in leavers:
                 found[f"{name}: number"] = len(got), number
                 found[f"{name}: caches"] = cache_[0].offset, len(prompt) + number
-            rest = tokens(
-                sharded(), expected[number : number + 1], PromptLookupDrafter(),
-                prompt_cache=cache_, max_tokens=4,
-            ) if 0 in leavers else []
+            rest = (
+                tokens(
+                    sharded(),
+                    expected[number : number + 1],
+                    PromptLookupDrafter(),
+                    prompt_cache=cache_,
+                    max_tokens=4,
+                )
+                if 0 in leavers
+                else []
+            )
             found[f"{name}: next turn"] = rest, expected[number + 1 : number + 5][: len(rest)]
     return found
 

@@ -126,7 +126,8 @@ class _Said:
     """What one rank says when the ranks meet.
 
     state: whether it goes on. end: prompt + tokens that its caller has. checksum: of its text.
-    num_tokens, is_drawn, is_tree: of the draft, on rank 0. tokens: of the draft, as far as they fit.
+    num_tokens, is_drawn, is_tree: of the draft, on rank 0. tokens: of the draft, as far as
+        they fit.
     """
 
     state: State
@@ -373,13 +374,26 @@ def _emit(generation: Rounds[T_co], current: Round, outcome: Outcome) -> Iterato
 def _finish(generation: Rounds[T_co], drafting: SharedDrafting) -> None:
     """End as the others do; where they do not, leave the caches, and have them refused."""
     error = sys.exception()
-    if drafting.meets_next:
-        is_failure = error is not None and not isinstance(error, GeneratorExit)
-        drafting.meet(State.FAILED if is_failure else State.LEAVES)
-    if drafting.is_over and not drafting.is_apart:
-        generation.sequence.num_handed_out = drafting.first_end - generation.sequence.prompt_length
-        generation.finish()
+    is_failure = error is not None and not isinstance(error, GeneratorExit)
+    try:
+        if drafting.meets_next:
+            drafting.meet(State.FAILED if is_failure else State.LEAVES)
+    except BaseException as lost:
+        _refuse(generation, drafting, lost)
+        raise
+    if not drafting.is_over or drafting.is_apart:
+        _refuse(generation, drafting, error)
         return
+    generation.sequence.num_handed_out = drafting.first_end - generation.sequence.prompt_length
+    generation.finish()
+    if drafting.keeps_cache:  # no pass may be under way when the caller sends something
+        mx.eval([cache.state for cache in generation.target.rollback.caches])
+
+
+def _refuse(
+    generation: Rounds[T_co], drafting: SharedDrafting, error: BaseException | None
+) -> None:
+    """End alone: to bring the caches in order would take all ranks."""
     refuse(generation.target.rollback.caches, f"a generation on several ranks failed ({error!r}).")
     drafting.close(generation.sequence.end)
 
