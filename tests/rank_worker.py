@@ -27,7 +27,7 @@ GROUP = mx.distributed.init()
 RANK = GROUP.rank()
 DRAFTERS = ("prompt-lookup", "ngram", "model", "first of")
 LENGTHS = ("auto", 4)
-NUM_TOKENS = 32
+NUM_TOKENS = 24
 Cases = dict[str, tuple[Any, Any]]
 
 
@@ -116,17 +116,16 @@ def block() -> Cases:
     return found
 
 
-FAMILIES = (
-    "llama",
+FAMILIES = ("llama", "qwen3_moe", "qwen3_5", "gpt_oss")
+MORE_FAMILIES = (
     "qwen2",
     "qwen3",
-    "qwen3_moe",
-    "qwen3_5",
+    "deepseek_v2",
     "deepseek_v3",
     "glm4_moe",
-    "gpt_oss",
     "ministral3",
     "minimax",
+    "step3p5",
 )
 
 
@@ -151,10 +150,32 @@ def families() -> Cases:
     return family_cases(FAMILIES, lambda model: model.shard(GROUP))
 
 
+def more_families() -> Cases:
+    """Others of them."""
+    return family_cases(MORE_FAMILIES, lambda model: model.shard(GROUP))
+
+
 def pipelined() -> Cases:
     """Pipelined."""
-    names = ("qwen2", "qwen3_moe", "deepseek_v3")
+    names = ("qwen2", "deepseek_v3")
     return family_cases(names, lambda model: model.model.pipeline(GROUP))
+
+
+def many_ranks() -> Cases:
+    """Pipelined over more than two, one layer each; and then rank 0's caller leaves."""
+    whole, parts = (tiny.build("qwen2", num_hidden_layers=4) for _ in range(2))
+    parts.model.pipeline(GROUP)
+    prompt = [5, 9, 11, 5, 9, 11, 5, 9]
+    expected = tokens(whole, prompt)
+    found: Cases = {}
+    for kind, length in (("prompt-lookup", "auto"), ("model", 4), ("model", "auto")):
+        got = tokens(parts, prompt, drafter(kind, whole), draft_length=length)
+        found[f"{kind}, K={length}"] = got, expected
+    generation = speculate(parts, prompt, ModelDrafter(whole), max_tokens=20)
+    got = [token.token for token, _ in zip(generation, range(7 if RANK == 0 else 20))]
+    generation.close()
+    found["leaving"] = got, expected[:7]
+    return found
 
 
 class Raising:
@@ -254,8 +275,8 @@ def leaving() -> Cases:
     return found
 
 
-def recurrent_leaving() -> Cases:
-    """The same on caches that can only go back to a checkpoint."""
+def recurrent() -> Cases:
+    """Rank 0's caller leaves, on caches that can only go back to a checkpoint."""
     found: Cases = {}
     whole, parts = tiny.build("qwen3_5"), tiny.build("qwen3_5")
     parts.shard(GROUP)
@@ -307,8 +328,8 @@ def dies() -> Cases:
 JOBS: dict[str, Callable[[], Cases]] = {
     job.__name__: job
     for job in (
-        texts, many_texts, block, families, pipelined, failures, leaving, recurrent_leaving,
-        arguments, dies,
+        texts, many_texts, block, families, more_families, pipelined, many_ranks, failures,
+        leaving, recurrent, arguments, dies,
     )
 }  # fmt: skip
 
