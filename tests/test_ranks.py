@@ -80,7 +80,7 @@ def test_a_model_that_is_whole_meets_nobody() -> None:
 
 
 def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass costs otherwise on two machines than on one, so their costs have files of their own."""
+    """A pass costs otherwise on two machines than on one: they have files of their own."""
     import mlx.core as mx
 
     class Two:

@@ -15,6 +15,7 @@ import sys
 import zlib
 from array import array
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Protocol, TypeVar
@@ -158,7 +159,7 @@ class SharedDrafting(Drafting):
     is_over: whether some rank was seen to leave or to fail; all end then. failure: what to raise
     here for another rank's failure. meets_next: whether the next thing that all ranks do is to
     meet. leaves: whether this rank's caller has left. first_end: prompt + tokens that rank 0's
-    caller has. is_apart: whether the ranks' texts differ.
+    caller has. is_apart: whether the ranks' texts differ. is_lost: whether they cannot be reached.
     """
 
     def __init__(
@@ -181,6 +182,7 @@ class SharedDrafting(Drafting):
         self.meets_next = True
         self.leaves = False
         self.is_apart = False
+        self.is_lost = False
         self.first_end = 0
         self._checksum = 0
         self._num_summed = 0
@@ -219,7 +221,9 @@ class SharedDrafting(Drafting):
         """
         flags = draft.logprobs is not None, draft.parents is not None
         said = _Said(state, self.sequence.end, self._sum(), len(tokens), *flags, tokens)
-        all_said = [_Said.read(numbers) for numbers in self.ranks.gather(said.numbers())]
+        with self.noting_loss():
+            gathered = self.ranks.gather(said.numbers())
+        all_said = [_Said.read(numbers) for numbers in gathered]
         self.meets_next = False
         self.is_apart = len({one.checksum for one in all_said}) > 1
         failed = [rank for rank, one in enumerate(all_said) if one.state is State.FAILED]
@@ -235,6 +239,18 @@ class SharedDrafting(Drafting):
         self.is_over = self.failure is not None or any(one.state for one in all_said)
         self.first_end = all_said[0].end
         return all_said[0]
+
+    @contextmanager
+    def noting_loss(self) -> Iterator[None]:
+        """Note if the backend fails in this block: whoever sends something then waits forever.
+
+        MLX's own errors are plain RuntimeErrors.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            self.is_lost = type(error) is RuntimeError
+            raise
 
     def _sum(self) -> int:
         """Checksum of the text as far as it is known."""
@@ -329,7 +345,8 @@ def run_on_ranks(
         current = generation.verify(NO_DRAFT)
         drafting.meets_next = True
         while current is not None:
-            outcome = generation.accept(current, None)
+            with drafting.noting_loss():
+                outcome = generation.accept(current, None)
             generation.roll_back(current, outcome)
             try:
                 generation.observe(current, outcome)
@@ -376,26 +393,19 @@ def _finish(generation: Rounds[T_co], drafting: SharedDrafting) -> None:
     error = sys.exception()
     is_failure = error is not None and not isinstance(error, GeneratorExit)
     try:
-        if drafting.meets_next:
+        if drafting.meets_next and not drafting.is_lost:
             drafting.meet(State.FAILED if is_failure else State.LEAVES)
-    except BaseException as lost:
-        _refuse(generation, drafting, lost)
-        raise
-    if not drafting.is_over or drafting.is_apart:
-        _refuse(generation, drafting, error)
+    finally:
+        is_alike = drafting.is_over and not drafting.is_apart
+        if not is_alike:  # to bring the caches in order would take all ranks
+            reason = f"a generation on several ranks failed ({error!r})."
+            refuse(generation.target.rollback.caches, reason)
+    if not is_alike:
         return
     generation.sequence.num_handed_out = drafting.first_end - generation.sequence.prompt_length
     generation.finish()
     if drafting.keeps_cache:  # no pass may be under way when the caller sends something
         mx.eval([cache.state for cache in generation.target.rollback.caches])
-
-
-def _refuse(
-    generation: Rounds[T_co], drafting: SharedDrafting, error: BaseException | None
-) -> None:
-    """End alone: to bring the caches in order would take all ranks."""
-    refuse(generation.target.rollback.caches, f"a generation on several ranks failed ({error!r}).")
-    drafting.close(generation.sequence.end)
 
 
 def _checksum(tokens: Sequence[int], start: int) -> int:
