@@ -10,6 +10,7 @@ import json
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -27,7 +28,7 @@ GROUP = mx.distributed.init()
 RANK = GROUP.rank()
 DRAFTERS = ("prompt-lookup", "ngram", "model", "first of")
 LENGTHS = ("auto", 4)
-NUM_TOKENS = 24
+NUM_TOKENS = 16
 Cases = dict[str, tuple[Any, Any]]
 
 
@@ -94,8 +95,8 @@ def text_cases(num_prompts: int) -> Cases:
 
 
 def texts() -> Cases:
-    """A few prompts."""
-    return text_cases(2)
+    """One prompt."""
+    return text_cases(1)
 
 
 def many_texts() -> Cases:
@@ -106,7 +107,7 @@ def many_texts() -> Cases:
 def block() -> Cases:
     """Drafts that are drawn, under the rule that uses their distribution: the same as alone."""
     found: Cases = {}
-    for i, prompt in enumerate(prompts(2)):
+    for i, prompt in enumerate(prompts(1)):
         options = {"sampler": Sampling(temp=1.0), "rule": "block", "seed": i, "draft_length": 4}
         drafting = drafter("model", pair().draft)
         found[f"prompt {i}"] = (
@@ -116,8 +117,9 @@ def block() -> Cases:
     return found
 
 
-FAMILIES = ("llama", "qwen3_moe", "qwen3_5", "gpt_oss")
+FAMILIES = ("llama", "qwen3_moe", "qwen3_5")
 MORE_FAMILIES = (
+    "gpt_oss",
     "qwen2",
     "qwen3",
     "deepseek_v2",
@@ -157,7 +159,7 @@ def more_families() -> Cases:
 
 def pipelined() -> Cases:
     """Pipelined."""
-    names = ("qwen2", "deepseek_v3")
+    names = ("qwen2",)
     return family_cases(names, lambda model: model.model.pipeline(GROUP))
 
 
@@ -220,7 +222,7 @@ def failures() -> Cases:
     for where in ("begin", "propose", "observe"):
         cache_ = make_prompt_cache(sharded())
         generation = speculate(
-            sharded(), prompt, Raising(where), max_tokens=20, draft_length=2, prompt_cache=cache_
+            sharded(), prompt, Raising(where), max_tokens=12, draft_length=2, prompt_cache=cache_
         )
         got, error = ending(generation)
         expected = tokens(pair().target, prompt, max_tokens=max(1, len(got)))[: len(got)]
@@ -239,7 +241,7 @@ def leaving() -> Cases:
     prompt = prompts(1)[0]
     expected = tokens(pair().target, prompt)
     for case, leavers in (("all", (0, 1)), ("rank 0", (0,)), ("rank 1", (1,))):
-        for number in (1, 6, 7, 8):
+        for number in (1, 7):
             cache_ = make_prompt_cache(sharded())
             generation = speculate(
                 sharded(),
@@ -282,10 +284,10 @@ def recurrent() -> Cases:
     parts.shard(GROUP)
     prompt = [5, 9, 11, 5, 9, 11, 5, 9]
     expected = tokens(whole, prompt)
-    for number in range(1, 9):
+    for number in (1, 3, 4, 6):
         cache_ = make_prompt_cache(parts)
         generation = speculate(
-            parts, prompt, ModelDrafter(whole), draft_length=3, prompt_cache=cache_, max_tokens=20
+            parts, prompt, ModelDrafter(whole), draft_length=3, prompt_cache=cache_, max_tokens=12
         )
         got = [next(generation).token for _ in range(number)] if RANK == 0 else []
         if RANK:
@@ -335,5 +337,9 @@ JOBS: dict[str, Callable[[], Cases]] = {
 
 
 if __name__ == "__main__":
-    results = {name: JOBS[name]() for name in sys.argv[1:]}
+    results = {}
+    for name in sys.argv[1:]:
+        began = time.perf_counter()
+        results[name] = JOBS[name]()
+        print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     print(json.dumps(results))
