@@ -128,7 +128,6 @@ MORE_FAMILIES = (
     "glm4_moe",
     "ministral3",
     "minimax",
-    "step3p5",
 )
 
 
