@@ -399,8 +399,8 @@ def parse(*arguments: str) -> argparse.Namespace:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    for module in (run, draft_models):
-        monkeypatch.setattr(module, "load_model", lambda name: (narrow.model(), tokenizer))
+    for module, name in ((run, "load_target"), (draft_models, "load_model")):
+        monkeypatch.setattr(module, name, lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
 

@@ -736,6 +736,7 @@ def test_flags_reach_the_check(
         "prompts": ["Hello."],
         "budget": 7.0,
         "seed": 2,
+        "progress": True,
     }
     monkeypatch.setattr(command, "check", lambda *a, **k: CheckReport(PARTS))
     assert cli.main(["check", "--model", str(folder)]) == 1

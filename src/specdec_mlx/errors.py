@@ -66,3 +66,7 @@ class MissingPackageError(RuntimeError):
 
 class MissingBackendError(ImportError):
     """MLX has no backend here, or one that does not load."""
+
+
+class RankError(RuntimeError):
+    """Ranks of one generation do not do the same, or another one failed."""

@@ -12,6 +12,7 @@ even be launched before they are known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -28,9 +29,9 @@ from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import bring_caches_to, close_all
 from specdec_mlx.rounds.pipeline import Pipeline
+from specdec_mlx.rounds.ranks import SharedDrafting, ranks_of, run_on_ranks, shared_noise
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.target.inputs import (
@@ -159,6 +160,7 @@ def speculate(
         PromptError: for what cannot be a prompt of this model.
         DraftError: a drafter broke its contract.
         LogitsError: the target's logits are not numbers.
+        RankError: of a model on several ranks, others were called otherwise, or failed.
         CacheRollbackError: the caches cannot be used, or not be brought in order at the end.
         ValueError: for other bad input.
     """
@@ -171,7 +173,8 @@ def speculate(
     )
     account = Counterfactual() if counterfactual else None
     model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
-    noise = Noise.from_global_state() if seed is None else Noise(seed)
+    ranks = ranks_of(model, stream)
+    noise = shared_noise(ranks, seed, prompt, max_tokens, drafter is not None)
     next_token = NextToken(sampler or Sampling(), logits_processors or (), noise)
     verifier = Verifier(model_pass, next_token, rule, account)
     check_ids(prompt, verifier.vocab_size())
@@ -180,12 +183,15 @@ def speculate(
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
     length = make_draft_length(draft_length, tuning or tuning_for(model))
     keeps_cache = prompt_cache is not None
-    drafting = Drafting(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)
+    side = Drafting if ranks is None else functools.partial(SharedDrafting, ranks)
+    drafting = side(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)
     stats = SpeculationStats(counterfactual=account)
     on_progress = prompt_progress_callback or (lambda done, total: None)
     generation = Generation(
         verifier, sequence, drafting, stats, stream, prefill_step_size, on_progress, prompt_cache
     )
+    if isinstance(drafting, SharedDrafting):
+        return run_on_ranks(generation, drafting, context)
     return generation.run(context)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import load
+from mlx_lm.utils import sharded_load
 
 from specdec_mlx.errors import ModelFolderError
 
@@ -27,6 +28,48 @@ def load_model(name: Path | str) -> tuple[nn.Module, Any]:
     with explained(name):
         loaded = load(str(folder if folder.exists() else name))
     return loaded[0], loaded[1]
+
+
+def load_target(name: Path | str) -> tuple[nn.Module, Any]:
+    """Like `load_model`; under `mx.distributed`, spread over all ranks."""
+    if mx.distributed.init().size() == 1:
+        return load_model(name)
+    folder = Path(name).expanduser()
+    with explained(name):
+        model, tokenizer = load_on_ranks(str(folder if folder.exists() else name))
+    return model, tokenizer
+
+
+def load_on_ranks(
+    path: str,
+    tokenizer_config: dict[str, Any] | None = None,
+    adapter_path: str | None = None,
+    return_config: bool = False,
+    **options: Any,
+) -> Any:
+    """mlx-lm's `load` on several ranks: tensor-parallel where the model can, else pipelined.
+
+    Args:
+        path: the model's folder or Hugging Face name.
+        tokenizer_config: as in mlx-lm.
+        adapter_path: none can be loaded.
+        return_config: whether the configuration is wanted too.
+        options: of mlx-lm's `load`; those that `sharded_load` has not are left out.
+
+    Raises:
+        ValueError: for an adapter.
+    """
+    if adapter_path is not None:
+        raise ValueError(
+            "An adapter cannot be loaded on several ranks. Fuse it into the model first."
+        )
+    trusts = bool(options.get("trust_remote_code"))
+    return sharded_load(
+        path,
+        return_config=return_config,
+        tokenizer_config=tokenizer_config,
+        trust_remote_code=trusts,
+    )
 
 
 @contextmanager

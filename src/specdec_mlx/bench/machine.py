@@ -17,8 +17,10 @@ REFERENCE_BLAS = "reference BLAS"
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, device, matrix library, versions, and how busy the machine is."""
+    """Processor, device, matrix library, versions, how busy the machine is; and several ranks."""
+    num_ranks = mx.distributed.init().size()
     return {
+        **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
         "processor": _processor(),
         "cores": str(os.cpu_count()),

@@ -35,7 +35,7 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.models import load_model
+from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
@@ -96,7 +96,8 @@ def main(args: argparse.Namespace) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
-    model, tokenizer = load_model(args.model or demo_model_path())
+    model, tokenizer = load_target(args.model or demo_model_path())
+    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     draft_model, draft_tokenizer = draft_pair(args)
     contenders = make_contenders(
         model,
@@ -120,13 +121,14 @@ def main(args: argparse.Namespace) -> int:
             settings,
             temp=args.temp,
             measure_cost=not args.no_cost,
-            make_bar=_progress_bar,
+            make_bar=_progress_bar if is_first else None,
             about={"model": str(args.model or "demo model")},
             command=shlex.join(["specdec-mlx", *sys.argv[1:]]),
         )
-    if args.json:
-        save_record(record, args.json)
-    print(format_record(record))
+    if is_first:
+        if args.json:
+            save_record(record, args.json)
+        print(format_record(record))
     return 0 if all(difference.excused for difference in record.differences) else 1
 
 

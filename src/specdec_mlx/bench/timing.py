@@ -131,15 +131,22 @@ def take_turns(
 ) -> None:
     """Bring all runs to their end, a few tokens each in turns.
 
+    On several ranks a turn is a whole text: ranks that are in different places of one generation
+    cannot begin to meet in another.
+
     Args:
         runs: not begun.
         first: whose turn is first; with another one in each repeat nobody is always first.
         may_go_on: asked before it is everybody's turn again; at a no all end as far as they are.
     """
     turn = first
+    on_ranks = mx.distributed.init().size() > 1
     while any(not run.is_over for run in runs) and may_go_on():
         for i in range(len(runs)):
-            runs[(turn + i) % len(runs)].go_on(TURN_TOKENS)
+            run = runs[(turn + i) % len(runs)]
+            run.go_on(TURN_TOKENS)
+            while on_ranks and not run.is_over:
+                run.go_on(TURN_TOKENS)
         turn += 1
     for run in runs:
         run.stop()

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.bench.prompts import read_prompts
@@ -15,7 +16,7 @@ from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair,
 from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.models import load_model
+from specdec_mlx.models import load_target
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import Drafter
 
@@ -52,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
-    model, tokenizer = load_model(model_name)
+    model, tokenizer = load_target(model_name)
+    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     name = args.drafter or ("model" if args.draft_model else "ngram")
     report = check(
         model,
@@ -64,14 +66,16 @@ def main(args: argparse.Namespace) -> int:
         prompts=prompts,
         budget=args.budget,
         seed=args.seed,
+        progress=is_first,
     )
     names: dict[str, Any] = {"model": model_name, "drafter": name}
     if args.draft_model:
         names |= {"draft_model": args.draft_model, **lighter_of(args).flags}
     report = replace(report, settings=report.settings | names)
-    print(report)
-    if args.json:
-        Path(args.json).write_text(report.to_json(), encoding="utf-8")
+    if is_first:
+        print(report)
+        if args.json:
+            Path(args.json).write_text(report.to_json(), encoding="utf-8")
     return 0 if report.passed else 1
 
 

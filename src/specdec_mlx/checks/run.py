@@ -27,6 +27,7 @@ from specdec_mlx.checks.variations import check_variations, heads_of
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
+from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -105,8 +106,11 @@ def check(
         seed=seed,
     )
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
-        parts = run_parts(subject, Work(time.perf_counter() + budget), progress)
-    return CheckReport(parts, _settings(subject, budget))
+        ranks = ranks_of(model, generation_stream)
+        work = Work(time.perf_counter() + budget, ranks=ranks)
+        parts = run_parts(subject, work, progress)
+    about = _settings(subject, budget)
+    return CheckReport(parts, about if ranks is None else {**about, "ranks": ranks.group.size()})
 
 
 def _wrapped(tokenizer: Any) -> Any:

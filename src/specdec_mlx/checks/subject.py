@@ -15,9 +15,11 @@ from numpy.typing import NDArray
 
 from specdec_mlx.errors import DraftError
 from specdec_mlx.loop import speculate
+from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.ranks import group_of
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     AcceptanceRule,
@@ -83,15 +85,25 @@ class Work:
     Attributes:
         until: time of `time.perf_counter` at which to stop.
         say: takes what is shown beside the progress bar.
+        ranks: those that the model is spread over; the first one's clock counts on all.
     """
 
     until: float
     say: Callable[[str], None] = lambda text: None
+    ranks: Ranks | None = None
 
     @property
     def has_time(self) -> bool:
         """Whether there is time for one more."""
-        return time.perf_counter() < self.until
+        return self.has_time_for(0.0)
+
+    def has_time_for(self, seconds: float) -> bool:
+        """Whether there is so much time."""
+        has_time = time.perf_counter() + seconds < self.until
+        if self.ranks is None:
+            return has_time
+        mx.synchronize()  # passes on other streams have collectives of their own
+        return bool(self.ranks.gather([has_time])[0][0])
 
     def share(self, fraction: float) -> Work:
         """A part of the time that is left."""
@@ -143,7 +155,9 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
         seed=seed,
     )
     with closing(stream):
-        for token in stream:
+        # Several ranks meet in a generation, and nothing that they do together may come between.
+        whole = group_of(subject.model) is not None
+        for token in list(stream) if whole else stream:
             draft = session.propose(1)
             target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
             yield Step(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))

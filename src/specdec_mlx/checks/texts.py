@@ -34,7 +34,7 @@ def check_widths(model: nn.Module, work: Work) -> tuple[Part, ProbeReport]:
     prefill = seconds / POSITIONS_OF_PROBE * (report.window or 0)
     if report.window is None:
         return _judge_widths(report), report
-    if time.perf_counter() + prefill > work.until:
+    if not work.has_time_for(prefill):
         part = _judge_widths(report)
         verdict = (
             f"{part.verdict} Past the window of {report.window} tokens was not looked: it takes "

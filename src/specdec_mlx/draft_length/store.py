@@ -23,8 +23,12 @@ def kept_tuning(model: nn.Module, name: str) -> Iterator[None]:
     """Begin with what earlier commands learned about a model here; keep what this one learns.
 
     name: the model's folder or Hugging Face name. A file that cannot be read or written costs a
-    line on standard error and nothing else.
+    line on standard error and nothing else. Of several ranks the first one reads and writes: it
+    decides for all.
     """
+    if mx.distributed.init().rank() > 0:
+        yield
+        return
     path = tuning_path(name)
     try:
         if path.exists():
@@ -41,12 +45,14 @@ def kept_tuning(model: nn.Module, name: str) -> Iterator[None]:
 
 
 def tuning_path(name: str) -> Path:
-    """Where the tuning of a model is kept: one file for each model, machine and MLX."""
+    """Where the tuning of a model is kept: a file for each model, machine, MLX and ranks."""
     folder = Path(name).expanduser()
     name = str(folder.resolve()) if folder.exists() else name
     readable = re.sub(r"[^A-Za-z0-9.]+", "-", folder.name) or "model"
     device = mx.device_info().get("device_name", platform.processor())
-    parts = (name, platform.node(), platform.machine(), str(device), version("mlx"))
+    num_ranks = mx.distributed.init().size()
+    parts = [name, platform.node(), platform.machine(), str(device), version("mlx")]
+    parts += [f"{num_ranks} ranks"] if num_ranks > 1 else []
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
     return cache_root() / "tuning" / f"{readable}-{digest}.json"
 

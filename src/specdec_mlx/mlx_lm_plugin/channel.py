@@ -8,7 +8,9 @@ notice, so its queue is wrapped in a `Channel`, which hides the seam.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +43,8 @@ class Channel:
         num_before: how many of them by those who served it before.
         pausing: whether the end of the current service is not the end of the request.
         finished: whether the client was told the end.
+        is_watched: whether the client's stop is for us to see, and hidden from who serves it alone:
+            on several ranks mlx-lm cannot stop there.
     """
 
     queue: Any
@@ -49,7 +53,9 @@ class Channel:
     num_before: int = 0
     pausing: bool = False
     finished: bool = False
+    is_watched: bool = False
     _later: GenerationContext | None = None
+    _is_alone: bool = False
     _detokenizer: Any = None
     _matcher: Any = None
 
@@ -82,6 +88,15 @@ class Channel:
         _ = detokenizer.last_segment  # the client has it
         self._detokenizer, self._matcher = detokenizer, matcher
 
+    @contextmanager
+    def served_alone(self) -> Iterator[None]:
+        """Within this block it is served alone, not in a batch."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
     def put(self, item: Any) -> None:
         """What the server calls."""
         if self.finished:
@@ -98,11 +113,11 @@ class Channel:
             self._take_response(item)
 
     def _take_context(self, context: GenerationContext) -> None:
-        """The client keeps its first context; it stops the later ones."""
+        """The client keeps its first context, or a copy; it stops the later ones."""
         if self.context is None:
-            self.context = context
-            self.queue.put(context)
-        else:
+            self.context = copy(context) if self.is_watched else context
+            self.queue.put(self.context)
+        if self.context is not context:
             self._later = context
 
     def _take_response(self, response: Any) -> None:
@@ -112,7 +127,8 @@ class Channel:
             stopped = self._matcher.advance(response.token) and response.finish_reason is None
             response = self._respoken(response, "stop" if stopped else response.finish_reason)
         self.queue.put(response)
-        if self._later is not None and (stopped or not self.alive):
+        hidden = self.is_watched and self._is_alone
+        if self._later is not None and not hidden and (stopped or not self.alive):
             self._later.stop()
         if stopped:
             self._finish(None)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from typing import Any
+
+import mlx.core as mx
 
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -20,7 +23,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
-from specdec_mlx.models import explained
+from specdec_mlx.models import explained, load_on_ranks
 from specdec_mlx.types import all_drafters
 
 
@@ -35,7 +38,10 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
         RuntimeError: a package is missing.
     """
     check_version()
-    COMMANDS[name](arguments)
+    with ExitStack() as stack:
+        if mx.distributed.init().rank() > 0:  # the first rank speaks for all
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        COMMANDS[name](arguments)
 
 
 class Command:
@@ -84,8 +90,9 @@ class Command:
         self.close()
 
     def names(self) -> dict[str, Any]:
-        """What else to replace in the command's module: `load`, to learn the tokenizer."""
-        return {"load": self._noting_tokenizer(self.module.load)}
+        """What else to replace in the command's module: what loads, to learn the tokenizer."""
+        loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
+        return {name: self._noting_tokenizer(getattr(self.module, name)) for name in loaders}
 
     def check(self) -> None:
         """Raise ValueError for arguments that do not go together."""
@@ -120,6 +127,13 @@ class Generate(Command):
     """`generate`: mlx-lm's closing lines, and ours below them."""
 
     takes_grammar = True
+
+    def names(self) -> dict[str, Any]:
+        """On several ranks, `load` spreads the model over them, as in mlx-lm's other commands."""
+        names = super().names()
+        if mx.distributed.init().size() > 1:
+            names["load"] = self._noting_tokenizer(load_on_ranks)
+        return names
 
     def close(self) -> None:
         """A line on what the speculation brought; the whole account with --stats."""
@@ -192,7 +206,7 @@ def closing_line(speculation: Speculation) -> str:
 def print_account(speculation: Speculation, file: Any) -> None:
     """The whole account of the latest generation."""
     stats = speculation.stats
-    if stats is None:
+    if stats is None or mx.distributed.init().rank() > 0:
         return
     print(stats, file=file)
     rounds = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accept_histogram))

@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.registry import (
     MODEL_DRAFTER,
     NO_DRAFTER,
@@ -63,6 +64,11 @@ class Requested:
     stats: SpeculationStats | None = None
     batched: bool = False
     error: Exception | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What other ranks are told: they draft nothing, but know whether something is drafted."""
+        drafter = None if self.drafter is None else PromptLookupDrafter()
+        return {**vars(self), "drafter": drafter, "stats": None, "error": None}
 
     def usage(self) -> dict[str, Any]:
         """The `speculation` object of a reply."""

@@ -183,18 +183,16 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """Start the thread that generates."""
         self.menu = menu
         self.channels: list[Channel] = []
-        if menu.tokenizer is not None:
+        self.draft_caches: LRUPromptCache = args[1]
+        if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
+            self.draft_caches = LRUPromptCache(args[1].max_size)
+        elif menu.tokenizer is not None:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
 
     def generate(self, request: Any, generation_args: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in mlx-lm; what the request says about speculation goes along with its arguments.
-
-        Not where they are sent to other machines, on which nothing is drafted.
-        """
+        """As in mlx-lm; what the request says about speculation goes along with its arguments."""
         requested = vars(request).pop("speculation", None)
-        if self._is_distributed:
-            return super().generate(request, generation_args, *args, **kwargs)
         generation_args.speculation = requested or self.menu.requested({})
         try:
             return super().generate(request, generation_args, *args, **kwargs)
@@ -205,18 +203,26 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request, with its queue in a channel, so that we know when it is finished."""
         taken = super()._next_request(timeout)
-        if taken is None or self._is_distributed:
+        if taken is None:
             return taken
         queue, request, args = taken
-        channel = queue if isinstance(queue, Channel) else Channel(queue)
+        if isinstance(queue, Channel):
+            channel = queue
+        else:
+            channel = Channel(queue, is_watched=self._is_distributed)
         self.channels = [other for other in self.channels if other.alive and other is not channel]
         self.channels.append(channel)
         return channel, request, args
 
     def _is_batchable(self, args: Any) -> bool:
         """Whether to serve in a batch: what mlx-lm would, unless it is alone and can be drafted."""
-        if self._is_distributed:
-            return bool(super()._is_batchable(args))
+        return bool(self._from_first(self._should_batch(args)))
+
+    def _from_first(self, value: Any) -> Any:
+        """The first rank's value, on all ranks: it alone knows who is waiting, and who hung up."""
+        return self._share_object((value,))[0] if self._is_distributed else value
+
+    def _should_batch(self, args: Any) -> bool:
         if not self._may_be_batched(args):
             return False
         if args.speculation.drafter is None:
@@ -234,8 +240,6 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """As in mlx-lm, checked; a continuation has its tokens already."""
         if isinstance(request, Continuation):
             return request.prompt, [request.prompt], ["assistant"], "normal", None
-        if self._is_distributed:
-            return super()._tokenize(tokenizer, request, args)
         args.speculation.batched = True  # until it is seen to be served alone
         if args.speculation.grammar is not None:
             args.chat_template_kwargs = {
@@ -258,9 +262,6 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
         """Serve with speculation; go on in a batch when others come."""
-        if self._is_distributed:
-            super()._serve_single(taken, stream)
-            return
         channel, request, args = taken
         module = importlib.import_module("mlx_lm.server")
         try:
@@ -269,10 +270,11 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             channel.put(error)
             return
         streaming = partial(self._stream, channel, request, args)
-        with replaced_names(module, {"stream_generate": streaming}):
+        with replaced_names(module, {"stream_generate": streaming}), channel.served_alone():
             super()._serve_single(taken, stream)
-        if channel.pausing:
-            self._hand_over(channel, args)
+        if self._from_first(channel.pausing):
+            if self._rank == 0:
+                self._hand_over(channel, args)
         elif self.menu.flags.stats and args.speculation.stats is not None:
             logging.info(f"Speculation: {args.speculation.stats}")
 
@@ -320,6 +322,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             for response in responses:
                 requested.stats = response.stats
                 yield response
+                if self._is_distributed and not channel.alive:
+                    return  # mlx-lm itself cannot stop here
                 if response.finish_reason is None and self._others_wait(request, args):
                     channel.pausing = True
                     return
@@ -333,7 +337,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         if requested.prediction:
             tokens = tokenizer.encode(requested.prediction, add_special_tokens=False)
             drafter = predicting(drafter, tokens)
-        drafter = keeping_caches(drafter, self.prompt_cache)
+        drafter = keeping_caches(drafter, self.draft_caches)
         return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
 
     def _others_wait(self, request: Any, args: Any) -> bool:

@@ -18,6 +18,7 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
@@ -129,13 +130,18 @@ def _verdict(model: nn.Module, context: int, where: str) -> bool:
 def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -> list[WidthReport]:
     """One report for each width, after `context` tokens."""
     longest = max(widths)
+    is_spread = group_of(model) is not None
     tokens = _random_tokens(model, context + longest, seed)
     start = make_prompt_cache(model)
     for i in range(0, context, STEP):
         model(tokens[None, i : min(i + STEP, context)], cache=start)
         mx.eval([cache.state for cache in start])
     single = copy.deepcopy(start)
-    steps = [model(tokens[None, context + i, None], cache=single)[0] for i in range(longest)]
+    steps = []
+    for i in range(longest):
+        steps.append(model(tokens[None, context + i, None], cache=single)[0])
+        if is_spread:  # passes in one graph may be run in another order on each rank
+            mx.eval(steps[-1])
     expected = mx.concatenate(steps).astype(mx.float32)
     dtype = steps[0].dtype
     reports = []
