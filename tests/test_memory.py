@@ -226,15 +226,16 @@ def test_memories_saved_at_once_lose_nothing(tmp_path: Path) -> None:
     assert sorted(held(sd.Memory.load(path))) == [[name] * 3 for name in range(8)]
 
 
-def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
-    """Killed when the new one is written and not yet in its place; the lock goes with it."""
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
+    """Killed when the new one is written, or on the disk, not in its place; the lock goes too."""
     path = tmp_path / "memory"
     filled([[1, 2, 3]]).save(path)
     before = path.read_bytes()
     code = f"""
 import os, signal, sys, specdec_mlx as sd
 from specdec_mlx.memory import file
-file.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+file.os.{moment} = lambda *anything: os.kill(os.getpid(), signal.SIGKILL)
 m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
 """
     done = subprocess.run([sys.executable, "-c", code], check=False)
@@ -245,6 +246,18 @@ m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
     memory.save()
     assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8]]
     assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
+
+
+def test_who_reads_the_old_file_reads_it_to_its_end(tmp_path: Path) -> None:
+    """The new one takes its name at once, and nothing is written into the old one."""
+    path = tmp_path / "memory"
+    memory = filled([[1, 2, 3]])
+    memory.save(path)
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        memory.add([4, 5, 6])
+        memory.save()
+        assert reader.read() == before != path.read_bytes()
 
 
 def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(

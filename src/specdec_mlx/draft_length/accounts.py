@@ -34,9 +34,6 @@ SURE = 0.4
 """Recent acceptance from which on a look-up is asked for more than `LONGEST`; a single wrong token
 takes it below."""
 
-NEGLIGIBLE = 0.005
-"""Chance that a draft is accepted so far, below which it is not looked at further."""
-
 TRIAL_SHARE = 0.002
 """Share of the time that a look-up may lose in trying lengths whose cost is not known."""
 
@@ -141,8 +138,8 @@ class Account(ABC):
                 value = expected - rate * costs.optimistic_ratio(length)
                 if value > best_value and self.can_afford(length, expected):
                     best, best_value = length, value
-            if reach < NEGLIGIBLE:
-                break
+                if value + reach * (whole - length) <= best_value:
+                    break  # were all that follows right if this one is, and cost nothing
         self.gain = best_value - (1.0 - rate)
         return best
 
