@@ -485,7 +485,7 @@ def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
         def passes(**more: str) -> tuple[int, str]:
             reply = json.loads(post(client, "completions", ask | more)[1])
             account = reply["usage"]["speculation"]
-            assert account["drafter"] == "suffix"
+            assert account["drafter"] == "auto"
             return account["target_passes"], reply["choices"][0]["text"]
 
         alone, text = passes(user="one")
@@ -494,6 +494,23 @@ def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
     assert again < alone
     assert text_again == text
     assert others == [(alone, text)] * 3
+
+
+def test_each_key_of_a_server_has_a_memory(model: Path) -> None:
+    """As of users, whatever user a request names."""
+    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0}
+    flags = ("--model", str(model), "--memory", "process", "--memory-for", "key")
+    with serving(*flags) as client:
+
+        def passes(key: str, user: str) -> int:
+            reply = client.with_options(api_key=key).completions.create(
+                model="default_model", user=user, extra_body={"draft_length": 4}, **ask
+            )
+            return int(reply.usage.speculation["target_passes"])
+
+        alone, again = passes("one", "she"), passes("one", "he")
+        other = passes("two", "she")
+    assert again < alone == other
 
 
 # Counts instead of texts --------------------------------------------------------------------------
