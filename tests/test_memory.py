@@ -367,6 +367,10 @@ def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert held(sd.Memory.load(path)) == [[2, 3, 4]]
     assert as_memory(None) is None
+    one, other = as_memory("process"), as_memory("process")
+    assert one is not None
+    assert one is not other
+    assert (len(one), one.path) == (0, None)
 
 
 # From files, and the commands ---------------------------------------------------------------------
