@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +197,10 @@ class _Known(AcceptanceHistory):
 
     def __init__(self, chances: Sequence[float]) -> None:
         super().__init__()
-        self.chances = chances
+        self.known = chances
 
-    def chance(self, evidence: Evidence | int, position: int) -> float:
-        return self.chances[position] if position < len(self.chances) else 0.0
+    def chances(self, evidence: Iterable[Evidence | int]) -> Iterator[float]:
+        return (self.known[i] if i < len(self.known) else 0.0 for i, _ in enumerate(evidence))
 
 
 class _At(Auto):

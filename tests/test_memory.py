@@ -226,15 +226,16 @@ def test_memories_saved_at_once_lose_nothing(tmp_path: Path) -> None:
     assert sorted(held(sd.Memory.load(path))) == [[name] * 3 for name in range(8)]
 
 
-def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path) -> None:
-    """Killed when the new one is written and not yet in its place; the lock goes with it."""
+@pytest.mark.parametrize("moment", ["fsync", "replace"])
+def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
+    """Killed when the new one is written, or on the disk, not in its place; the lock goes too."""
     path = tmp_path / "memory"
     filled([[1, 2, 3]]).save(path)
     before = path.read_bytes()
     code = f"""
 import os, signal, sys, specdec_mlx as sd
 from specdec_mlx.memory import file
-file.os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+file.os.{moment} = lambda *anything: os.kill(os.getpid(), signal.SIGKILL)
 m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
 """
     done = subprocess.run([sys.executable, "-c", code], check=False)
@@ -245,6 +246,18 @@ m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
     memory.save()
     assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8]]
     assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
+
+
+def test_who_reads_the_old_file_reads_it_to_its_end(tmp_path: Path) -> None:
+    """The new one takes its name at once, and nothing is written into the old one."""
+    path = tmp_path / "memory"
+    memory = filled([[1, 2, 3]])
+    memory.save(path)
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        memory.add([4, 5, 6])
+        memory.save()
+        assert reader.read() == before != path.read_bytes()
 
 
 def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(
@@ -354,6 +367,10 @@ def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert held(sd.Memory.load(path)) == [[2, 3, 4]]
     assert as_memory(None) is None
+    one, other = as_memory("process"), as_memory("process")
+    assert one is not None
+    assert one is not other
+    assert (len(one), one.path) == (0, None)
 
 
 # From files, and the commands ---------------------------------------------------------------------
@@ -481,6 +498,23 @@ def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
     assert again < alone
     assert text_again == text
     assert others == [(alone, text)] * 3
+
+
+def test_each_key_of_a_server_has_a_memory(model: Path) -> None:
+    """As of users, whatever user a request names."""
+    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0}
+    flags = ("--model", str(model), "--memory", "process", "--memory-for", "key")
+    with serving(*flags) as client:
+
+        def passes(key: str, user: str) -> int:
+            reply = client.with_options(api_key=key).completions.create(
+                model="default_model", user=user, extra_body={"draft_length": 4}, **ask
+            )
+            return int(reply.usage.speculation["target_passes"])
+
+        alone, again = passes("one", "she"), passes("one", "he")
+        other = passes("two", "she")
+    assert again < alone == other
 
 
 # Counts instead of texts --------------------------------------------------------------------------

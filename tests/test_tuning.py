@@ -331,6 +331,28 @@ def test_costs_are_learned_by_the_length_of_the_context() -> None:
     assert learned.costs.ratio(4) == pytest.approx(1.4)
 
 
+evidence_of_tokens = st.integers(0, 100) | st.builds(
+    Evidence,
+    st.integers(0, 100),
+    st.integers(0, 5),
+    st.integers(0, 5),
+    st.none() | st.floats(0, 1),
+    st.booleans(),
+)
+
+
+@given(st.lists(evidence_of_tokens, max_size=50), st.floats(0, 1))
+def test_the_chances_of_a_draft_are_those_of_its_tokens(
+    evidence: list[Evidence | int], recent: float
+) -> None:
+    """A whole draft is weighed as token by token, neighbours with the same evidence too."""
+    evidence = [kind for kind in evidence for _ in range(2)]
+    history = AcceptanceHistory(recent=recent)
+    history.weights["position"] = [0.3 * i for i in range(7)]
+    one_by_one = [history.chance(kind, i) for i, kind in enumerate(evidence)]
+    assert list(history.chances(evidence)) == pytest.approx(one_by_one)
+
+
 @given(st.lists(st.tuples(st.integers(0, 50), st.integers(0, 20), st.booleans()), max_size=60))
 def test_a_chance_is_never_certain(trials: list[tuple[int, int, bool]]) -> None:
     """Strictly between 0 and 1, whatever was seen."""

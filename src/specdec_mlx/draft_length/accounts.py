@@ -28,12 +28,11 @@ COPY_LENGTHS = (*LENGTHS, 24, 32, 48, 64)
 
 LONGEST_COPY = COPY_LENGTHS[-1]
 
+CHOICES = frozenset(COPY_LENGTHS)
+
 SURE = 0.4
 """Recent acceptance from which on a look-up is asked for more than `LONGEST`; a single wrong token
 takes it below."""
-
-NEGLIGIBLE = 0.005
-"""Chance that a draft is accepted so far, below which a long one is not looked at further."""
 
 TRIAL_SHARE = 0.002
 """Share of the time that a look-up may lose in trying lengths whose cost is not known."""
@@ -106,7 +105,7 @@ class Account(ABC):
 
     def cut(self, draft: Draft, rate: float) -> int:
         """Length of the largest value, given what speaks for each token."""
-        evidence = [0] * len(draft) if draft.evidence is None else list(draft.evidence)
+        evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
         kept = self.best_length(evidence, rate, plain_value=1.0 - rate)
         self.was_cut = True
         if kept or self.scored is None:
@@ -128,28 +127,21 @@ class Account(ABC):
         self, evidence: Sequence[Evidence | int], rate: float, plain_value: float
     ) -> int:
         """Length of the largest value that can be afforded; 0 if none is above `plain_value`."""
-        costs = self.learned.costs
+        costs, whole = self.learned.costs, len(evidence)
         best, best_value = 0, plain_value
-        if not costs.needs_plain:
-            for length, expected in self.expected_tokens(evidence):
+        reach, expected = 1.0, 1.0
+        chances = () if costs.needs_plain else self.learned.acceptance.chances(evidence)
+        for length, chance in enumerate(chances, start=1):
+            reach *= chance
+            expected += reach
+            if length in CHOICES or length == whole:
                 value = expected - rate * costs.optimistic_ratio(length)
                 if value > best_value and self.can_afford(length, expected):
                     best, best_value = length, value
+                if value + reach * (whole - length) <= best_value:
+                    break  # were all that follows right if this one is, and cost nothing
         self.gain = best_value - (1.0 - rate)
         return best
-
-    def expected_tokens(self, evidence: Sequence[Evidence | int]) -> list[tuple[int, float]]:
-        """The lengths to choose from, each with the tokens that its round is expected to bring."""
-        lengths = []
-        reach, expected = 1.0, 1.0
-        for i, kind in enumerate(evidence):
-            reach *= self.learned.acceptance.chance(kind, i)
-            if i >= LONGEST and reach < NEGLIGIBLE:
-                break
-            expected += reach
-            if i + 1 in COPY_LENGTHS or i + 1 == len(evidence):
-                lengths.append((i + 1, expected))
-        return lengths
 
 
 class LookUpAccount(Account):
@@ -162,8 +154,10 @@ class LookUpAccount(Account):
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the length is no trial, or its loss in the worst case can be borne."""
+        if not self._is_trial(length):
+            return True
         loss = self.learned.costs.worst_ratio(length) - expected
-        return not self._is_trial(length) or loss <= self.learned.exploration_budget
+        return loss <= self.learned.exploration_budget
 
     def settle(self, round_: RoundRecord) -> None:
         """Charge what a trial lost."""

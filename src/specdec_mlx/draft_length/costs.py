@@ -52,7 +52,10 @@ class RoundCosts:
     plain: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     _line: tuple[float, float] | None = None
+    _ratio: dict[int, float] = field(default_factory=dict)
     _worst: dict[int, float] = field(default_factory=dict)
+    _is_measured: dict[int, bool] = field(default_factory=dict)
+    _typical: dict[int, float] = field(default_factory=dict)
     _plain_in_a_row: int = 0
     _plain_wanted: int = MIN_PLAIN_SAMPLES
     _since_plain: int = 0
@@ -77,12 +80,18 @@ class RoundCosts:
         if self.is_stale and relative < _typical(samples or [0.0]):
             samples.extend([relative] * NUM_SAMPLES)
         samples.append(relative)
-        self._line = None
-        self._worst.clear()
+        self._forget(num_drafted)
         self._since_plain += 1
         if self._since_plain == PLAIN_EXPIRES:
             self._plain_wanted = MIN_PLAIN_SAMPLES
         self._plain_in_a_row = 0
+
+    def _forget(self, num_drafted: int) -> None:
+        """What followed from the samples is worked out anew when it is asked for."""
+        self._typical.pop(num_drafted, None)
+        self._line = None
+        for known in (self._ratio, self._worst, self._is_measured):
+            known.clear()
 
     def relative(self, num_drafted: int, seconds: float) -> float:
         """Seconds in plain rounds, of which some were measured; K + 2 at most.
@@ -103,12 +112,17 @@ class RoundCosts:
 
     def ratio(self, num_drafted: int) -> float:
         """Cost of a round that drafts K tokens, in plain rounds; >= 1."""
+        if num_drafted not in self._ratio:  # asked in every round, and changed by those that draft
+            self._ratio[num_drafted] = self._find_ratio(num_drafted)
+        return self._ratio[num_drafted]
+
+    def _find_ratio(self, num_drafted: int) -> float:
         if num_drafted == 0:
             return 1.0
         if self.is_measured(num_drafted):
-            return max(1.0, _typical(self.ratios[num_drafted]))
+            return max(1.0, self._typical_of(num_drafted))
         step, slope = self.line()
-        shorter = [_typical(self.ratios[k]) for k in self.ratios if k < num_drafted]
+        shorter = [self._typical_of(k) for k in self.ratios if k < num_drafted]
         return max(1.0, 1.0 + step + slope * num_drafted, *shorter)
 
     def rough_ratio(self, num_drafted: int) -> float:
@@ -119,14 +133,15 @@ class RoundCosts:
 
     def optimistic_ratio(self, num_drafted: int) -> float:
         """The same; where the costs are stale, nearer to the prior."""
-        ratio, prior = self.ratio(num_drafted), 1.0 + self.step + self.slope * num_drafted
-        if num_drafted and self.is_stale and ratio > prior:
-            ratio -= STALE_DISCOUNT * (ratio - prior)
-        return ratio
+        ratio = self.ratio(num_drafted)
+        if not num_drafted or not self.is_stale:
+            return ratio
+        prior = 1.0 + self.step + self.slope * num_drafted
+        return ratio - STALE_DISCOUNT * max(0.0, ratio - prior)
 
     def worst_ratio(self, num_drafted: int) -> float:
         """The same, if each token of a length not measured cost as much as any that was."""
-        if num_drafted not in self._worst:  # asked in every round, and changed by those that draft
+        if num_drafted not in self._worst:
             self._worst[num_drafted] = self._find_worst_ratio(num_drafted)
         return self._worst[num_drafted]
 
@@ -141,6 +156,11 @@ class RoundCosts:
 
         Once is enough where it cost no more a token than another length does.
         """
+        if num_drafted not in self._is_measured:
+            self._is_measured[num_drafted] = self._find_is_measured(num_drafted)
+        return self._is_measured[num_drafted]
+
+    def _find_is_measured(self, num_drafted: int) -> bool:
         samples = list(self.ratios.get(num_drafted, []))
         if len(samples) != 1:
             return len(samples) > 1
@@ -149,21 +169,27 @@ class RoundCosts:
 
     def _most_expensive_token(self) -> float | None:
         """Cost of a draft token where it was highest, of lengths tried twice; None before that."""
-        tried_twice = {k: samples for k, samples in self.ratios.items() if len(samples) > 1}
-        per_token = [(_typical(samples) - 1.0) / k for k, samples in tried_twice.items()]
+        tried_twice = [k for k, samples in self.ratios.items() if len(samples) > 1]
+        per_token = [(self._typical_of(k) - 1.0) / k for k in tried_twice]
         return max(0.0, *per_token) if per_token else None
 
     def line(self) -> tuple[float, float]:
         """Step and slope that fit the measured lengths and the prior, by weighted least squares."""
         if self._line is None:
             points = [
-                (k, _typical(samples) - 1.0, float(len(samples)))
+                (k, self._typical_of(k) - 1.0, float(len(samples)))
                 for k, samples in self.ratios.items()
                 if self.is_measured(k)
             ]
             points += [(k, self.step + self.slope * k, PRIOR_WEIGHT) for k in PRIOR_LENGTHS]
             self._line = _fit(points)
         return self._line
+
+    def _typical_of(self, num_drafted: int) -> float:
+        """What was typically measured of a length that was tried."""
+        if num_drafted not in self._typical:
+            self._typical[num_drafted] = _typical(self.ratios[num_drafted])
+        return self._typical[num_drafted]
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
@@ -177,6 +203,7 @@ class RoundCosts:
         self.plain.extend(float(seconds) for seconds in saved["plain"])
         for length, ratios in saved["ratios"].items():
             self.ratios[int(length)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
+            self._forget(int(length))
 
 
 @dataclass

@@ -68,7 +68,7 @@ class ExpectedTokens:
 def _expected(history: AcceptanceHistory, evidence: Sequence[Evidence | int]) -> float:
     """Draft tokens that are accepted on average."""
     expected, reach = 0.0, 1.0
-    for i, kind in enumerate(evidence):
-        reach *= history.chance(kind, i)
+    for chance in history.chances(evidence):
+        reach *= chance
         expected += reach
     return expected

@@ -98,17 +98,17 @@ def elect(
 def weigh(voters: Sequence[Voter], last: Sequence[int]) -> list[float]:
     """What each vote counts: by its match, by its surroundings, and by where it is."""
     longest = _longest(voters)
-    surroundings: dict[int, set[int]] = {}
     weights = []
+    shared_with, before = set[int]().intersection, 0  # of matches of that length
     for match, end, source, weight in voters:
         doublings = LENGTH_LOG2 * (match - longest)
         if match < CLEAR_MATCH:
-            here = surroundings.get(match)
-            if here is None:
-                here = surroundings[match] = set(last[match : match + SURROUNDINGS])
+            if match != before:  # neighbours mostly match alike
+                shared_with = set(last[match : match + SURROUNDINGS]).intersection
+                before = match
             start = end - match
             there = source.ids[start - SURROUNDINGS if start > SURROUNDINGS else 0 : start]
-            doublings += len(here.intersection(there))
+            doublings += len(shared_with(there))
         weights.append(ldexp(weight, doublings))
     return weights
 

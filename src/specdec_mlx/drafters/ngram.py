@@ -7,7 +7,6 @@ longest context that has been seen.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.drafters.ngram_counts import Context, NGramCounts
+from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.types import Draft, DraftContext, Evidence
@@ -148,27 +147,27 @@ class NGramSession:
         self.match_length = 0
         self._config = config
         self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
-        self._recent: deque[int] = deque(maxlen=config.window)
+        self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
         self._num_prompt = len(prompt)
         self._written: list[int] = []
         self._learn(prompt)
 
     def propose(self, limit: int) -> Draft:
         """Continue with up to `limit` tokens, each the most frequent after those before it."""
-        context = self._context()
+        context = self._context
         draft: list[int] = []
         evidence: list[Evidence] = []
         self.match_length = 0
         for _ in range(min(limit, self._config.num_draft)):
-            counts, found = self._longest(context)
+            found = self._longest(context)
             if found is None:
                 break
-            token, matched, lead = found
+            token, matched, lead, after_one, after_two = found
             if not draft:
                 self.match_length = matched
             draft.append(token)
             strength = max(1, matched) * min(max(1, lead), MAX_LEAD)
-            evidence.append(Evidence(strength, *counts.shares(context, token)))
+            evidence.append(Evidence(strength, after_one, after_two))
             context = self._counts.shift(context, token)
         return Draft(draft, evidence=evidence)
 
@@ -184,27 +183,18 @@ class NGramSession:
             self._config.table.add(self._written[: length - self._num_prompt])
             self._written = []
 
-    def _longest(
-        self, context: Context
-    ) -> tuple[NGramCounts | NGramTable, tuple[int, int, int] | None]:
-        """The counts that know the longest context, the text's own if as long, and what follows."""
-        own, table = self._counts.most_frequent(context), self._config.table
-        if table is None or (own is not None and own[1] == self._config.max_order - 1):
-            return self._counts, own
-        kept = table.most_frequent(context)
-        return (table, kept) if kept and (own is None or kept[1] > own[1]) else (self._counts, own)
+    def _longest(self, context: Context) -> Continuation | None:
+        """What follows the longest context that is known, by the text's own counts if as long."""
+        own, table = self._counts.continuation(context), self._config.table
+        if table is None or (own is not None and own.width == self._config.max_order - 1):
+            return own
+        kept = table.continuation(context)
+        return kept if kept and (own is None or kept.width > own.width) else own
 
     def _learn(self, tokens: Sequence[int]) -> None:
-        context = self._context()
         for token in tokens:
-            self._counts.add(context, token)
-            context = self._counts.shift(context, token)
-        self._recent.extend(tokens)
-
-    def _context(self) -> Context:
-        """Read the last max_order - 1 tokens, fewer at the start of the text."""
-        width = min(self._config.max_order - 1, len(self._recent))
-        return tuple(self._recent[i] for i in range(-width, 0))
+            self._counts.add(self._context, token)
+            self._context = self._counts.shift(self._context, token)
 
 
 class StochasticNGramSession(NGramSession):
@@ -228,7 +218,7 @@ class StochasticNGramSession(NGramSession):
         twice gives the same draft. Whether a position is drafted is known before its token is
         drawn.
         """
-        context = self._context()
+        context = self._context
         tokens: list[int] = []
         rows: list[Float[np.ndarray, " vocab"]] = []
         self.match_length = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
@@ -11,6 +12,21 @@ from jaxtyping import Float
 from specdec_mlx.drafters.evidence import share_class
 
 Context = tuple[int, ...]
+
+
+class Continuation(NamedTuple):
+    """The most frequent token after a context.
+
+    width: how long the context is. lead: how much more often the token was seen there than all
+    others together (below 0: less often). after_one, after_two: how regularly it has followed the
+    last one and two tokens; see `share_class`.
+    """
+
+    token: int
+    width: int
+    lead: int
+    after_one: int
+    after_two: int
 
 
 class NGramCounts:
@@ -35,10 +51,11 @@ class NGramCounts:
 
     def add(self, context: Context, token: int) -> None:
         """Count `token` after `context`, once per order."""
+        length = len(context)
         for width, table in self._tables:
-            if width > len(context):
+            if width > length:
                 break
-            table.add(_last(context, width), token)
+            table.add(context[length - width :], token)
 
     def add_times(self, ngram: Context, times: int) -> None:
         """Count an n-gram of one order several times."""
@@ -51,32 +68,32 @@ class NGramCounts:
         for _, table in self._tables:
             yield from table.ngrams()
 
-    def most_frequent(self, context: Context) -> tuple[int, int, int] | None:
-        """Find the best continuation of the longest known context.
-
-        Returns the token, the context's length, and how much more often it was seen there than all
-        other continuations together (below 0: less often).
-        """
+    def continuation(self, context: Context) -> Continuation | None:
+        """The best continuation of the longest known context, and all that speaks for it."""
+        length = len(context)
+        token, longest, lead = -1, -1, 0
+        after = [0, 0, 0]
         for width, table in self._longest_first:
-            if width <= len(context):
-                found = table.most_frequent(_last(context, width))
-                if found is not None:
-                    return found[0], width, found[1]
-        return None
-
-    def shares(self, context: Context, token: int) -> tuple[int, int]:
-        """How regularly a token has followed the last one and two tokens; see `share_class`."""
-        classes = [0, 0]
-        for width, table in self._tables:
-            if 1 <= width <= min(2, len(context)):
-                counts = table.counts(_last(context, width))
-                classes[width - 1] = share_class(counts.get(token, 0), sum(counts.values()))
-        return classes[0], classes[1]
+            entry = table.entry(context[length - width :]) if width <= length else None
+            if entry is None:
+                continue
+            if isinstance(entry, int):
+                if longest < 0:
+                    token, longest, lead = entry, width, 1
+                count, total = int(entry == token), 1
+            else:
+                if longest < 0:
+                    token, longest = entry.best, width
+                    lead = 2 * entry.counts[token] - entry.total
+                count, total = entry.counts.get(token, 0), entry.total
+            if 1 <= width <= 2:
+                after[width] = share_class(count, total)
+        return Continuation(token, longest, lead, after[1], after[2]) if longest >= 0 else None
 
     def matched(self, context: Context) -> int:
         """Length of the longest known context; 0 also where none is known."""
-        found = self.most_frequent(context)
-        return found[1] if found else 0
+        found = self.continuation(context)
+        return found.width if found else 0
 
     def law(
         self, context: Context, vocab_size: int, discount: float
@@ -141,17 +158,9 @@ class ContinuationTable:
             for token, count in self.counts(context).items():
                 yield (*context, token), count
 
-    def most_frequent(self, context: Context) -> tuple[int, int] | None:
-        """Most frequent continuation and its lead; None: unknown.
-
-        Of equally frequent ones it is the most recent. The lead is its count less all others'.
-        """
-        entry = self._by_context.get(context)
-        if entry is None:
-            return None
-        if isinstance(entry, Continuations):
-            return entry.best, 2 * entry.counts[entry.best] - entry.total
-        return entry, 1
+    def entry(self, context: Context) -> int | Continuations | None:
+        """What followed a context: a token that was seen once, or counts; None: unknown."""
+        return self._by_context.get(context)
 
     def counts(self, context: Context) -> Mapping[int, int]:
         """How often each continuation was seen."""
@@ -172,7 +181,7 @@ class ContinuationTable:
 
 
 class Continuations:
-    """Counts of the tokens seen after one context, and the best of them."""
+    """Counts of the tokens seen after one context, and the best: of equal ones the most recent."""
 
     __slots__ = ("best", "counts", "total")
 

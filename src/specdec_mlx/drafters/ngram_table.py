@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.drafters.ngram_counts import Context, NGramCounts
+from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory.file import damaged, file_id, locked, read_file, write_file
 from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
@@ -81,15 +81,10 @@ class NGramTable:
                 if self.min_order <= len(ngram) <= self.max_order:
                     self._add(ngram, times)
 
-    def most_frequent(self, context: Context) -> tuple[int, int, int] | None:
-        """As `NGramCounts.most_frequent`."""
+    def continuation(self, context: Context) -> Continuation | None:
+        """As `NGramCounts.continuation`."""
         with self._lock:
-            return self._counts.most_frequent(context)
-
-    def shares(self, context: Context, token: int) -> tuple[int, int]:
-        """As `NGramCounts.shares`."""
-        with self._lock:
-            return self._counts.shares(context, token)
+            return self._counts.continuation(context)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError unless the table is of this tokenizer, or of none yet."""

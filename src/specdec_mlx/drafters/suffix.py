@@ -38,7 +38,8 @@ class SuffixDrafter:
     is left.
 
     memory: what was written before, to be shared between generations: a `Memory`, or the path of
-        its file, which is made if there is none and saved when the process ends. What a generation
+        its file, which is made if there is none and saved when the process ends, or "process" for
+        an empty one of no file. What a generation
         writes is added at its end. None remembers nothing.
     num_draft: most tokens in a draft, beside the loop's own limit; None is no cap of its own.
     min_match: the shortest match that is continued, in tokens.

@@ -263,14 +263,20 @@ class Memory:
         self._indexes = _bounded((*older, ContextIndex.build(youngest)), self.max_tokens)
 
 
+PROCESS = "process"
+"""Names a memory that ends with its process, where the name of a file could stand."""
+
+
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
     """The memory that is meant: itself, or that of a file, one in a process for each file.
 
     A file that does not exist is made, and every file named here is saved when the process ends,
-    and once a minute while it is written to.
+    and once a minute while it is written to. `PROCESS` is an empty one of no file.
     """
     if memory is None or isinstance(memory, Memory):
         return memory
+    if memory == PROCESS:
+        return Memory()
     path = Path(memory).expanduser().absolute()
     with _opening:
         if path not in _open:

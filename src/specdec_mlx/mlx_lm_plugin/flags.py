@@ -38,13 +38,12 @@ from specdec_mlx.drafters.registry import (
     first_of,
     make_drafter,
 )
-from specdec_mlx.memory.store import Memory, as_memory
+from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.options import argument, checked
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
-PROCESS = "process"
 """In the place of a memory's file: what this process writes, and nowhere else."""
 
 EVERYBODY, USER, KEY = "all", "user", "key"
@@ -153,7 +152,7 @@ class Flags:
         """The memory that was asked for, one for all drafters; raises MemoryFileError."""
         if self.memory_for != EVERYBODY:
             return None
-        return Memory() if self.memory == PROCESS else as_memory(self.memory)
+        return as_memory(self.memory)
 
     def save_memory(self) -> None:
         """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
