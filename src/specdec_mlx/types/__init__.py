@@ -57,6 +57,7 @@ from specdec_mlx.types.verdicts import (
     Outcome,
     Randomness,
     TargetRows,
+    TreeVerdict,
     Verdict,
 )
 
@@ -100,6 +101,7 @@ __all__ = [
     "TargetRows",
     "TimesRounds",
     "TimesSteps",
+    "TreeVerdict",
     "Verdict",
     "all_drafters",
     "is_cheap",
