@@ -16,8 +16,11 @@ import mlx.nn as nn
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.model import fit_width
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.trees import best_first
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
+from specdec_mlx.types.trees import chain, depths_of
 
 
 class Medusa(Head):
@@ -32,6 +35,7 @@ class Medusa(Head):
 
     kind = "Medusa"
     features = Features(head_input=True)
+    grows_trees = True
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -78,11 +82,46 @@ class MedusaSession(HeadSession):
         self.read()
         if self.state is None:
             return Draft()
+        if self.branches:
+            return self.tree(self.state, limit)
         length = min(limit, len(self.head.blocks))
         draws = self.draws(length)
         for i in range(length):
             draws.draw(self.head.logits(self.state, i))
         return draws.draft()
+
+    def tree(self, state: mx.array, limit: int) -> Draft:
+        """The products of the heads' guesses that are likeliest to be right (section 2.3.2).
+
+        Args:
+            state: [1, D] the target's.
+            limit: most tokens.
+        """
+        parents, ranks = best_first(self.branches[: len(self.head.blocks)], limit)
+        if not parents:
+            return Draft()
+        depths = depths_of(parents)
+        widths = [
+            1 + max(rank for rank, depth in zip(ranks, depths, strict=True) if depth == i)
+            for i in range(max(depths) + 1)
+        ]
+        guesses = [self.guesses(state, i, width) for i, width in enumerate(widths)]
+        starts = [sum(widths[:i]) for i in range(len(widths))]
+        places = [starts[depth] + rank for rank, depth in zip(ranks, depths, strict=True)]
+        tokens = mx.concatenate(guesses)[mx.array(places)]
+        return Draft(tokens, parents=None if parents == chain(len(parents)) else parents)
+
+    def guesses(self, state: mx.array, index: int, count: int) -> mx.array:
+        """The likeliest tokens of one head, the likeliest first; [count].
+
+        Args:
+            state: [1, D] the target's.
+            index: of the head.
+            count: how many, below V.
+        """
+        scores = fit_width(self.head.logits(state, index), self.context.vocab_size)[0]
+        some = mx.argpartition(-scores, count - 1)[:count]
+        return some[mx.argsort(-scores[some])].astype(mx.uint32)
 
     def read(self) -> list[Any]:
         """Of the rows that wait only the last is wanted."""
