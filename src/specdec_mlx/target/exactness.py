@@ -22,7 +22,7 @@ from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.tree_passes import TreeRows, pass_over, teach_ropes, view_of
+from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
 from specdec_mlx.types.trees import path_to
 
 WIDTHS = (2, 5, 9)
@@ -140,15 +140,19 @@ TREE = (-1, -1, 0, 0, 1, 2)
 
 def _on_trees(model: nn.Module, context: int) -> bool:
     """Whether each node's logits are those of its own path run alone."""
-    worst = tree_report(model, context)
-    if not worst.exact:
+    reason = "chooses what it attends to by blocks of rows, which siblings would shift"
+    if is_exact := not chooses_blocks(model):
+        worst = tree_report(model, context)
+        is_exact = worst.exact
+        reason = "gives other logits for a tree of drafts than for each of its paths (by up to "
+        reason += f"{worst.max_difference:.2g})"
+    if not is_exact:
         warnings.warn(
-            f"specdec_mlx: this model ({type(model).__module__}) gives other logits for a tree of "
-            f"drafts than for its paths (by up to {worst.max_difference:.2g}), so only chains are "
+            f"specdec_mlx: this model ({type(model).__module__}) {reason}, so only chains are "
             "drafted. The text is the same.",
             stacklevel=2,
         )
-    return worst.exact
+    return is_exact
 
 
 def _trees_at_start(model: nn.Module) -> bool:

@@ -112,6 +112,9 @@ class _Rotating(_View, RotatingKVCache):  # type: ignore[misc]
         return self.rows.mask(start, min(start, self.max_size - 1), window)
 
 
+BLOCKS = "index_block_size"
+"""What the layers of MiniMax M3 call the rows of a block."""
+
 VIEWS: dict[type, type] = {
     KVCache: _KV,
     QuantizedKVCache: _Quantized,
@@ -129,6 +132,15 @@ def view_of(cache: Any, rows: TreeRows) -> Any:
     view.__dict__ = vars(cache)
     view.rows = rows
     return view
+
+
+def chooses_blocks(model: nn.Module) -> bool:
+    """Whether some layer attends to blocks of rows that it chooses by their scores.
+
+    Siblings shift what stands in a block. That shows only once a text is longer than the chosen
+    blocks, so it is read off the modules: no short measurement would find it.
+    """
+    return any(getattr(module, BLOCKS, None) is not None for module in model.modules())
 
 
 def _teach_ropes(model: nn.Module) -> bool:
