@@ -21,6 +21,7 @@ from specdec_mlx.drafters.tree_of import TreeOf, merged
 from specdec_mlx.errors import HeadError
 from specdec_mlx.stats.trees import best_first
 from specdec_mlx.testing import check_drafter
+from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import ROOT, Draft, DraftContext, FeatureRows
 from specdec_mlx.types.trees import chain, depths_of, path_to
 
@@ -31,7 +32,8 @@ def texts(draft: Draft) -> set[tuple[int, ...]]:
     """What a tree says at each of its nodes."""
     parents = range(ROOT, len(draft) - 1) if draft.parents is None else draft.parents
     paths = [path_to(node, parents) for node in range(len(draft))]
-    return {tuple(draft.tokens[node] for node in path) for path in paths}
+    tokens = to_list(draft.tokens)
+    return {tuple(tokens[node] for node in path) for path in paths}
 
 
 @given(chains)
@@ -59,7 +61,7 @@ class Cheap(ScriptedDrafter):
     """What it proposes may be thrown away."""
 
     def begin(self, prompt, context):
-        session = super().begin(prompt, context)
+        session: Any = super().begin(prompt, context)
         session.cheap = True
         return session
 
@@ -147,9 +149,8 @@ def test_a_draft_that_was_drawn_is_not_merged():
     """Its distribution is of a chain; the first drafter's goes alone, a later one's is left out."""
     drawn = Draft([1], mx.zeros((1, 1)))
     for order, expected in [((drawn, Draft([2])), drawn), ((Draft([2]), drawn), Draft([2]))]:
-        session = TreeOf(*(Cheap(lambda start, limit: []) for _ in order)).begin(
-            [1], DraftContext()
-        )
+        parts = [Cheap(lambda start, limit: []) for _ in order]
+        session: Any = TreeOf(*parts).begin([1], DraftContext())
         for part, draft in zip(session.sessions, order, strict=True):
-            part.propose = lambda limit, draft=draft: draft
+            part.propose = functools.partial(lambda draft, limit: draft, draft)
         assert session.propose(4).tokens == expected.tokens

@@ -20,6 +20,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
+from specdec_mlx.drafters.tree_of import TreeOf
 from specdec_mlx.errors import (
     CacheRollbackError,
     DraftError,
@@ -89,6 +90,7 @@ __all__ = [
     "Text",
     "Token",
     "TokenizerMismatchError",
+    "TreeOf",
     "Tuning",
     "Typical",
     "UnknownNameError",
