@@ -6,6 +6,7 @@ it, and the page about architectures is written from it, so that the two cannot 
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import astuple, dataclass
@@ -18,12 +19,16 @@ from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 import tiny
-from scripted import OracleDrafter, always_wrong, scripted_model
+from scripted import TREE, OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
+from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
+from specdec_mlx.target.tree_passes import teach_ropes
 from specdec_mlx.types import FeatureRows, Features
+from specdec_mlx.types.trees import path_to
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -32,6 +37,10 @@ PROMPT = BLOCK + BLOCK[:6]
 SECOND_PROMPT = [5, 44, 17, 90, 23]
 NUM_TOKENS = 60
 NUM_SECOND = 20
+
+TREE_TOLERANCE = 1e-4
+KEPT = 6
+"""The node of `TREE` whose path is kept: it is no child of the first."""
 
 DRAFT_LENGTHS = (1, 4, 7)
 WIDER_THAN_WINDOW = 20
@@ -111,6 +120,7 @@ class Row:
     stock: str
     reads: str
     tapped: str
+    trees: str
 
     def __str__(self) -> str:
         return "| " + " | ".join(astuple(self)) + " |"
@@ -235,7 +245,7 @@ class Case:
         if self.name in tiny.CANNOT_RUN:
             reason = tiny.CANNOT_RUN[self.name].partition(". ")[0]
             ours = f"cannot run here: `{reason}`"
-            return Row(self.name, "", "", ours, *["cannot run here"] * 3)
+            return Row(self.name, "", "", ours, *["cannot run here"] * 4)
         caches = make_prompt_cache(self.model)
         return Row(
             self.name,
@@ -245,6 +255,7 @@ class Case:
             self.stock,
             self.reads,
             self.tapped,
+            self.trees,
         )
 
     @property
@@ -302,6 +313,15 @@ class Case:
         logits = mx.concatenate([self.logits(part, caches) for part in parts])
         return "bit-equal" if mx.array_equal(self.read_in([8, 13])[0], logits) else "**differ**"
 
+    @property
+    def trees(self) -> str:
+        """Whether a tree in one pass is exact, across the end of a window and past it."""
+        target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
+        if not target.rollback.takes_trees():
+            return "chains"
+        deviations = [tree_deviation(self.model, length) for length in (len(PROMPT), 40)]
+        return "exact" if max(deviations) < TREE_TOLERANCE else "chains, trees are not exact"
+
     def logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         logits: mx.array = self.model(tokens, cache=caches)[0]
         return logits
@@ -315,6 +335,34 @@ class Case:
             assert taps.features is not None
             rows.append(taps.features)
         return mx.concatenate(logits), FeatureRows.joined(rows)
+
+
+def tree_deviation(model: nn.Module, length: int) -> float:
+    """Largest difference of a logit of a tree's nodes from those of their own paths run alone.
+
+    Then of 20 tokens after the rewind to one of the paths, from those after that path alone.
+    """
+    teach_ropes(model)
+    text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
+    drafted, more = [(11 * i) % 83 + 3 for i in range(len(TREE))], [5 * i + 3 for i in range(15)]
+    caches = make_prompt_cache(model)
+    model(text[None], cache=caches)
+    mx.eval([cache.state for cache in caches])
+    target = ModelPass(model, Rollback(copy.deepcopy(caches), length))
+    target.rollback.checkpoint()
+    logits = target.feed(mx.array([3, *drafted]), parents=TREE)
+    worst, after = 0.0, caches
+    for node in range(-1, len(TREE)):
+        path = [3, *(drafted[i] for i in path_to(node, TREE))]
+        alone = copy.deepcopy(caches)
+        own = model(mx.array([path]), cache=alone)[0, -1]
+        worst = max(worst, largest_difference(own, logits[node + 1]))
+        after = alone if node == KEPT else after
+    target.rollback.keep(length + 1, path_to(KEPT, TREE))
+    for token in (more + more)[:20]:
+        expected = model(mx.array([[token]]), cache=after)[0]
+        worst = max(worst, largest_difference(expected, target.feed(mx.array([token]))))
+    return worst
 
 
 def _kind(cache: Any) -> str:
@@ -341,11 +389,14 @@ of {num_prompt}, so that each window wraps.
 - **Readable**: whether a drafter can read the input of the output head and the output of every
   decoder layer, as trained heads do; see `specdec_mlx.target.taps`.
 - **While read**: logits with all of that being read against those without.
+- **Trees**: whether a token tree in one pass gives each node the logits of its own path (to
+  {tree_tolerance:g}), across the end of a window and past it, and so do the 20 tokens after the
+  rewind to one path; see `specdec_mlx.target.tree_passes`. Elsewhere chains are drafted.
 
 {counts}
 
-| Architecture | Caches | Way back | Ours | mlx-lm's | Readable | While read |
-|---|---|---|---|---|---|---|
+| Architecture | Caches | Way back | Ours | mlx-lm's | Readable | While read | Trees |
+|---|---|---|---|---|---|---|---|
 """
 
 
@@ -357,6 +408,7 @@ def page(rows: Sequence[Row]) -> str:
             num_tokens=NUM_TOKENS,
             num_prompt=len(PROMPT),
             tolerance=TOLERANCE,
+            tree_tolerance=TREE_TOLERANCE,
             counts=_counts(rows),
         )
         + "\n".join(map(str, rows))
@@ -375,7 +427,8 @@ def _counts(rows: Sequence[Row]) -> str:
         f"mlx-lm's own is right on {count('stock', 'right')}, wrong in silence on "
         f"{count('stock', '**wrong')} and refuses {count('stock', 'refuses')}.\n"
         f"{count('reads', 'yes')} can be read whole, {count('reads', 'not')} in part; logits are "
-        f"bit-equal while read on {count('tapped', 'bit-equal')}."
+        f"bit-equal while read on {count('tapped', 'bit-equal')}.\n"
+        f"Trees are exact on {count('trees', 'exact')}."
     )
 
 

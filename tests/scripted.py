@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+import numpy as np
 
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Closes, Draft, DraftContext, Drafter
@@ -153,3 +154,82 @@ class RecordingSession:
     def close(self, length: int) -> None:
         if isinstance(self.session, Closes):
             self.session.close(length)
+
+
+TREE = (-1, -1, 0, 1, 1, 4, 4, 3)
+"""Parents in the trees of `OracleTrees`."""
+
+
+@dataclass(frozen=True, eq=False)
+class OracleTrees:
+    """Proposes trees through which the text that is coming goes, on a path drawn by `seed`."""
+
+    # text: [n] everything that will be emitted; vocab_size: V, for the wrong tokens
+    text: Sequence[int]
+    vocab_size: int
+    seed: int = 0
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleTreeSession:
+        return OracleTreeSession(self)
+
+    def draft(self, start: int, limit: int) -> Draft:
+        """A tree in which one path, that ends anywhere, is right."""
+        coins = random.Random(self.seed * 1000 + start)
+        end, path = coins.randrange(len(TREE)), set[int]()
+        while end >= 0:
+            path.add(end)
+            end = TREE[end]
+        depth, tokens = [0] * len(TREE), []
+        for node, parent in enumerate(TREE):
+            depth[node] = 0 if parent < 0 else depth[parent] + 1
+            place = start + depth[node]
+            own = self.text[place] if place < len(self.text) else 0
+            tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
+        return Draft(tokens, parents=TREE).head(limit)
+
+
+class OracleTreeSession(ScriptedSession):
+    """Follows the text by the number of tokens emitted."""
+
+    def __init__(self, drafter: OracleTrees) -> None:
+        super().__init__(lambda start, limit: [])
+        self.drafter = drafter
+
+    def propose(self, limit: int) -> Draft:
+        return self.drafter.draft(len(self.observed), limit)
+
+
+@dataclass(eq=False)
+class DrawnTrees:
+    """Proposes trees drawn at random, siblings independently, from what a function gives.
+
+    law: tokens so far -> distribution [V]. parents: of each tree. coins: of the draws.
+    """
+
+    law: Callable[[tuple[int, ...]], np.ndarray]
+    parents: Sequence[int]
+    coins: np.random.Generator
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DrawnTreeSession:
+        return DrawnTreeSession(self)
+
+
+class DrawnTreeSession(ScriptedSession):
+    """Follows the text."""
+
+    def __init__(self, drafter: DrawnTrees) -> None:
+        super().__init__(lambda start, limit: [])
+        self.drafter = drafter
+
+    def propose(self, limit: int) -> Draft:
+        texts: list[tuple[int, ...]] = []
+        rows = []
+        for parent in self.drafter.parents:
+            before = tuple(self.observed) if parent < 0 else texts[parent]
+            rows.append(self.drafter.law(before))
+            token = int(self.drafter.coins.choice(len(rows[-1]), p=rows[-1]))
+            texts.append((*before, token))
+        logprobs = mx.log(mx.array(np.stack(rows), mx.float32))
+        return Draft([text[-1] for text in texts], logprobs, parents=self.drafter.parents).head(
+            limit
+        )

@@ -21,12 +21,14 @@ from specdec_mlx.target.strategies import (
     STRATEGIES,
     Asked,
     Chunks,
+    Gathers,
     SavedBuffers,
     SingleTokens,
     Snapshot,
     Strategy,
     Trim,
     TrimRows,
+    TrimToPath,
     Unknown,
     Window,
 )
@@ -65,8 +67,8 @@ def attend_in_chunks(cache: ChunkedKVCache, tokens: mx.array) -> mx.array:
 
 
 CASES: dict[str, Case] = {
-    "KVCache": (Trim, KVCache, attend),
-    "QuantizedKVCache": (Trim, partial(QuantizedKVCache, 32, 8), attend),
+    "KVCache": (TrimToPath, KVCache, attend),
+    "QuantizedKVCache": (TrimToPath, partial(QuantizedKVCache, 32, 8), attend),
     "ConcatenateKVCache": (TrimRows, ConcatenateKVCache, attend),
     "RotatingKVCache": (Window, partial(RotatingKVCache, WINDOW), attend),
     "RotatingKVCache with keep": (Window, partial(RotatingKVCache, WINDOW, keep=4), attend),
@@ -84,7 +86,15 @@ def test_our_strategies_keep_the_contract(name: str) -> None:
     make, make_cache, feed = CASES[name]
     lines = check_strategy(make(), make_cache, feed)
     parts = [line.partition(":")[0] for line in lines]
-    assert parts == ["protocol", "widths", "restore", "interrupt", "rollback"]
+    gathers = ["gather"] if isinstance(make(), Gathers) else []
+    assert parts == ["protocol", "widths", "restore", "interrupt", "rollback", *gathers]
+
+
+def test_caches_that_hold_a_row_a_position_keep_paths_of_trees() -> None:
+    """Trees need it of these classes; of others nothing is asked."""
+    kinds = {kind for kind, strategy in STRATEGIES.items() if isinstance(strategy, Gathers)}
+    assert {KVCache, QuantizedKVCache, RotatingKVCache} <= kinds
+    assert ArraysCache not in kinds
 
 
 def test_every_registered_strategy_is_tried() -> None:

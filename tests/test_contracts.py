@@ -368,9 +368,14 @@ def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
 
 
 @pytest.mark.parametrize("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]], ids=str)
-def test_a_tree_is_refused_by_a_model_that_verifies_chains(parents: list[int]) -> None:
-    """Also one that is a chain: nobody reads the parents yet."""
-    assert_refused(Draft([1, 2, 3], parents=parents), "proposed a tree.*Leave parents out")
+@pytest.mark.parametrize("rule", ["auto", "lenient"])
+def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
+    """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
+    drafter = Proposes(Draft([1, 2, 3], parents=parents))
+    options: dict[str, Any] = {"max_tokens": 16, "draft_length": 4, "rule": rule}
+    items = list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
+    assert [item.token for item in items] == plain()[: len(items)]
+    assert len(items) == 16
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {

@@ -24,6 +24,7 @@ from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.recycling import RecyclingDrafter
 from specdec_mlx.drafters.registry import drafter_names, make_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.drafters.tree_of import TreeOf
 from specdec_mlx.errors import (
     CacheRollbackError,
     DraftError,
@@ -101,6 +102,7 @@ __all__ = [
     "Text",
     "Token",
     "TokenizerMismatchError",
+    "TreeOf",
     "Tuning",
     "Typical",
     "UnknownNameError",

@@ -61,10 +61,10 @@ def point_mass(
 
 
 def draw(
-    probs: Float[mx.array, " vocab"], gumbel: Float[mx.array, " vocab"]
-) -> Integer[mx.array, ""]:
-    """Token drawn from a distribution with standard Gumbel noise; never one without mass."""
-    return mx.argmax(mx.log(probs) + gumbel)
+    probs: Float[mx.array, "*batch vocab"], gumbel: Float[mx.array, " vocab"]
+) -> Integer[mx.array, "*batch"]:
+    """Token drawn from each distribution with standard Gumbel noise; never one without mass."""
+    return mx.argmax(mx.log(probs) + gumbel, axis=-1)
 
 
 def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:

@@ -24,12 +24,14 @@ from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
 from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 from specdec_mlx.types import (
     AcceptanceRule,
     Agreement,
     Draft,
     Randomness,
     TargetRows,
+    TreeVerdict,
     Verdict,
 )
 
@@ -56,6 +58,35 @@ class Auto:
     def for_draft(self, draft: Draft) -> AcceptanceRule:
         """Block for drafts drawn at random, else match."""
         return Match() if draft.logprobs is None else Block()
+
+
+@dataclass(frozen=True)
+class AutoOnTrees:
+    """The same choice on trees: the target's own tokens, and traversal for drafts drawn at random.
+
+    Each comes down to the rule that `Auto` takes where a tree does not fork.
+    """
+
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+        """Let the rule decide that suits the draft."""
+        is_drawn = draft.logprobs is not None and target.has_distribution
+        rule: TreeRule = Traversal() if is_drawn else OwnTokens()
+        return rule.decide_tree(target, draft, randomness)
+
+
+ON_TREES: dict[type, TreeRule] = {
+    Auto: AutoOnTrees(),
+    Match: OwnTokens(),
+    Coupled: OwnTokens(),
+    Rejection: MultiRound(),
+    Block: Traversal(),
+}
+"""What decides about trees where a chain would be decided about by a rule of this very class."""
+
+
+def tree_rule_for(rule: AcceptanceRule) -> TreeRule | None:
+    """What decides about trees in a rule's place; None where it decides about chains alone."""
+    return rule if isinstance(rule, TreeRule) else ON_TREES.get(type(rule))
 
 
 LOSSLESS: dict[str, Callable[..., AcceptanceRule]] = {

@@ -11,6 +11,7 @@ import copy
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -22,6 +23,8 @@ from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
+from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
+from specdec_mlx.types.trees import path_to
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
@@ -109,6 +112,11 @@ def _past_window(model: nn.Module) -> bool:
     return window is None or _verdict(model, window + 1, f" past its window of {window} tokens")
 
 
+def is_exact_on_trees(model: nn.Module, *, past_window: bool) -> bool:
+    """Whether a tree in one pass is exact here; measured when first asked for, with a warning."""
+    return _trees_past_window(model) if past_window else _trees_before_window(model)
+
+
 _exact_before_window = PerModel(_before_window)
 _exact_past_window = PerModel(_past_window)
 
@@ -127,15 +135,80 @@ def _verdict(model: nn.Module, context: int, where: str) -> bool:
     return not bad
 
 
+TREE = (-1, -1, 0, 0, 1, 2)
+"""Parents in the tree that is measured: two branches, one of which forks again."""
+
+
+def _on_trees(model: nn.Module, context: int) -> bool:
+    """Whether each node's logits are those of its own path run alone."""
+    reason = "chooses what it attends to by blocks of rows, which siblings would shift"
+    if is_exact := not chooses_blocks(model):
+        worst = tree_report(model, context)
+        is_exact = worst.exact
+        reason = "gives other logits for a tree of drafts than for each of its paths (by up to "
+        reason += f"{worst.max_difference:.2g})"
+    if not is_exact:
+        warnings.warn(
+            f"specdec_mlx: this model ({type(model).__module__}) {reason}, so only chains are "
+            "drafted. The text is the same.",
+            stacklevel=2,
+        )
+    return is_exact
+
+
+def _trees_at_start(model: nn.Module) -> bool:
+    return _on_trees(model, _short_context(_window(model)))
+
+
+def _trees_after_window(model: nn.Module) -> bool:
+    window = _window(model)
+    return _on_trees(model, CONTEXT if window is None else window + 1)
+
+
+_trees_before_window = PerModel(_trees_at_start)
+_trees_past_window = PerModel(_trees_after_window)
+
+
+def tree_report(
+    model: nn.Module, context: int, parents: Sequence[int] = TREE, seed: int = 0
+) -> WidthReport:
+    """A tree after one more token, in one pass, against each of its paths run alone.
+
+    Args:
+        model: whose caches all have a view, see `tree_passes`.
+        context: tokens before.
+        parents: [K].
+        seed: of the tokens, which are random.
+    """
+    teach_ropes(model)
+    size = len(parents)
+    tokens = _random_tokens(model, context + 1 + size, seed)
+    start = _prefilled(model, tokens[:context])
+    ids = tokens[context:]
+    paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
+    alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
+    rows = TreeRows.after(1, parents)
+    with pass_over(rows):
+        logits = model(ids[None], cache=[view_of(cache, rows) for cache in start])[0]
+    expected = mx.concatenate(alone).astype(mx.float32)
+    return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
+
+
+def _prefilled(model: nn.Module, tokens: mx.array) -> list[Any]:
+    """Caches that hold these tokens [n]."""
+    caches: list[Any] = make_prompt_cache(model)
+    for i in range(0, tokens.shape[0], STEP):
+        model(tokens[None, i : i + STEP], cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return caches
+
+
 def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -> list[WidthReport]:
     """One report for each width, after `context` tokens."""
     longest = max(widths)
     is_spread = group_of(model) is not None
     tokens = _random_tokens(model, context + longest, seed)
-    start = make_prompt_cache(model)
-    for i in range(0, context, STEP):
-        model(tokens[None, i : min(i + STEP, context)], cache=start)
-        mx.eval([cache.state for cache in start])
+    start = _prefilled(model, tokens[:context])
     single = copy.deepcopy(start)
     steps = []
     for i in range(longest):

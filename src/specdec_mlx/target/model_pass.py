@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.exactness import is_exact
+from specdec_mlx.target.exactness import is_exact, is_exact_on_trees
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.keys_values import check_readable, keys_values_of
 from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
+from specdec_mlx.target.tree_passes import TreeRows
 from specdec_mlx.types import FeatureRows, Features, KeysValues
 
 WINDOW_MARGIN = 32
@@ -77,14 +80,31 @@ class ModelPass:
         assert self.taps.features is not None, "asked for rows before a pass"
         return self.taps.features, self.taps.num_rows
 
-    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """One pass over tokens [S], or their embeddings [S, D]; logits [S, V], lazy."""
+    def feed(
+        self,
+        tokens: mx.array,
+        embeddings: mx.array | None = None,
+        parents: Sequence[int] | None = None,
+    ) -> mx.array:
+        """One pass.
+
+        Args:
+            tokens: [S] token ids.
+            embeddings: [S, D] what to feed in their place.
+            parents: [K] of the last K tokens, where they are a tree.
+
+        Returns:
+            Logits [S, V], lazy.
+        """
         if self.options.kv_bits is not None:
             self.quantize()
+        tree = None
+        if parents is not None:
+            tree = TreeRows.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
         def run() -> mx.array:
-            return self.rollback.forward(self.model, tokens, **inputs)
+            return self.rollback.forward(self.model, tokens, tree, **inputs)
 
         return run() if self.taps is None else self.taps.read(run)
 
@@ -121,6 +141,14 @@ class ModelPass:
                 if hasattr(cache, "to_quantized") and cache.offset < start
             ]
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def takes_trees(self) -> bool:
+        """Whether a tree may be verified now: the caches can, and the model was found exact."""
+        if not self.probe or not self.rollback.takes_trees():
+            return False
+        room = self.rollback.room_in_window()
+        is_near = room is not None and room <= WINDOW_MARGIN
+        return is_exact_on_trees(self.model, past_window=is_near)
 
     def _widest_exact(self) -> int | None:
         if not self.probe:

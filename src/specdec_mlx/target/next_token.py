@@ -12,6 +12,7 @@ from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
 from specdec_mlx.sampling.noise import GumbelRows, Noise
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import LogitsProcessor
+from specdec_mlx.types.trees import depths_of, path_to
 
 
 class NextToken:
@@ -51,17 +52,29 @@ class NextToken:
             seen = new if self.history is None else mx.concatenate([self.history, new])
             self.history = seen if self._window is None else seen[-self._window :]
 
-    def process(self, logits: mx.array, drafted: mx.array) -> mx.array:
-        """Run pure processors over every row [K+1, V], each with the history that it would have."""
+    def process(
+        self, logits: mx.array, drafted: mx.array, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """Run pure processors over every row, each with the history that it would have.
+
+        Args:
+            logits: [K+1, V].
+            drafted: [K].
+            parents: [K] where the draft is a tree.
+        """
         if not self.processors:
             return logits
         assert self.history is not None
-        seen = mx.concatenate([self.history, drafted])
-        start = self.history.shape[0]
+        befores = [
+            drafted[:row]
+            if parents is None
+            else drafted[mx.array(path_to(row - 1, parents), mx.int32)]
+            for row in range(logits.shape[0])
+        ]
         return mx.concatenate(
             [
-                self._process_row(logits[i : i + 1], seen[: start + i])
-                for i in range(logits.shape[0])
+                self._process_row(logits[row : row + 1], mx.concatenate([self.history, before]))
+                for row, before in enumerate(befores)
             ]
         )
 
@@ -77,27 +90,47 @@ class NextToken:
             logits = processor(seen, logits)
         return logits
 
-    def draw(self, logprobs: mx.array, position: int) -> mx.array:
-        """The target's own token at each row [K+1]; position: of row 0 among those generated."""
+    def draw(
+        self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """The target's own token at each row; [K+1].
+
+        Args:
+            logprobs: [K+1, V].
+            position: of row 0 among the tokens generated.
+            parents: [K] where the draft is a tree; rows of one depth are drawn with one noise.
+        """
         if self.sampling is None:
             return mx.concatenate([self.sampler(row[None]) for row in logprobs])
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
-        return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
+        if parents is None:
+            return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
+        depths = [0, *(depth + 1 for depth in depths_of(parents))]
+        noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
+        return self.sampling.draw(logprobs, noise[mx.array(depths)])
 
 
 class Rows:
     """The target at the K+1 positions of a round; see `types.TargetRows`. All of it lazy.
 
-    logits: [K+1, V] after the processors. position: of row 0 among the tokens generated.
+    logits: [K+1, V] after the processors. position: of row 0 among the tokens generated. parents:
+    [K] where the draft is a tree.
     """
 
-    def __init__(self, logits: mx.array, next_token: NextToken, position: int) -> None:
+    def __init__(
+        self,
+        logits: mx.array,
+        next_token: NextToken,
+        position: int,
+        parents: Sequence[int] | None = None,
+    ) -> None:
         """Nothing is computed before it is asked for."""
         self.scales = mx.logsumexp(logits, axis=-1, keepdims=True)
         self.logprobs = logits - self.scales
         self._next_token = next_token
         self._position = position
+        self._parents = parents
         self._probs: mx.array | None = None
         self._tokens: mx.array | None = None
 
@@ -125,7 +158,7 @@ class Rows:
     def tokens(self) -> mx.array:
         """The target's own draw at each row; [K+1]."""
         if self._tokens is None:
-            self._tokens = self._next_token.draw(self.logprobs, self._position)
+            self._tokens = self._next_token.draw(self.logprobs, self._position, self._parents)
         return self._tokens
 
 

@@ -27,6 +27,7 @@ from specdec_mlx.target.strategies import (
     strategy_for,
     window_of,
 )
+from specdec_mlx.target.tree_passes import VIEWS, TreeRows, pass_over, view_of
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,29 @@ class Rollback:
     _chosen: dict[int, Strategy] = field(default_factory=dict)
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
-    def forward(self, model: nn.Module, tokens: mx.array, **inputs: Any) -> mx.array:
-        """One pass of a model over tokens [S], or over its inputs; logits [S, V], lazy.
+    def forward(
+        self, model: nn.Module, tokens: mx.array, tree: TreeRows | None = None, **inputs: Any
+    ) -> mx.array:
+        """One pass of a model; after an exception in it the caches are as before.
 
-        After an exception in it the caches are as before.
+        Args:
+            model: whose caches these are.
+            tokens: [S] token ids.
+            tree: how the rows hang together where they are no chain; see `takes_trees`.
+            inputs: what the model takes besides.
+
+        Returns:
+            Logits [S, V], lazy.
         """
 
         def run() -> mx.array:
-            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
+            logits: mx.array
+            if tree is None:
+                logits = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
+            else:
+                views = [view_of(cache, tree) for cache in self.caches]
+                with pass_over(tree):
+                    logits = model(tokens[None], cache=views, **inputs).squeeze(0)
             return logits
 
         self._chosen = {}
@@ -107,6 +123,13 @@ class Rollback:
         """Most positions that one pass may have here; None for any number."""
         limits = (strategy.widest_pass(cache) for cache, strategy in self._strategies())
         return min((limit for limit in limits if limit is not None), default=None)
+
+    def takes_trees(self) -> bool:
+        """Whether a pass over a tree can be made here, and a path of it kept."""
+        return all(
+            type(cache) in VIEWS and isinstance(strategy, Gathers)
+            for cache, strategy in self._strategies()
+        )
 
     def room_in_window(self) -> int | None:
         """Positions that still fit before the smallest window forgets; None without windows."""

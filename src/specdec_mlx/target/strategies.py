@@ -2,7 +2,8 @@
 
 Each class has one strategy, looked up in `STRATEGIES`:
 
-- `Trim`: the offset moves back, nothing is copied.
+- `Trim`: the offset moves back, nothing is copied. `TrimToPath`: of a tree the rows of the kept
+  path are moved together first.
 - `TrimRows`: the same, and the rows behind the offset are sliced off.
 - `Window`: a full rotating window is in temporal order right after a pass over several positions,
   so its last rows are sliced off; further back only by the buffers saved before the pass.
@@ -114,6 +115,22 @@ class Trim:
         return None
 
 
+class TrimToPath(Trim):
+    """Keep some of the last rows, for caches that hold one row a position."""
+
+    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
+        if not cache.empty():
+            begin = self.end(cache) - last
+            cache.keys, cache.values = (
+                _moved(rows, begin, kept) for rows in (cache.keys, cache.values)
+            )
+        self.trim(cache, last - len(kept))
+
+    def end(self, cache: Any) -> int:
+        """Index of the row behind the last one."""
+        return int(cache.offset)
+
+
 class TrimRows(Trim):
     """Move the offset back and slice, for a cache that appends behind its last row."""
 
@@ -142,7 +159,7 @@ class SavedBuffers(Trim):
         vars(cache).update({name: saved_buffer(value) for name, value in saved.items()})
 
 
-class Window(SavedBuffers):
+class Window(SavedBuffers, TrimToPath):
     """Slice the last rows off a rotating window, or put back what was there before the pass.
 
     With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full,
@@ -166,6 +183,9 @@ class Window(SavedBuffers):
             cache.keys = cache.keys[..., : cache._idx, :]
             cache.values = cache.values[..., : cache._idx, :]
         return back
+
+    def end(self, cache: Any) -> int:
+        return int(cache._idx)
 
     def widest_pass(self, cache: Any) -> int | None:
         return None if cache.keep == 0 else max(1, cache.max_size - cache.offset)
@@ -233,8 +253,8 @@ class SingleTokens(Snapshot):
 
 
 STRATEGIES: dict[type, Strategy] = {
-    KVCache: Trim(),
-    QuantizedKVCache: Trim(),
+    KVCache: TrimToPath(),
+    QuantizedKVCache: TrimToPath(),
     ChunkedKVCache: Chunks(),
     ConcatenateKVCache: TrimRows(),
     RotatingKVCache: Window(),
@@ -262,6 +282,21 @@ def _strategy_for_unknown(cache: Any) -> Strategy:
         stacklevel=2,
     )
     return SingleTokens()
+
+
+def _moved(rows: Any, begin: int, kept: Sequence[int]) -> Any:
+    """Rows [..., S, D] with some of those from `begin` on moved to the front of them, in order.
+
+    A new array, so that what was there before can be put back; where nobody holds on to it, MLX
+    writes in place.
+    """
+    if not isinstance(rows, mx.array):  # quantized: packed values, scales, biases
+        return type(rows)(_moved(part, begin, kept) for part in rows)
+    skipped = sum(index == i for i, index in enumerate(kept))  # ascending: those lie in place
+    index = mx.array([begin + row for row in kept[skipped:]])
+    axis = rows.ndim - 2
+    moved = mx.take(rows, index, axis=axis)
+    return mx.slice_update(rows, moved, mx.array([begin + skipped]), (axis,))
 
 
 def saved_buffer(value: Any) -> Any:

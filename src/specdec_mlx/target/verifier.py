@@ -19,7 +19,7 @@ import numpy as np
 
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.rules.arithmetic import point_mass
-from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.rules.registry import make_rule, tree_rule_for
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
 from specdec_mlx.target.inputs import check_draft, check_drafted
 from specdec_mlx.target.model_pass import ModelPass
@@ -34,6 +34,7 @@ from specdec_mlx.types import (
     FeatureRows,
     Outcome,
     PendingPass,
+    TreeVerdict,
     Verdict,
     needs_distribution,
     shares_noise,
@@ -55,7 +56,7 @@ class LazyPass:
     draft: Draft
     num_fed: int
     logprobs: mx.array
-    verdict: Verdict | Agreement
+    verdict: Verdict | Agreement | TreeVerdict
     results: dict[str, mx.array]
     counterfactual: Counterfactual | None = None
     features: FeatureRows | None = None
@@ -157,6 +158,7 @@ class Verifier:
         self.model_pass = model_pass
         self.distribution = next_token
         self.rule = make_rule(rule)
+        self.tree_rule = tree_rule_for(self.rule)
         self.counterfactual = counterfactual
         self.feed = model_pass.feed
         self.tap = model_pass.tap
@@ -197,7 +199,8 @@ class Verifier:
 
         Args:
             pending: tokens emitted but not yet in the caches, at least one.
-            draft: K tokens, a chain.
+            draft: K tokens. A tree that cannot be verified as one here is cut to a chain; the
+                pass says what it verifies.
             position: index of the round's first token among those generated.
             embeddings: of the pending tokens, if the caller gave any.
 
@@ -205,7 +208,7 @@ class Verifier:
             DraftError: before anything is fed, for what cannot be a draft for this target.
         """
         if len(draft):
-            self._check_draft(draft)
+            draft = self._checked(draft)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + len(draft)
         pending, rows = self._feed_all_but_last_pass(pending)
@@ -213,7 +216,7 @@ class Verifier:
             self.rollback.checkpoint()
         drafted = self._clamped(draft) if len(draft) else NO_TOKENS
         fed = mx.concatenate([pending, drafted]) if len(draft) else pending
-        logits = self.feed(fed, embeddings)
+        logits = self.feed(fed, embeddings, draft.parents)
         if logits.shape[0] > len(draft) + 1:
             logits = logits[-len(draft) - 1 :]
         features = _joined([*rows, self.model_pass.features])
@@ -240,12 +243,15 @@ class Verifier:
             pending = pending[room:]
         return pending, rows
 
-    def _check_draft(self, draft: Draft) -> None:
+    def _checked(self, draft: Draft) -> Draft:
+        """A draft that can be verified here; DraftError for what is none."""
         check_draft(draft, self.vocab_size())
-        if draft.parents is not None:
-            raise DraftError(
-                "The drafter proposed a tree, and this target verifies chains. Leave parents out."
-            )
+        return draft if draft.parents is None or self._takes_trees() else draft.first_chain()
+
+    def _takes_trees(self) -> bool:
+        """Whether rule, rows and model go with trees; the account of other rules does not."""
+        is_taken = self.tree_rule is not None and self.counterfactual is None
+        return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()
 
     def _clamped(self, draft: Draft) -> mx.array:
         """The draft's tokens as ids that exist: reading past the embeddings is a crash.
@@ -260,13 +266,17 @@ class Verifier:
         self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
     ) -> LazyPass:
         """Distribution, verdict and what is to be checked of a round, as one graph."""
-        rows = Rows(self.distribution.process(logits, drafted), self.distribution, position)
+        processed = self.distribution.process(logits, drafted, draft.parents)
+        rows = Rows(processed, self.distribution, position, draft.parents)
+        verdict: Verdict | Agreement | TreeVerdict = Agreement(rows.tokens)
         if len(draft):
             noise = RoundNoise(self.distribution.noise, position)
             as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
-            verdict = self.rule.decide(rows, as_ids, noise)
-        else:
-            verdict = Agreement(rows.tokens)
+            if draft.parents is None:
+                verdict = self.rule.decide(rows, as_ids, noise)
+            else:
+                assert self.tree_rule is not None, "a draft is cut to a chain without one"
+                verdict = self.tree_rule.decide_tree(rows, as_ids, noise)
         results = {"scales": rows.scales, **verdict.arrays()}
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = draft.tokens
@@ -320,8 +330,12 @@ def _chances(rows: Rows, drafted: mx.array, draft_logprobs: mx.array | None) -> 
     return table
 
 
-def _check_verdict(verdict: Verdict | Agreement, numbers: Mapping[str, Any], k: int) -> None:
+def _check_verdict(
+    verdict: Verdict | Agreement | TreeVerdict, numbers: Mapping[str, Any], k: int
+) -> None:
     """Raise VerdictError for a number of kept tokens, or nodes, that the draft does not have."""
+    if isinstance(verdict, TreeVerdict):  # what it keeps is read off the draft's own parents
+        return
     if isinstance(verdict, Agreement):
         num_rows = len(numbers["target_tokens"])
         if num_rows != k + 1:

@@ -69,6 +69,7 @@ from specdec_mlx.types.verdicts import (
     Outcome,
     Randomness,
     TargetRows,
+    TreeVerdict,
     Verdict,
 )
 
@@ -118,6 +119,7 @@ __all__ = [
     "TargetRows",
     "TimesRounds",
     "TimesSteps",
+    "TreeVerdict",
     "Verdict",
     "all_drafters",
     "is_cheap",

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import mlx.core as mx
 from jaxtyping import Float
 
+from specdec_mlx.types.trees import ROOT as ROOT
+from specdec_mlx.types.trees import first_path
+
 if TYPE_CHECKING:
     from specdec_mlx.sampling.distribution import Sampling
     from specdec_mlx.sampling.noise import Noise
@@ -18,10 +21,6 @@ LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
 
 
 Origin = Literal["draft", "correction", "bonus", "plain"]
-
-
-ROOT = -1
-"""Parent of a draft token that continues the text itself."""
 
 
 class Evidence(NamedTuple):
@@ -69,6 +68,8 @@ class Draft:
     logprobs: [K, V] float32 log-probabilities of the distribution that each token was *drawn
         from*, captured while drafting and normalised; None for a point mass, that is when the
         drafter would always propose these very tokens.
+        Among siblings, of a token *given those before it*: the same row for independent draws, a
+        row without the earlier tokens, renormalised, for draws without replacement.
     evidence: optional [K] what speaks for each token; a plain int is `Evidence.match`. The
         automatic draft length learns how often tokens with the like of it are accepted; no
         acceptance rule reads it.
@@ -95,6 +96,23 @@ class Draft:
             logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
             evidence=None if self.evidence is None else self.evidence[:num_tokens],
             parents=None if self.parents is None else self.parents[:num_tokens],
+        )
+
+    def first_chain(self) -> Draft:
+        """The chain of first children, for what verifies chains alone; a chain is its own.
+
+        Which tokens are in it does not depend on what they are, so those drawn at random stay
+        distributed as `logprobs` says.
+        """
+        if self.parents is None:
+            return self
+        nodes, tokens = first_path(self.parents), self.tokens
+        return Draft(
+            tokens=tokens[mx.array(nodes)]
+            if isinstance(tokens, mx.array)
+            else [tokens[i] for i in nodes],
+            logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
+            evidence=None if self.evidence is None else [self.evidence[i] for i in nodes],
         )
 
 

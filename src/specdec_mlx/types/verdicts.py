@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
-from jaxtyping import Float, Integer
+from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.types.drafting import Draft
 
@@ -81,6 +81,31 @@ class Agreement:
         while n < len(drafted) and drafted[n] == own[n]:
             n += 1
         return Outcome(range(n), own[: n + 1])
+
+
+@dataclass(frozen=True)
+class TreeVerdict:
+    """What a rule decided about a tree: coins and tokens for all its nodes, known together.
+
+    The way through the tree is found on the host, where its shape is known.
+
+    coins: [K] how each draft token's coin fell. after: [K+1] the token that follows if the kept
+        ones end at this row. kept: K coins -> the kept tokens, from the root down.
+    """
+
+    coins: Bool[mx.array, " k"]
+    after: Integer[mx.array, " k+1"]
+    kept: Callable[[Sequence[bool]], list[int]]
+
+    def arrays(self) -> dict[str, mx.array]:
+        """What has to be read to know the outcome."""
+        return {"coins": self.coins, "after": self.after}
+
+    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+        kept = self.kept(numbers["coins"])
+        row = kept[-1] + 1 if kept else 0
+        return Outcome(kept, [*(drafted[i] for i in kept), numbers["after"][row]])
 
 
 class TargetRows(Protocol):

@@ -22,11 +22,13 @@ from specdec_mlx.types import DraftContext, FeatureRows, Features
 class Head(nn.Module, ABC):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
-    kind: what it is called. features: what it reads.
+    kind: what it is called. features: what it reads. grows_trees: whether its sessions can propose
+    trees of their second guesses.
     """
 
     kind = ""
     features = Features()
+    grows_trees = False
 
     @abstractmethod
     def begin(
@@ -108,6 +110,9 @@ class HeadDrafter:
         draft_temp: temperature of the drafts, None for the target's own.
         name: what it was loaded from.
         vocab_size: V of the target that it was loaded for, None for any.
+        branches: how often the head's guesses are right, by depth and rank, falling in the rank. If
+            given, it proposes trees of those whose products are greatest, for a `draft_length` of
+            your own; point masses, whatever the sampling. Medusa only.
     """
 
     head: Head
@@ -115,10 +120,13 @@ class HeadDrafter:
     draft_temp: float | None = None
     name: str = ""
     vocab_size: int | None = None
+    branches: tuple[tuple[float, ...], ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none."""
+        """Refuse a temperature that is none, and trees of a head that grows none."""
         check_draft_temp(self.draft_temp)
+        if self.branches and not self.head.grows_trees:
+            raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 
     @property
     def model(self) -> nn.Module:
@@ -134,7 +142,9 @@ class HeadDrafter:
     def key(self) -> str:
         """The head by its content, and how it drafts."""
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
-        return f"HeadDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp})"
+        branches = f", branches={self.branches}" if self.branches else ""
+        options = f"greedy={self.greedy}, draft_temp={self.draft_temp}{branches}"
+        return f"HeadDrafter({content}, {options})"
 
     def describe(self) -> str:
         """What was recognised, in a line."""
@@ -159,4 +169,6 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        return self.head.begin(self.sampling_for(context.sampling), prompt, context)
+        session = self.head.begin(self.sampling_for(context.sampling), prompt, context)
+        session.branches = self.branches
+        return session

@@ -69,6 +69,7 @@ class HeadSession(ABC):
         self, head: Any, sampling: Sampling, prompt: Sequence[int], context: DraftContext
     ) -> None:
         """Nothing was shown yet."""
+        self.branches: Sequence[Sequence[float]] = ()
         self.head = head
         self.sampling = sampling
         self.context = context

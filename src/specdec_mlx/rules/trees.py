@@ -1,0 +1,285 @@
+r"""Rules on trees: which path of a draft is kept, and what follows.
+
+The draft tokens that continue one text are *siblings*; they are tried in the draft's order, which
+must not depend on the target. A rule gives each token a coin, and each row what follows if the kept
+tokens end there. The coins are read in one of two ways: `walk` goes from the root down, `climb`
+takes the leaves first.
+
+Where a tree does not fork, each rule is its chain rule bit by bit. The functions are pure, as in
+`arithmetic`: MLX in float32, NumPy in float64. In the code `left` is what earlier siblings have
+left of the target's distribution.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import mlx.core as mx
+from jaxtyping import Float, Integer
+
+from specdec_mlx.rules.arithmetic import (
+    Array,
+    acceptance_probability,
+    capped_ratio,
+    draw,
+    namespace_of,
+    point_mass,
+    residual,
+)
+from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.rules.siblings import remaining_laws
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.types import Draft, Randomness, TargetRows, TreeVerdict
+from specdec_mlx.types.trees import ROOT, chain, children_of, path_to
+
+HALVINGS = 20
+"""Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large; any that is
+large enough is exact."""
+
+
+def walk(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+    """The way from the root down, each time to the first child whose coin shows heads."""
+    children = children_of(parents)
+    path: list[int] = []
+    heads = [child for child in children[0] if coins[child]]
+    while heads:
+        path.append(heads[0])
+        heads = [child for child in children[heads[0] + 1] if coins[child]]
+    return path
+
+
+def climb(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+    """The path to the first token, in post-order, whose coin shows heads."""
+    children = children_of(parents)
+    first = next((node for node in post_order(ROOT, children) if coins[node]), ROOT)
+    return path_to(first, parents)
+
+
+def post_order(node: int, children: Sequence[Sequence[int]]) -> Iterator[int]:
+    """The tokens below a node, each after all that continue it; the node itself is left out."""
+    for child in children[node + 1]:
+        yield from post_order(child, children)
+        yield child
+
+
+@runtime_checkable
+class TreeRule(Protocol):
+    """Pure decision about a tree; see `AcceptanceRule`."""
+
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+        """Which path is kept of a tree of at least one token, and what follows.
+
+        Args:
+            target: the target at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
+            draft: K tokens and their parents; a chain is a tree that does not fork.
+            randomness: all that the rule may draw with.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class OwnTokens:
+    """Match: draw the target's own token at the row, go on to the child that carries it.
+
+    For point masses no rule keeps more, and with the noise of a seed the text is the same with any
+    tree or none. It needs no distribution.
+    """
+
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+        """Compare with the target's own draws; what they were drawn with decides."""
+        parents = _parents(draft)
+        own = target.tokens[mx.array([parent + 1 for parent in parents])]
+        coins = to_ids(draft.tokens) == to_ids(own)
+        return TreeVerdict(coins, target.tokens, lambda heads: walk(heads, parents))
+
+
+class TreeCoinRule(ABC):
+    """A rule for trees that follows from the chance of each token's coin."""
+
+    @abstractmethod
+    def judge(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+        parents: Sequence[int],
+    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        """Chance that each token's coin shows heads, and what follows each row.
+
+        Args:
+            target_probs: [K+1, V] the target's distribution at each row.
+            draft_tokens: [K].
+            draft_probs: [K, V] what each was drawn from, given its earlier siblings.
+            parents: [K], see `Draft.parents`.
+
+        Returns:
+            [K] chances, and [K+1, V] the distribution of the token that follows if the kept ones
+            end at a row.
+        """
+
+    @abstractmethod
+    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+        """The tokens that K coins keep, from the root down."""
+
+    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+        """Toss the coins and draw what follows; see `TreeRule.decide_tree`.
+
+        One noise serves all rows: the kept tokens end at one of them, and the coins alone say at
+        which.
+        """
+        if target.greedy:
+            return OwnTokens().decide_tree(target, draft, randomness)
+        parents, tokens, p = _parents(draft), to_ids(draft.tokens), target.probs
+        q = point_mass(tokens, p) if draft.logprobs is None else mx.exp(draft.logprobs)
+        chances, after = self.judge(p, tokens, q, parents)
+        coins = randomness.uniform(len(parents)) < chances
+        drawn = draw(after, randomness.gumbel(after.shape[-1]))
+        return TreeVerdict(coins, drawn, lambda heads: self.kept(heads, parents))
+
+
+@dataclass(frozen=True)
+class MultiRound(TreeCoinRule):
+    """Children tried in turn, each against what those before it have left of the target.
+
+    (SpecInfer, Miao et al. 2024, algorithm 2; for draws without replacement Sequoia, Chen et al.
+    2024, algorithm 2: the draft's rows then leave out the earlier siblings.)
+    """
+
+    def judge(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+        parents: Sequence[int],
+    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        """One position at a time, `at_node`; see `TreeCoinRule.judge`."""
+        xp = namespace_of(target_probs)
+        chances: dict[int, Any] = {}
+        after = []
+        for row, children in enumerate(children_of(parents)):
+            p = target_probs[row]
+            if children:
+                ids = xp.array(children)
+                coins, left = self.at_node(p, draft_tokens[ids], draft_probs[ids])
+                chances |= dict(zip(children, coins, strict=True))
+            else:  # as in Rejection, nothing is excluded after the last token
+                left = residual(p, xp.zeros_like(p))
+            after.append(left)
+        return xp.stack([chances[node] for node in range(len(parents))]), xp.stack(after)
+
+    def at_node(
+        self,
+        target_probs: Float[Array, " vocab"],
+        candidates: Integer[Array, " c"],
+        draft_probs: Float[Array, "c vocab"],
+    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
+        """Chances of C siblings if none before was kept, and what is left after all of them."""
+        left = remaining_laws(target_probs, draft_probs)
+        return acceptance_probability(left[:-1], draft_probs, candidates), left[-1]
+
+    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+        """From the root down."""
+        return walk(coins, parents)
+
+
+@dataclass(frozen=True)
+class KSequential(MultiRound, Rejection):
+    r"""SpecTr's k-sequential selection (Sun et al. 2023, arXiv 2310.15141, algorithm 3).
+
+    For C independent draws from one distribution: each is kept with chance
+    $\min(1, p(x) / (\rho q(x)))$, all against the same p. With $\beta$ the chance that one draw is
+    kept, $\rho$ is the least factor for which what C tries bring of a token is no more than is due:
+    $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows differ go to `MultiRound`, and a chain
+    is `Rejection`.
+    """
+
+    name = "k-sequential"
+
+    def at_node(
+        self,
+        target_probs: Float[Array, " vocab"],
+        candidates: Integer[Array, " c"],
+        draft_probs: Float[Array, "c vocab"],
+    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
+        """See `MultiRound.at_node`."""
+        one_by_one = super().at_node(target_probs, candidates, draft_probs)
+        count = candidates.shape[0]
+        if count == 1:
+            return one_by_one
+        xp, p, q = namespace_of(target_probs), target_probs, draft_probs[0]
+        factor = _least_factor(p, q, count)
+        one_try = xp.minimum(q, p / factor)
+        beta = xp.sum(one_try)
+        tries = xp.where(beta > 0, (1 - (1 - beta) ** count) / xp.where(beta > 0, beta, 1), count)
+        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, candidates)
+        together = chances, residual(p, tries * one_try)
+        is_one = xp.all(draft_probs == q)
+        return tuple(xp.where(is_one, a, b) for a, b in zip(together, one_by_one, strict=True))
+
+
+@dataclass(frozen=True)
+class Traversal(TreeCoinRule):
+    r"""From the leaves up, so that a token that fell short is saved by those after it.
+
+    (Traversal verification, Weng et al. 2025, arXiv 2505.12398; on a chain `Block`.) Each row has a
+    weight w, at the root 1, and below it $\min(1, w p(x) / q(x))$ of the row above. When a child
+    is rejected, with all that continues it, its parent's p becomes
+    $\mathrm{norm}(\max(0, w p - q))$ and its w $s / (s + 1 - w)$, s the mass of that excess. A
+    token's coin weighs the w that it has when its last child is rejected. It mostly keeps more than
+    `MultiRound`, but less where a later sibling goes deeper than those before it: give the deepest
+    branch first.
+    """
+
+    def judge(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+        parents: Sequence[int],
+    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        """Each coin given that all before it, in post-order, showed tails; see `TreeCoinRule`."""
+        xp = namespace_of(target_probs)
+        children = children_of(parents)
+        left = [target_probs[row] for row in range(len(parents) + 1)]
+        weights = [xp.ones_like(target_probs[0, 0])] * (len(parents) + 1)
+
+        def settle(row: int) -> None:
+            for child in children[row]:
+                q, token = draft_probs[child], draft_tokens[child]
+                weights[child + 1] = capped_ratio(weights[row] * left[row][token], q[token])
+                settle(child + 1)
+                exclude(row, q)
+            if not children[row]:  # as in Block, nothing is excluded after the last token
+                exclude(row, xp.zeros_like(left[row]))
+
+        def exclude(row: int, q: Any) -> None:
+            mass = xp.sum(xp.maximum(weights[row] * left[row] - q, 0))
+            left[row] = residual(left[row], q, weights[row])
+            total = mass + (1 - weights[row])
+            weights[row] = xp.where(total > 0, mass / xp.where(total > 0, total, 1), 1)
+
+        settle(0)
+        return xp.stack(weights[1:]), xp.stack(left)
+
+    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+        """From the leaves up."""
+        return climb(coins, parents)
+
+
+def _least_factor(p: Any, q: Any, count: int) -> Any:
+    r"""The least $\rho$ in [1, C] of `KSequential`, from above, by halving the interval."""
+    xp = namespace_of(p)
+    low, high = xp.ones_like(p[0]), count * xp.ones_like(p[0])
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        beta = xp.sum(xp.minimum(q, p / middle))
+        is_enough = 1 - (1 - beta) ** count <= middle * beta
+        low, high = xp.where(is_enough, low, middle), xp.where(is_enough, middle, high)
+    return high
+
+
+def _parents(draft: Draft) -> Sequence[int]:
+    return chain(len(draft)) if draft.parents is None else draft.parents

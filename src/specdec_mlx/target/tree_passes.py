@@ -1,0 +1,187 @@
+"""Passes over a token tree: each row attends to its own path, at the position of its depth.
+
+The mask comes from the caches that the model is called with. For the pass each is replaced by a
+*view*, an object of a subclass that shares its state, whose mask lets a row see the text and its
+ancestors. Positions are a matter of the model's rope modules. Rotary embeddings take one offset for
+each row of a batch, so the rows are made a batch for that one operation: a model's rope modules are
+given, once, a class that does so while its thread is in a pass over a tree, and changes nothing
+else.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.types.trees import chain, depths_of, path_to
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRows:
+    """The rows of a pass, the pending tokens and the tree after them.
+
+    depths: [T] position of each row, from that of the first. sees: [T, T] whether a row sees
+        another one of the pass: itself and its ancestors.
+    """
+
+    depths: mx.array
+    sees: mx.array
+
+    @classmethod
+    def after(cls, num_pending: int, parents: Sequence[int]) -> TreeRows:
+        """Rows of `num_pending` tokens, at least one, and of a tree that continues the last."""
+        shifted = [parent + num_pending for parent in parents]
+        of_rows = [*chain(num_pending), *shifted]
+        sees = [[False] * len(of_rows) for _ in of_rows]
+        for row in range(len(of_rows)):
+            for other in path_to(row, of_rows):
+                sees[row][other] = True
+        return cls(mx.array(depths_of(of_rows), mx.int32), mx.array(sees))
+
+    def __len__(self) -> int:
+        """T."""
+        return self.depths.shape[0]
+
+    def mask(self, start: int, num_past: int, window: int | None) -> mx.array:
+        """What each row sees of a cache, [T, past + T] booleans.
+
+        Args:
+            start: position of the first row.
+            num_past: rows of the cache before the pass; they are the last ones before `start`.
+            window: positions that a row sees, itself included; None for all.
+        """
+        past = mx.ones((len(self), num_past), mx.bool_)
+        own = self.sees
+        if window is not None:
+            places = mx.arange(start - num_past, start)
+            past = (start + self.depths)[:, None] < places[None] + window
+            own = own & (self.depths[:, None] < self.depths[None] + window)
+        return mx.concatenate([past, own], axis=1)
+
+
+_pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
+"""What this thread makes a pass over; None for a chain."""
+
+
+@contextmanager
+def pass_over(rows: TreeRows) -> Iterator[None]:
+    """While the model is called: its rope modules turn each row by its own position."""
+    token = _pass_over.set(rows)
+    try:
+        yield
+    finally:
+        _pass_over.reset(token)
+
+
+class _View:
+    """What the views of all classes add; they keep everything else in their cache's `__dict__`."""
+
+    __slots__ = ()
+    rows: TreeRows
+
+    def make_mask(self, N: int, **options: Any) -> mx.array:
+        """See mlx-lm's; here always an array."""
+        start = vars(self)["offset"]
+        return self.rows.mask(start, start, options.get("window_size"))
+
+
+class _KV(_View, KVCache):  # type: ignore[misc]
+    __slots__ = ("rows",)
+
+
+class _Quantized(_View, QuantizedKVCache):  # type: ignore[misc]
+    __slots__ = ("rows",)
+
+
+class _Rotating(_View, RotatingKVCache):  # type: ignore[misc]
+    __slots__ = ("rows",)
+
+    def make_mask(self, N: int, **options: Any) -> mx.array:
+        start = self.offset
+        window = options.get("window_size") or self.max_size
+        return self.rows.mask(start, min(start, self.max_size - 1), window)
+
+
+BLOCKS = "index_block_size"
+"""What the layers of MiniMax M3 call the rows of a block."""
+
+VIEWS: dict[type, type] = {
+    KVCache: _KV,
+    QuantizedKVCache: _Quantized,
+    RotatingKVCache: _Rotating,
+}
+"""Cache classes that a pass over a tree can be made with, and their views."""
+
+
+def view_of(cache: Any, rows: TreeRows) -> Any:
+    """What stands in a cache's place for one pass; what is written to it the cache has too."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(view_of(part, rows) for part in cache.caches))
+    kind = VIEWS[type(cache)]
+    view: Any = object.__new__(kind)
+    view.__dict__ = vars(cache)
+    view.rows = rows
+    return view
+
+
+def chooses_blocks(model: nn.Module) -> bool:
+    """Whether some layer attends to blocks of rows that it chooses by their scores.
+
+    Siblings shift what stands in a block. That shows only once a text is longer than the chosen
+    blocks, so it is read off the modules: no short measurement would find it.
+    """
+    return any(getattr(module, BLOCKS, None) is not None for module in model.modules())
+
+
+def _teach_ropes(model: nn.Module) -> bool:
+    """Have a model's rope modules look whether a pass is over a tree; whether it has any."""
+    ropes = [module for module in model.modules() if _is_rope(type(module))]
+    for module in ropes:
+        module.__class__ = _with_rows(type(module))  # type: ignore[arg-type]
+    return bool(ropes)
+
+
+teach_ropes = PerModel(_teach_ropes)
+
+
+def _is_rope(kind: type) -> bool:
+    name = kind.__name__.lower()
+    return ("rope" in name or "rot" in name) and "offset" in _parameters(kind)
+
+
+def _parameters(kind: type) -> list[str]:
+    """Names of what a module is called with, after the module itself."""
+    return list(inspect.signature(kind.__call__).parameters)[1:]
+
+
+@functools.cache
+def _with_rows(kind: type) -> type:
+    """A rope's class, but that in a pass over a tree every row has its own position."""
+    signature = inspect.signature(kind.__call__)
+    first = list(signature.parameters)[:2]  # the module and what it turns
+
+    def call(self: Any, x: mx.array, *args: Any, **kwargs: Any) -> Any:
+        rows = _pass_over.get()
+        if rows is None or x.shape[-2] != len(rows):
+            return kind.__call__(self, x, *args, **kwargs)
+        given = signature.bind(self, x, *args, **kwargs).arguments
+        start = given.pop("offset", 0)
+        more = {name: value for name, value in given.items() if name not in first}
+        heads = x.reshape(x.shape[0], -1, *x.shape[-2:]).swapaxes(1, 2)  # [B, T, H, D]
+        as_batch = heads.reshape(-1, heads.shape[2], 1, heads.shape[3])
+        places = mx.tile(start + rows.depths, x.shape[0])
+        turned = kind.__call__(self, as_batch, offset=places, **more)
+        return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
+
+    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), attributes)

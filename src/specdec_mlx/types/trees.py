@@ -1,0 +1,50 @@
+"""The shape of a token tree, read off the parents of its nodes.
+
+Row 0 of a pass follows the text, row i + 1 the draft token i, for chains and trees alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+ROOT = -1
+"""Parent of a draft token that continues the text itself."""
+
+
+def chain(num_tokens: int) -> list[int]:
+    """Parents of a chain; [K]."""
+    return list(range(ROOT, num_tokens - 1))
+
+
+def children_of(parents: Sequence[int]) -> list[list[int]]:
+    """The draft tokens that continue each row, in their order; K+1 lists."""
+    children: list[list[int]] = [[] for _ in range(len(parents) + 1)]
+    for node, parent in enumerate(parents):
+        children[parent + 1].append(node)
+    return children
+
+
+def depths_of(parents: Sequence[int]) -> list[int]:
+    """How many tokens stand before each node in its path, 0 for those that continue the text."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(0 if parent == ROOT else depths[parent] + 1)
+    return depths
+
+
+def path_to(node: int, parents: Sequence[int]) -> list[int]:
+    """The nodes from the root down to this one; none for `ROOT`."""
+    path: list[int] = []
+    while node != ROOT:
+        path.append(node)
+        node = parents[node]
+    return path[::-1]
+
+
+def first_path(parents: Sequence[int]) -> list[int]:
+    """The nodes of the chain of first children."""
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else ROOT):
+            path.append(node)
+    return path

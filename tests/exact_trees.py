@@ -1,0 +1,259 @@
+"""Exact distributions of rounds that draft trees, and named wrong rules for them."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+from exact import Rounds, Source
+from specdec_mlx.rules.arithmetic import acceptance_probability, capped_ratio, point_mass, residual
+from specdec_mlx.rules.siblings import remaining_laws
+from specdec_mlx.rules.trees import KSequential, MultiRound, Traversal, TreeCoinRule
+from specdec_mlx.testing.enumeration import Outcomes, Tokens
+from specdec_mlx.types.trees import ROOT, children_of, path_to
+
+TREE_RULES: dict[str, TreeCoinRule] = {
+    "multi-round": MultiRound(),
+    "k-sequential": KSequential(),
+    "traversal": Traversal(),
+}
+"""The rules by coins."""
+
+Shape = tuple[int, ...]
+
+
+@functools.cache
+def shapes(num_nodes: int) -> list[Shape]:
+    """Parents of all ordered trees with so many tokens below the root, in pre-order."""
+    return [tuple(_parents_of(forest)) for forest in _forests(num_nodes)]
+
+
+def _forests(size: int) -> list[Any]:
+    """All ordered forests of `size` nodes; a tree is the forest below its root."""
+    if size == 0:
+        return [()]
+    return [
+        (below, *rest)
+        for first in range(1, size + 1)
+        for below in _forests(first - 1)
+        for rest in _forests(size - first)
+    ]
+
+
+def _parents_of(forest: Any) -> list[int]:
+    parents: list[int] = []
+
+    def add(trees: Any, parent: int) -> None:
+        for below in trees:
+            parents.append(parent)
+            add(below, len(parents) - 1)
+
+    add(forest, ROOT)
+    return parents
+
+
+@dataclass(frozen=True, eq=False)
+class TreeDrawn:
+    """Trees of one shape, their tokens drawn from a source.
+
+    replace: whether siblings are independent, or drawn without replacement. renormalised: whether
+        the declared rows are what the siblings were really drawn from. fixed: no draw, the
+        source's likeliest tokens.
+    """
+
+    source: Source
+    parents: Shape
+    replace: bool = True
+    renormalised: bool = True
+    fixed: bool = False
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Each with its chance, and the rows that its tokens say they were drawn from."""
+        yield from self._longer(state, (), 1.0, [])
+
+    def _longer(
+        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
+    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        node = len(tokens)
+        if node == len(self.parents):
+            yield weight, tokens, np.stack(rows)
+            return
+        before = tuple(tokens[i] for i in path_to(self.parents[node], self.parents))
+        law = self.source.after(state, before)
+        seen = [tokens[i] for i in range(node) if self.parents[i] == self.parents[node]]
+        probs = law
+        if self.fixed:
+            likeliest = np.argsort(-law, kind="stable")[[len(seen) % len(law)]]
+            probs = point_mass(likeliest, law[None])[0]
+        elif not self.replace:
+            probs = _without(law, seen)
+        for token in np.flatnonzero(probs):
+            row = probs if self.renormalised else law
+            longer = (*tokens, int(token))
+            yield from self._longer(state, longer, weight * probs[token], [*rows, row])
+
+
+def _without(law: np.ndarray, seen: list[int]) -> np.ndarray:
+    """A law without some tokens; uniform over the others where it has no mass on them."""
+    left = law.copy()
+    left[seen] = 0
+    if left.sum() == 0:
+        left = np.ones_like(law)
+        left[seen] = 0
+    return left / left.sum() if left.sum() > 0 else law
+
+
+@dataclass(frozen=True, eq=False)
+class ByTreeRule:
+    """Coins, as many heads and tails as there can be, and then a token."""
+
+    rule: TreeCoinRule
+    parents: Shape
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Coins are independent; where the kept tokens end follows from them."""
+        heads, after = self.rule.judge(target_probs, np.array(tokens), probs, self.parents)
+        coins, ends = self._ends
+        weights = np.prod(np.where(coins, heads, 1 - heads), axis=1)
+        result: Outcomes = defaultdict(float)
+        for row, weight in enumerate(np.bincount(ends, weights, len(tokens) + 1)):
+            kept = [tokens[i] for i in path_to(row - 1, self.parents)]
+            for token, chance in enumerate(after[row]):
+                result[(*kept, token), len(kept)] += weight * chance
+        return result
+
+    @functools.cached_property
+    def _ends(self) -> tuple[np.ndarray, np.ndarray]:
+        """All ways that the coins may fall, and the row where the kept tokens end."""
+        coins = list(product([False, True], repeat=len(self.parents)))
+        kept = [self.rule.kept(heads, self.parents) for heads in coins]
+        return np.array(coins), np.array([path[-1] + 1 if path else 0 for path in kept])
+
+
+@dataclass(frozen=True, eq=False)
+class ByOwnTokens:
+    """Match: all that the target may draw on its way through the tree."""
+
+    parents: Shape
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """A row at a time: the way ends at the first draw that no child carries."""
+        result: Outcomes = defaultdict(float)
+        children = children_of(self.parents)
+
+        def go_on(path: list[int], weight: float) -> None:
+            row = path[-1] + 1 if path else 0
+            emitted = tuple(tokens[i] for i in path)
+            for own, chance in enumerate(target_probs[row]):
+                carrying = [child for child in children[row] if tokens[child] == own]
+                if carrying:
+                    go_on([*path, carrying[0]], weight * chance)
+                else:
+                    result[(*emitted, own), len(path)] += weight * chance
+
+        go_on([], 1.0)
+        return result
+
+
+@dataclass(frozen=True, eq=False)
+class TreeRounds(Rounds):
+    """Rounds of drafting a tree and deciding."""
+
+    parents: Shape
+
+    def outcomes_from(self, state: int) -> Outcomes:
+        if state not in self._known:
+            total: Outcomes = defaultdict(float)
+            paths = [path_to(row - 1, self.parents) for row in range(len(self.parents) + 1)]
+            for weight, tokens, probs in self.drafting.drafts(state):
+                texts = [tuple(tokens[i] for i in path) for path in paths]
+                rows = np.stack([self.target.after(state, text) for text in texts])
+                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
+                    total[outcome] += weight * chance
+            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
+        return self._known[state]
+
+
+def rounds(target: Source, drawn: Any, rule: TreeCoinRule | None) -> TreeRounds:
+    """Rounds under a rule by coins, or under match."""
+    deciding = ByOwnTokens(drawn.parents) if rule is None else ByTreeRule(rule, drawn.parents)
+    return TreeRounds(target, drawn, deciding, parents=drawn.parents)
+
+
+def depth(parents: Shape) -> int:
+    """Tokens on the longest path."""
+    return max(len(path_to(node, parents)) for node in range(len(parents)))
+
+
+def most_kept(p: np.ndarray, q: np.ndarray, count: int) -> float:
+    """The largest chance that any rule can have to keep one of `count` independent draws from q.
+
+    Max-flow, min-cut: min over sets A of tokens of p(A) + the chance that a draw lies outside A.
+    """
+    masks = np.array(list(product([False, True], repeat=len(p))))
+    return float(min(p[a].sum() + 1 - q[a].sum() ** count for a in masks))
+
+
+@dataclass(frozen=True, eq=False)
+class TriedLikeliestFirst(TreeDrawn):
+    """Wrong: siblings below the root are tried in the target's order."""
+
+    target: Source | None = None
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        assert set(self.parents) == {ROOT}, "a star: rows need no reordering"
+        assert self.target is not None
+        p = self.target.after(state, ())
+        for weight, tokens, probs in super().drafts(state):
+            yield weight, tuple(sorted(tokens, key=lambda token: -p[token])), probs
+
+
+class ForgetsResidual(MultiRound):
+    """Wrong: each sibling is held against p itself."""
+
+    def at_node(self, target_probs: Any, candidates: Any, draft_probs: Any) -> Any:
+        p = np.stack([target_probs] * len(candidates))
+        left = remaining_laws(target_probs, draft_probs)
+        return acceptance_probability(p, draft_probs, candidates), left[-1]
+
+
+class OneTry(KSequential):
+    """Wrong: the factor of a single draw, for several."""
+
+    def at_node(self, target_probs: Any, candidates: Any, draft_probs: Any) -> Any:
+        p = np.stack([target_probs] * len(candidates))
+        chances = acceptance_probability(p, draft_probs, candidates)
+        return chances, residual(target_probs, draft_probs[0])
+
+
+class KeepsWeight(Traversal):
+    """Wrong: a row keeps its weight when a child is rejected."""
+
+    def judge(self, target_probs: Any, draft_tokens: Any, draft_probs: Any, parents: Any) -> Any:
+        left, weights = list(target_probs), [1.0] * (len(parents) + 1)
+        children = children_of(parents)
+
+        def settle(row: int) -> None:
+            for child in children[row]:
+                q, token = draft_probs[child], draft_tokens[child]
+                weights[child + 1] = capped_ratio(weights[row] * left[row][token], q[token])
+                settle(child + 1)
+                left[row] = residual(left[row], q, weights[row])
+
+        settle(0)
+        return np.array(weights[1:]), np.stack(left)
+
+
+WRONG_TREE_RULES: dict[str, Sequence[Any]] = {
+    "residual not carried to the next sibling": (ForgetsResidual(), {}),
+    "a child's row not renormalised": (MultiRound(), {"replace": False, "renormalised": False}),
+    "several tries at the factor of one": (OneTry(), {}),
+    "a row's weight kept after a rejection": (KeepsWeight(), {}),
+}
+"""Each with the way to draw that it fails on."""

@@ -1,0 +1,259 @@
+"""Passes over trees: every node as its own path alone, and the text as plain decoding's."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import warnings
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from scipy.stats import chisquare
+
+import tiny
+from lossless import PROMPT, TOLERANCE, Case, plain_text, rows_of, spoken
+from scripted import TREE, DrawnTrees, OracleTrees
+from selection import FULL
+from specdec_mlx import Sampling, Token, speculate
+from specdec_mlx.rules.trees import KSequential
+from specdec_mlx.target.exactness import tree_report
+from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.types.trees import path_to
+
+REPRESENTATIVE = (
+    "llama",
+    "qwen3",
+    "phi3",
+    "gemma3_text",  # rotating and KV caches by turns
+    "gpt_oss",  # windows, attention sinks and experts
+    "deepseek_v3",  # latent attention
+    "olmo2",
+    "cohere2",
+    "glm4",
+    "mixtral",
+    "stablelm",
+    "minicpm3",
+)
+"""One of each kind of attention that trees work on."""
+
+CHAINS_ALONE = ("llama4", "mamba2", "gpt2", "nanochat", "falcon_h1", "minimax_m3_vl")
+"""Own chunk masks, recurrent states, learned positions, ropes that are no module, both caches, and
+blocks of rows that are chosen by their scores."""
+
+CLOSE = 1e-4
+ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
+RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
+VOCAB = 103
+NUM_TOKENS = 60
+
+
+def is_exact(name: str) -> bool:
+    """Whether each node of a tree has the logits of its own path, on a tiny model."""
+    model = tiny.build(name)
+    if not Rollback(make_prompt_cache(model)).takes_trees():
+        return False
+    return tree_report(model, 12).max_difference < CLOSE
+
+
+def vocab_size(model: Any) -> int:
+    return ModelPass(model, Rollback(make_prompt_cache(model))).vocab_size()
+
+
+def kept_branches(tokens: list[Token]) -> int:
+    """Tokens that stand in a row other than the next: kept from a later branch."""
+    rows = [token.row for token in tokens]
+    return sum(b > a + 1 for a, b in pairwise(rows))
+
+
+@pytest.mark.parametrize("name", REPRESENTATIVE)
+def test_every_node_has_the_logits_of_its_own_path(name):
+    """To 1e-4, before the window and past it."""
+    assert is_exact(name)
+    assert tree_report(tiny.build(name), 40).max_difference < CLOSE
+
+
+@FULL
+def test_trees_are_exact_on_most_architectures():
+    """At least 90 of those that run here, as docs/architectures.md says of each."""
+    measured = {name: Case(name).trees for name in RUNS}
+    assert measured == {row.architecture: row.trees for row in ROWS if row.architecture in RUNS}
+    assert sum(trees == "exact" for trees in measured.values()) >= 90
+
+
+@FULL
+def test_what_the_page_calls_exact_is_what_is_drafted_as_trees():
+    """The quick measurement before the first tree agrees with the page on every architecture."""
+    for row in ROWS:
+        if row.architecture in RUNS:
+            model = tiny.build(row.architecture)
+            target = ModelPass(model, Rollback(make_prompt_cache(model)))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                assert target.takes_trees() == (row.trees == "exact"), row
+
+
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, *CHAINS_ALONE])
+def test_greedy_text_with_trees_is_plain_text(name):
+    """60 tokens, past the windows; where trees cannot be verified chains are, with one warning."""
+    model = tiny.build(name)
+    plain = plain_text(model, PROMPT, NUM_TOKENS)
+    drafter = OracleTrees(plain.tokens, vocab_size(model))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        tokens = list(
+            speculate(model, PROMPT, drafter, max_tokens=NUM_TOKENS, draft_length=len(TREE))
+        )
+    assert spoken(tokens).deviation(plain) < TOLERANCE
+    assert any(token.from_draft for token in tokens)
+    assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
+    assert len(caught) <= 1
+
+
+def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
+    """A logits processor that moves everything, by the two tokens before."""
+    places = mx.arange(logits.shape[-1])
+    return logits + 3 * mx.cos(places * (tokens[-1] + 3 * tokens[-2]))
+
+
+by_the_last_two.pure = True  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match"])
+@pytest.mark.parametrize("processed", [False, True])
+def test_a_seeds_text_is_the_same_with_trees(rule, processed):
+    """Each depth has the noise of its position, and processors see each node's own path."""
+    model = tiny.build("llama")
+    given: dict[str, Any] = {
+        "max_tokens": NUM_TOKENS,
+        "sampler": Sampling(temp=0.8, top_p=0.95),
+        "seed": 3,
+        "rule": rule,
+        "logits_processors": [by_the_last_two] if processed else None,
+    }
+    plain = [token.token for token in speculate(model, PROMPT, None, **given)]
+    drafter = OracleTrees(plain, vocab_size(model))
+    tokens = list(speculate(model, PROMPT, drafter, draft_length=len(TREE), **given))
+    assert [token.token for token in tokens] == plain
+    assert kept_branches(tokens) > 3
+
+
+def rows_after(model: Any, caches: list[Any], tokens: list[int]) -> mx.array:
+    """Logits [n, V] of single tokens."""
+    return mx.concatenate([model(mx.array([[t]]), cache=caches)[0] for t in tokens])
+
+
+def quantized(model: Any) -> list[Any]:
+    return [QuantizedKVCache(group_size=32, bits=8) for _ in make_prompt_cache(model)]
+
+
+def rotating(model: Any) -> list[Any]:
+    return [RotatingKVCache(max_size=16) for _ in make_prompt_cache(model)]
+
+
+@pytest.mark.parametrize("make", [make_prompt_cache, quantized, rotating])
+@pytest.mark.parametrize("length", [5, 14, 15, 16, 40])
+@pytest.mark.parametrize("end", [-1, 2, 3, 6, 7])
+def test_what_was_kept_of_a_tree_is_as_if_fed_alone(make, length, end):
+    """After a tree and the rewind to one of its paths, 20 more tokens have the same logits."""
+    model = tiny.build("qwen3", head_dim=32)
+    text = mx.random.randint(0, 90, shape=(length,), key=mx.random.key(length)).tolist()
+    drafted, more = [7, 8, 9, 10, 11, 12, 13, 14], [(5 * i) % 80 for i in range(20)]
+    kept = path_to(end, TREE)
+    caches = make(model)
+    model(mx.array([text]), cache=caches)
+    alone = copy.deepcopy(caches)
+    target = ModelPass(model, Rollback(caches, length), CacheOptions())
+    assert target.takes_trees()
+    target.rollback.checkpoint()
+    logits = target.feed(mx.array([3, *drafted]), parents=TREE)
+    assert target.rollback.keep(length + 1, kept) == length + 1 + len(kept)
+    path = [3, *(drafted[node] for node in kept)]
+    expected = rows_after(model, alone, [*path, *more])
+    got = mx.concatenate(
+        [logits[mx.array([0, *(node + 1 for node in kept)])], rows_after(model, caches, more)]
+    )
+    assert mx.abs(got - expected).max().item() < (2e-2 if make is quantized else CLOSE)
+
+
+def test_an_exception_while_rows_are_moved_leaves_the_caches_as_they_were(monkeypatch):
+    """The last layer fails; all layers then hold what they held before."""
+    model = tiny.build("qwen3")
+    caches = make_prompt_cache(model)
+    target = ModelPass(model, Rollback(caches))
+    target.feed(mx.array([1, 2, 3]))
+    target.takes_trees()
+    target.feed(mx.array([3, *range(8)]), parents=TREE)
+    before = [[mx.array(array) for array in cache.keys_and_values()] for cache in caches]
+    monkeypatch.setattr(caches[-1], "trim", lambda n: 1 / 0, raising=False)
+    with pytest.raises(ZeroDivisionError):
+        target.rollback.keep(4, [1, 4])
+    assert target.rollback.position == 12
+    for cache, held in zip(caches, before, strict=True):
+        for now, then in zip(cache.keys_and_values(), held, strict=True):
+            assert mx.array_equal(now, then).item()
+
+
+def test_a_model_that_is_not_given_trees_stays_as_it_is():
+    """Its rope modules have their own classes until a tree is verified, and their results after."""
+    model = tiny.build("qwen3")
+    fed = mx.array([PROMPT])
+    before, classes = model(fed), [type(module) for module in model.modules()]
+    list(speculate(model, PROMPT, OracleTrees([0] * 9, 90), max_tokens=8, rule="lenient"))
+    assert [type(module) for module in model.modules()] == classes
+    tree_report(model, 5)
+    assert [type(module) for module in model.modules()] != classes
+    assert mx.array_equal(model(fed), before).item()
+    assert not math.isnan(before.max().item())
+
+
+@FULL
+@pytest.mark.parametrize("rule", ["block", "rejection", KSequential()], ids=str)
+def test_texts_with_trees_drawn_at_random_follow_the_targets_distribution(rule):
+    """The first 3 tokens of 1,500 texts, 8 cells: chi-square, false alarms 1e-6.
+
+    The last two are kept from a tree of 5 or follow it. A distribution that is off by a total
+    variation of 0.1 fails with a chance above 0.99.
+    """
+    model, sampling = tiny.build("qwen3"), Sampling(temp=1.5, top_k=2)
+    count = 1_500
+
+    @functools.cache
+    def logits(text: tuple[int, ...]) -> mx.array:
+        return model(mx.array([[*PROMPT, *text]]))[0, -1:]
+
+    @functools.cache
+    def law(text: tuple[int, ...], drawn_by: Sampling) -> np.ndarray:
+        row = np.array(mx.exp(drawn_by.log_distribution(logits(text))), np.float64)[0]
+        return row / row.sum()
+
+    def draft(text: tuple[int, ...]) -> np.ndarray:
+        return law(text, Sampling(temp=3.0, top_k=3))
+
+    drafter = DrawnTrees(draft, (-1, -1, 0, 0, 1), np.random.default_rng(0))
+    options: dict[str, Any] = {"max_tokens": 4, "sampler": sampling, "rule": rule}
+    seen: Counter[tuple[int, ...]] = Counter()
+    kept = 0
+    for seed in range(count):
+        items = list(speculate(model, PROMPT, drafter, draft_length=5, seed=seed, **options))
+        seen[tuple(item.token for item in items[:3])] += 1
+        kept += kept_branches(items)
+    expected: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(3):
+        expected = {
+            (*text, int(token)): chance * law(text, sampling)[token]
+            for text, chance in expected.items()
+            for token in np.flatnonzero(law(text, sampling))
+        }
+    assert set(seen) <= set(expected)
+    due = np.array([count * chance for chance in expected.values()])
+    assert kept > 50
+    assert chisquare([seen[text] for text in expected], due).pvalue > 1e-6

@@ -1,0 +1,303 @@
+"""Rules on trees: what is emitted is distributed as the target's own, by enumeration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import chisquare
+
+import strategies
+from exact import COIN_RULES, Given, decide, rolled, to_mlx
+from exact_trees import (
+    TREE_RULES,
+    WRONG_TREE_RULES,
+    TreeDrawn,
+    TriedLikeliestFirst,
+    depth,
+    most_kept,
+    rounds,
+    shapes,
+)
+from selection import FULL
+from specdec_mlx.rules.arithmetic import point_mass
+from specdec_mlx.rules.trees import OwnTokens, climb, walk
+from specdec_mlx.testing.round_distribution import sources
+from specdec_mlx.types import ROOT, Draft
+from specdec_mlx.types.trees import chain, children_of, depths_of, first_path, path_to
+
+EXACT = 1e-12
+SMALL = [shape for size in range(1, 5) for shape in shapes(size)]
+SEVEN = [
+    (ROOT, ROOT, 0, 0, 1, 1, 2),
+    (ROOT, 0, 0, ROOT, 3, 3, ROOT),
+    (ROOT, 0, 1, 2, ROOT, 4, 4),
+    (ROOT,) * 7,
+    tuple(chain(7)),
+]
+WAYS = {
+    "independent": {},
+    "without replacement": {"replace": False},
+    "point masses": {"fixed": True},
+}
+CHAIN_RULES = {"multi-round": "rejection", "k-sequential": "rejection", "traversal": "block"}
+PARENTS = st.integers(1, 7).flatmap(lambda size: st.sampled_from(shapes(size)))
+
+
+def distance(vocab: int, parents: tuple[int, ...], way: str, name: str, num_rounds: int = 1):
+    """How far the tokens of some rounds are from the target's own."""
+    target, draft = sources(vocab, len(parents))
+    drawn = TreeDrawn(draft, parents, **WAYS[way])
+    length = num_rounds * (depth(parents) + 1)
+    rule = None if name == "match" else TREE_RULES[name]
+    return rounds(target, drawn, rule).total_variation(num_rounds, min(length, 6))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", [*TREE_RULES, "match"])
+def test_every_small_tree_leaves_the_distribution_alone(name, way):
+    """All 22 shapes of up to 4 tokens, V = 3 or 2: the joint distribution is the target's."""
+    for parents in SMALL:
+        assert distance(3 if len(parents) < 4 else 2, parents, way, name) < EXACT, parents
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_trees_of_seven_leave_the_distribution_alone(name, way):
+    """Some shapes of 7 tokens, V = 2, a chain and a star among them: to 1e-12."""
+    for parents in SEVEN:
+        assert distance(2, parents, way, name) < EXACT, parents
+
+
+@FULL
+@pytest.mark.parametrize("size", [5, 6, 7])
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_every_tree_leaves_the_distribution_alone(name, size):
+    """All 603 shapes of 5 to 7 tokens, V = 2, drawn independently: to 1e-12."""
+    for parents in shapes(size):
+        assert distance(2, parents, "independent", name) < EXACT, parents
+
+
+@pytest.mark.parametrize("name", [*TREE_RULES, "match"])
+def test_several_rounds_leave_the_distribution_alone(name):
+    """Two rounds, each after whatever the first emitted: to 1e-12."""
+    assert distance(2, (ROOT, 0, 0, ROOT), "without replacement", name, num_rounds=2) < EXACT
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_excluded_tokens_leave_the_distribution_alone(name):
+    """Target and draft exclude tokens, other ones, and p = q: to 1e-12."""
+    p, q = rolled([0.7, 0.3, 0.0]), rolled([0.0, 0.5, 0.5])
+    for target, draft in [(p, q), (q, p), (p, p)]:
+        for replace in (True, False):
+            drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT, 3), replace)
+            assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 3) < EXACT
+
+
+@pytest.mark.parametrize("wrong", WRONG_TREE_RULES)
+def test_wrong_rules_are_found(wrong):
+    """Each named fault moves the distribution by more than 0.001 on a tree of 4."""
+    rule, way = WRONG_TREE_RULES[wrong]
+    target, draft = sources(4, 4)
+    drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT), **way)
+    assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_an_order_that_depends_on_the_target_is_found(name):
+    """Wrong: of two independent draws the one that the target likes better is tried first."""
+    target, draft = sources(3, 4)
+    drawn = TriedLikeliestFirst(draft, (ROOT, ROOT), target=target)
+    assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 2) > 1e-3
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+@given(block=strategies.blocks(), seed=st.integers(0, 1000))
+@settings(max_examples=10)
+def test_a_tree_that_does_not_fork_is_its_chain_rule(name, block, seed):
+    """Chances and what follows, bit for bit in float64; kept and emitted on MLX."""
+    target_probs, tokens, draft_probs = block
+    chain_rule, parents = COIN_RULES[CHAIN_RULES[name]], chain(len(tokens))
+    chances, after = TREE_RULES[name].judge(target_probs, tokens, draft_probs, parents)
+    assert np.array_equal(chances, chain_rule.accept_probs(*block))
+    for n in range(len(tokens) + 1):
+        last = n - 1 if name == "traversal" else 0
+        coins = [last <= i < n for i in range(len(tokens))]
+        assert chain_rule.num_accepted(np.array(coins)) == n
+        assert TREE_RULES[name].kept(coins, parents) == list(range(n))
+        assert np.array_equal(after[n], chain_rule.next_probs(target_probs, tokens, draft_probs, n))
+    keys = mx.random.split(mx.random.key(seed), 2)
+    uniform = mx.random.uniform(shape=(len(tokens),), key=keys[0])
+    gumbel = mx.random.gumbel(shape=target_probs.shape[1:], key=keys[1])
+    p, ids, q = to_mlx(target_probs), to_mlx(tokens), to_mlx(draft_probs)
+    verdict = decide(chain_rule, p, ids, q, uniform, gumbel)
+    target = Known(p, ids)
+    on_tree = TREE_RULES[name].decide_tree(target, Draft(ids, mx.log(q)), Given(uniform, gumbel))
+    answers = (verdict, on_tree)
+    numbers = [{k: v.tolist() for k, v in x.arrays().items()} for x in answers]
+    drafted = tokens.tolist()
+    assert (
+        verdict.outcome(numbers[0], drafted).tokens == on_tree.outcome(numbers[1], drafted).tokens
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """A target whose distribution and own tokens are given."""
+
+    probs: mx.array
+    tokens: mx.array
+    greedy: bool = False
+
+
+@given(PARENTS)
+@settings(max_examples=6)
+def test_of_point_masses_all_rules_keep_as_many(parents):
+    """What drafters that do not draw propose is kept as far as the target's mass goes."""
+    target, draft = sources(2, len(parents))
+    fixed = TreeDrawn(draft, parents, fixed=True)
+    alike = [rounds(target, fixed, rule).expected_accepted() for rule in TREE_RULES.values()]
+    np.testing.assert_allclose(alike, alike[0], atol=EXACT)
+
+
+@given(st.integers(2, 4).flatmap(strategies.law_pairs), st.integers(1, 3))
+@settings(max_examples=10)
+def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
+    """Match <= multi-round <= the optimum; k-sequential >= 1 - (1 - 1/C)^C of the optimum."""
+    p, q = pair
+    most = most_kept(p, q, count)
+    parents = (ROOT,) * count
+    kept = {}
+    for name, rule in TREE_RULES.items():
+        kept[name] = 0.0
+        for tokens in product(np.flatnonzero(q).tolist(), repeat=count):
+            rows = np.stack([p] * (count + 1))
+            chances, _ = rule.judge(rows, np.array(tokens), np.stack([q] * count), parents)
+            kept[name] += q[list(tokens)].prod() * (1 - np.prod(1 - chances))
+    matched = float((p * (1 - (1 - q) ** count)).sum())
+    assert matched <= kept["multi-round"] + EXACT
+    assert kept["traversal"] == pytest.approx(kept["multi-round"], abs=EXACT)
+    assert max(kept.values()) <= most + 1e-9
+    assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
+
+
+def gain_of_climbing(parents: tuple[int, ...], *, replace: bool) -> float:
+    """Tokens that traversal keeps beyond those that multi-round keeps, on average; V = 2."""
+    target, draft = sources(2, 0)
+    drawn = TreeDrawn(draft, parents, replace)
+    rules = (TREE_RULES[name] for name in ("multi-round", "traversal"))
+    walked, climbed = (rounds(target, drawn, rule).expected_accepted() for rule in rules)
+    return climbed - walked
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_climbing_keeps_more_unless_a_later_sibling_goes_deeper(replace):
+    """Of the trees of up to 4 tokens one has its deeper branch second; there walking keeps more."""
+    deeper_second = (ROOT, 0, 0, 2)
+    gains = {parents: gain_of_climbing(parents, replace=replace) for parents in SMALL}
+    assert gains.pop(deeper_second) < -0.01
+    assert min(gains.values()) >= -EXACT
+    assert max(gains.values()) > 0.1
+
+
+@given(PARENTS)
+@settings(max_examples=10)
+def test_one_more_token_in_a_tree_keeps_no_less(parents):
+    """Under multi-round the last token of a tree never costs anything."""
+    target, draft = sources(2, 1)
+    rule = TREE_RULES["multi-round"]
+    kept = [
+        rounds(target, TreeDrawn(draft, shape), rule).expected_accepted() if shape else 0.0
+        for shape in (parents[:-1], parents)
+    ]
+    assert kept[0] <= kept[1] + EXACT
+
+
+@given(laws=strategies.blocks(), parents=PARENTS)
+@settings(max_examples=10)
+def test_numpy_and_mlx_agree(laws, parents):
+    """Chances and what follows in float32, to 1e-4, for trees with point masses and drawn rows."""
+    p, tokens, q = laws
+    size = len(parents)
+    p, q = (np.resize(x, (size + more, x.shape[1])) for x, more in ((p, 1), (q, 0)))
+    tokens = np.resize(tokens, size)
+    p = np.round(p * 64 + 0.5) + 1
+    p /= p.sum(axis=-1, keepdims=True)
+    q = np.round(q * 64 + 0.5) + 1
+    q /= q.sum(axis=-1, keepdims=True)
+    for rule in TREE_RULES.values():
+        chances, after = rule.judge(p, tokens, q, parents)
+        on_mlx = rule.judge(to_mlx(p), to_mlx(tokens), to_mlx(q), parents)
+        np.testing.assert_allclose(chances, np.array(on_mlx[0]), atol=1e-3)
+        np.testing.assert_allclose(np.array(on_mlx[1]).sum(axis=-1), 1, atol=1e-4)
+        assert after.shape == on_mlx[1].shape
+
+
+def test_own_tokens_lead_through_the_tree():
+    """Match goes down where a child carries the row's own token, the first of two alike."""
+    parents = [ROOT, ROOT, 1, 1, 2, 3]
+    own = mx.array([7, 0, 5, 0, 6, 0, 9])
+    draft = Draft([4, 7, 5, 5, 6, 6], parents=parents)
+    own_at = mx.array([7, 0, 5, 6, 0, 9, 0])
+    verdict = OwnTokens().decide_tree(Known(own, own_at), draft, Given(own, own))
+    numbers = {name: array.tolist() for name, array in verdict.arrays().items()}
+    outcome = verdict.outcome(numbers, [4, 7, 5, 5, 6, 6])
+    assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
+
+
+def test_greedy_targets_are_matched():
+    """With all mass on one token every rule is match, and reads no distribution."""
+    draft = Draft([1, 2, 0], mx.log(mx.full((3, 3), 1 / 3)), parents=[ROOT, ROOT, 1])
+    own = Known(mx.array(0), mx.array([2, 1, 0, 1]), greedy=True)
+    for rule in TREE_RULES.values():
+        verdict = rule.decide_tree(own, draft, Given(mx.array(0), mx.array(0)))
+        numbers = {name: array.tolist() for name, array in verdict.arrays().items()}
+        assert verdict.outcome(numbers, [1, 2, 0]).tokens == [2, 0, 1]
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+def test_verdicts_on_trees_follow_the_targets_distribution(name):
+    """4,000 verdicts on two siblings: chi-square, false alarms 1e-6.
+
+    A distribution that is off by a total variation of 0.07 fails with a chance above 0.99.
+    """
+    p, q = mx.array([[0.5, 0.3, 0.15, 0.05]] * 3), mx.array([0.1, 0.2, 0.3, 0.4])
+    keys = mx.random.split(mx.random.key(0), 3)
+    drafted = mx.random.categorical(mx.log(q), shape=(4_000, 2), key=keys[0])
+    uniform = mx.random.uniform(shape=(4_000, 2), key=keys[1])
+    gumbel = mx.random.gumbel(shape=(4_000, 4), key=keys[2])
+    rule, logprobs, target = TREE_RULES[name], mx.log(mx.stack([q, q])), Known(p, p)
+
+    def decide_one(tokens: mx.array, u: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
+        draft = Draft(tokens, logprobs, parents=[ROOT, ROOT])
+        verdict = rule.decide_tree(target, draft, Given(u, g))
+        return verdict.coins, verdict.after
+
+    coins, after = mx.vmap(decide_one)(drafted, uniform, gumbel)
+    paths = [rule.kept(heads, [ROOT, ROOT]) for heads in coins.tolist()]
+    tokens = [
+        drawn[path[0]] if path else own[0]
+        for path, own, drawn in zip(paths, after.tolist(), drafted.tolist(), strict=True)
+    ]
+    expected = 4_000 * np.array(p[0], np.float64) / np.array(p[0], np.float64).sum()
+    assert chisquare(np.bincount(tokens, minlength=4), expected).pvalue > 1e-6
+
+
+@given(PARENTS)
+def test_shapes_are_read_off_the_parents(parents):
+    """Children, depths and paths say the same; the first path goes to first children."""
+    children = children_of(parents)
+    assert sorted(child for row in children for child in row) == list(range(len(parents)))
+    for node, parent in enumerate(parents):
+        assert node in children[parent + 1]
+        assert len(path_to(node, parents)) == depths_of(parents)[node] + 1
+    first = first_path(parents)
+    assert walk([True] * len(parents), parents) == first
+    assert not children[first[-1] + 1]
+    assert climb([False] * len(parents), parents) == []
+    assert point_mass(np.array(first), np.zeros((1, 8))).shape == (len(first), 8)
