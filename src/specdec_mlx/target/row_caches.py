@@ -75,7 +75,7 @@ class Slots:
         self.positions[self.positions >= np.array(ends, np.int32)[:, None]] = EMPTY
         used = np.flatnonzero((self.positions != EMPTY).any(axis=0))
         num_slots = int(used[-1]) + 1 if len(used) else 0
-        dropped = self.positions.shape[1] - num_slots
+        dropped = int(self.positions.shape[1]) - num_slots
         self.positions = self.positions[:, :num_slots]
         return dropped
 
@@ -99,6 +99,10 @@ class Slots:
 class RowsCache(BatchKVCache):  # type: ignore[misc]
     """mlx-lm's batch of key-value caches, but for what its rows see of it; see the module."""
 
+    keys: Any
+    values: Any
+    _idx: int
+
     def __init__(self, slots: Slots) -> None:
         """No row is there yet."""
         super().__init__([])
@@ -107,6 +111,7 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
     def make_mask(
         self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any
     ) -> mx.array:
+        """What each query of the latest pass sees; mlx-lm's arguments."""
         return self.slots.mask(N, window_size)
 
     def add_row(self, cache: Any, num_rows: int, num_slots: int) -> None:
@@ -150,8 +155,9 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
         """A cache of one text, of the class of `like`, with what a row holds."""
         if self.keys is None:
             return like
-        slots = np.flatnonzero(self.slots.positions[row] != EMPTY)
-        slots = mx.array(slots[np.argsort(self.slots.positions[row][slots])])
+        positions = self.slots.positions[row]
+        full = np.flatnonzero(positions != EMPTY)
+        slots = mx.array(full[np.argsort(positions[full])])
         like.keys = self.keys[row : row + 1, :, slots]
         like.values = self.values[row : row + 1, :, slots]
         like.offset = num_positions
@@ -279,7 +285,8 @@ class RowCaches:
     def _restore(self, rows: Sequence[bool]) -> None:
         """Give these rows the recurrent states from before the pass."""
         for cache, before in self._before:
-            cache.cache = [_chosen(rows, old, new) for old, new in zip(before, cache.cache)]
+            pairs = zip(before, cache.cache, strict=True)
+            cache.cache = [_chosen(rows, old, new) for old, new in pairs]
 
     def _tidy(self) -> None:
         """Drop slots that nobody sees any more."""

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.target.verifier import LazyPass, RowByRowPass, Verifier
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, PendingPass
 
@@ -128,6 +128,12 @@ class RowPasses:
         return Rollback(caches, self.places[row].position)
 
 
+def wait_for(passes: Sequence[PendingPass]) -> None:
+    """Wait for what is to be read of all rows, at once."""
+    made = [pass_ for pass_ in passes if isinstance(pass_, LazyPass | RowByRowPass)]
+    mx.eval([pass_.to_compute for pass_ in made])
+
+
 def _padded(rounds: Sequence[ToVerify], drafted: Sequence[mx.array], width: int) -> mx.array:
     """What is fed, [rows, width]; padding is token 0. What the host knows is one array."""
     if not any(
@@ -139,6 +145,7 @@ def _padded(rounds: Sequence[ToVerify], drafted: Sequence[mx.array], width: int)
             row[: len(known)] = known
         return mx.array(fed)
     rows = [
-        mx.concatenate([to_ids(r.pending), tokens]) for r, tokens in zip(rounds, drafted, strict=True)
+        mx.concatenate([to_ids(r.pending), tokens])
+        for r, tokens in zip(rounds, drafted, strict=True)
     ]
     return mx.stack([mx.pad(row, (0, width - row.shape[0])) for row in rows])

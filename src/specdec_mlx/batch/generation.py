@@ -12,21 +12,22 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.batch.rows import Request, Row, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.tuning import tuning_for
-from specdec_mlx.loop import Generation, Token
+from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import (
@@ -41,77 +42,19 @@ from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_exactness import can_hold_rows
-from specdec_mlx.target.row_pass import RowPasses, ToVerify
+from specdec_mlx.target.row_pass import RowPasses, ToVerify, wait_for
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import (
     NO_DRAFT,
     AcceptanceRule,
     Draft,
-    DraftContext,
     Drafter,
-    LogitsProcessor,
     Outcome,
     ReadsTarget,
     all_drafters,
 )
 
-
-@dataclass
-class Request:
-    """One text to write.
-
-    prompt: [n] token ids. max_tokens: most tokens to generate, -1 for no limit. sampler, seed,
-    logits_processors: as in `speculate`. prompt_cache: the target's caches, which hold the prompt's
-    first tokens; they are copied, and stay as they are.
-    """
-
-    prompt: Sequence[int] | mx.array
-    max_tokens: int = 128
-    sampler: Sampler | Sampling | None = None
-    seed: int | None = None
-    logits_processors: Sequence[LogitsProcessor] = ()
-    prompt_cache: list[Any] | None = None
-
-
-class RowToken(NamedTuple):
-    """One emitted token of one text.
-
-    uid: which text; see `BatchGeneration.insert`. token: the token. finish_reason: "stop" after a
-    stop token, "length" after the last one wanted, else None. prompt_cache: of a text that has
-    ended, if caches were asked for: they hold prompt + text.
-    """
-
-    uid: int
-    token: Token
-    finish_reason: str | None
-    prompt_cache: list[Any] | None = None
-
-
-@dataclass
-class _Row:
-    """A text that is being written. finish_reason: why it ends with the tokens that are known."""
-
-    uid: int
-    generation: Generation
-    verifier: Verifier
-    context: DraftContext
-    finish_reason: str | None = None
-    prompt_cache: list[Any] | None = None
-
-    def cut_at(self, stop_tokens: frozenset[int], outcome: Outcome) -> None:
-        """End with the first stop token of a round, or with the last token wanted."""
-        sequence, tokens = self.generation.sequence, outcome.tokens
-        if not sequence.wants_more():
-            self.finish_reason = "length"
-        for i, token in enumerate(tokens):
-            if token in stop_tokens:
-                self.finish_reason = "stop"
-                del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
-                outcome.tokens = tokens[: i + 1]
-                return
-
-
-_Rounds = list[tuple[_Row, Round]]
+_Rounds = list[tuple[Row, Round]]
 """A pass under way, row by row."""
 
 
@@ -141,7 +84,7 @@ class BatchGeneration:
     prompt_seconds: float = 0.0
     num_rounds: int = 0
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
-    _rows: list[_Row] = field(default_factory=list)
+    _rows: list[Row] = field(default_factory=list)
     _num_inserted: int = 0
 
     def __post_init__(self) -> None:
@@ -170,6 +113,11 @@ class BatchGeneration:
         self._num_inserted += 1
         self._waiting.append((uid, request))
         return uid
+
+    @property
+    def num_open(self) -> int:
+        """Texts that are being written, and those that wait."""
+        return len(self._rows) + len(self._waiting)
 
     def remove(self, uid: int) -> None:
         """Take a text out; none of its tokens comes after those of the round that is under way."""
@@ -204,7 +152,7 @@ class BatchGeneration:
                 passes.settle()
             following, failure = ahead, None
             try:
-                for row, outcome in outcomes:
+                for row, _ in outcomes:
                     row.generation.drafting.observe()
                 self._leave(passes)
                 following = self._follow(passes, ahead)
@@ -236,7 +184,7 @@ class BatchGeneration:
                 passes.add(row.verifier)
             self._rows.append(row)
 
-    def _prefill(self, row: _Row) -> None:
+    def _prefill(self, row: Row) -> None:
         """Read a prompt but for its last token, alone."""
         generation = row.generation
         generation.drafting.begin(row.context)
@@ -244,7 +192,7 @@ class BatchGeneration:
         self.prompt_tokens += generation.sequence.prompt_length
         self.prompt_seconds += generation.stats.prefill_seconds
 
-    def _begin(self, uid: int, request: Request) -> _Row:
+    def _begin(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
         prompt = check_prompt(request.prompt, None, self.drafter)
         given = copy.deepcopy(request.prompt_cache)
@@ -265,7 +213,7 @@ class BatchGeneration:
         generation = Generation(
             verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
         )
-        return _Row(uid, generation, verifier, context)
+        return Row(uid, generation, verifier, context)
 
     def _length(self) -> DraftLength:
         """The draft length of one text."""
@@ -324,10 +272,10 @@ class BatchGeneration:
             for row, pass_ in zip(self._rows, under_way, strict=True)
         ]
 
-    def _accept(self, current: _Rounds, ahead: _Rounds) -> list[tuple[_Row, Outcome]]:
+    def _accept(self, current: _Rounds, ahead: _Rounds) -> list[tuple[Row, Outcome]]:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
         with mx.stream(self.stream):
-            mx.eval([round_.under_way.to_compute for _, round_ in current])
+            wait_for([round_.under_way for _, round_ in current])
         next_of = {row.uid: round_ for row, round_ in ahead}
         outcomes = []
         for row, round_ in current:
@@ -342,7 +290,7 @@ class BatchGeneration:
         """Take out the rows that end with the tokens that are known."""
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
         for i, row in enumerate(self._rows):
-            if row.finish_reason is not None and self.returns_caches:
+            if self.returns_caches and row.finish_reason in ("stop", "length"):
                 with mx.stream(self.stream):
                     row.prompt_cache = _whole_caches(row, passes.extract(i))
         if len(staying) < len(self._rows):
@@ -360,7 +308,7 @@ class BatchGeneration:
         return [pair for pair in following if pair[0].finish_reason is None]
 
     def _emit(
-        self, current: _Rounds, outcomes: list[tuple[_Row, Outcome]], following: _Rounds
+        self, current: _Rounds, outcomes: list[tuple[Row, Outcome]], following: _Rounds
     ) -> Iterator[RowToken]:
         """Hand out the tokens of a round, while the next one is under way."""
         next_of = {row.uid: round_ for row, round_ in following}
@@ -395,17 +343,19 @@ class BatchGeneration:
             self.prompt_seconds += row.generation.stats.prefill_seconds
             self.num_rounds += row.generation.stats.target_passes
             if last is not None:
-                yield RowToken(row.uid, last.token, last.finish_reason or "length", row.prompt_cache)
+                yield RowToken(
+                    row.uid, last.token, last.finish_reason or "length", row.prompt_cache
+                )
 
 
-def _may_run_ahead(pair: tuple[_Row, Round]) -> bool:
+def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
     """Whether a row's next token may be fed before it is known."""
     row, round_ = pair
     wants_more = row.generation.sequence.wants_more(besides=1)
     return row.generation.pipeline.is_on and not len(round_.draft) and wants_more
 
 
-def _whole_caches(row: _Row, alone: Rollback) -> list[Any]:
+def _whole_caches(row: Row, alone: Rollback) -> list[Any]:
     """Caches of one text, brought to its end."""
     row.verifier.model_pass.rollback = alone
     sequence = row.generation.sequence
