@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -21,6 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.rows import Request, Row, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.clock import Round
@@ -85,11 +87,17 @@ class BatchGeneration:
     num_rounds: int = 0
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
     _rows: list[Row] = field(default_factory=list)
+    _leaving: list[Row] = field(default_factory=list)
+    """Rows that have ended, and whose last tokens are being handed out."""
     _num_inserted: int = 0
 
     def __post_init__(self) -> None:
         """See whether the texts can be rows of one batch."""
         self._passes = self._as_rows()
+        self._shared: SharedLength | None = None
+        if self._passes is not None and self.draft_length == "auto":
+            self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
+        self._pace = _Pace()
 
     def _as_rows(self) -> RowPasses | None:
         """The passes over all rows; None where texts have to be written one by one."""
@@ -102,9 +110,16 @@ class BatchGeneration:
             )
             return None
         with mx.stream(self.stream):
-            caches = RowCaches.like(make_prompt_cache(self.model, max_kv_size=self.max_kv_size))
-            if caches is None or not can_hold_rows(self.model):
+            if not can_hold_rows(self.model):
                 return None
+            caches = RowCaches.like(make_prompt_cache(self.model, max_kv_size=self.max_kv_size))
+        if caches is None:
+            warnings.warn(
+                "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are "
+                "written one by one. Leave it out to have them written together.",
+                stacklevel=4,
+            )
+            return None
         return RowPasses(self.model, caches)
 
     def insert(self, request: Request) -> int:
@@ -122,7 +137,7 @@ class BatchGeneration:
     def remove(self, uid: int) -> None:
         """Take a text out; none of its tokens comes after those of the round that is under way."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != uid)
-        for row in self._rows:
+        for row in (*self._rows, *self._leaving):
             if row.uid == uid:
                 row.finish_reason = "removed"
 
@@ -158,7 +173,9 @@ class BatchGeneration:
                 following = self._follow(passes, ahead)
             except Exception as error:  # of a drafter; what was accepted is emitted first
                 failure = error
+            handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
+            self._pace.away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
             current = self._still_there(passes, following)
@@ -217,16 +234,29 @@ class BatchGeneration:
 
     def _length(self) -> DraftLength:
         """The draft length of one text."""
+        if self._shared is not None:
+            return self._shared.of_row()
         choice = copy.deepcopy(self.draft_length)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
         """A draft for each row; the first token of a text waits for none."""
+        if self._shared is not None:
+            self._shared.num_rows = len(self._rows)
         drafts = []
         for row in self._rows:
             is_first = row.generation.sequence.num_generated == 0
             drafts.append(NO_DRAFT if is_first else row.generation.propose())
-        return drafts
+        if self._shared is None:
+            return drafts
+        draftings = [row.generation.drafting for row in self._rows]
+        return self._shared.share(
+            [
+                (drafting.length, drafting.part, draft)
+                for drafting, draft in zip(draftings, drafts, strict=True)
+                if isinstance(drafting.length, RowLength)
+            ]
+        )
 
     def _verify(self, passes: RowPasses, drafts: Sequence[Draft]) -> _Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
@@ -266,7 +296,9 @@ class BatchGeneration:
             (
                 row,
                 row.generation.clock.launched(
-                    pass_, is_ahead=is_ahead, part=row.generation.drafting.part
+                    pass_,
+                    is_ahead=is_ahead,
+                    part=row.generation.drafting.part if len(pass_.draft) else "",
                 ),
             )
             for row, pass_ in zip(self._rows, under_way, strict=True)
@@ -276,6 +308,7 @@ class BatchGeneration:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
         with mx.stream(self.stream):
             wait_for([round_.under_way for _, round_ in current])
+        self._pace.was_read(current, ahead)
         next_of = {row.uid: round_ for row, round_ in ahead}
         outcomes = []
         for row, round_ in current:
@@ -284,6 +317,11 @@ class BatchGeneration:
                 row.cut_at(self.stop_tokens, outcome)
             row.generation.roll_back(round_, outcome)
             outcomes.append((row, outcome))
+        if self._shared is not None:
+            width = max(len(round_.draft) for _, round_ in current)
+            emitted = sum(len(outcome.tokens) for _, outcome in outcomes)
+            pace = self._pace
+            self._shared.record(width, emitted, pace.seconds, steady=pace.is_steady)
         return outcomes
 
     def _leave(self, passes: RowPasses) -> None:
@@ -299,6 +337,7 @@ class BatchGeneration:
             for row in self._rows:
                 if row.finish_reason is not None:
                     row.generation.finish()
+            self._leaving = [row for row in self._rows if row.finish_reason is not None]
             self._rows = [self._rows[i] for i in staying]
 
     def _still_there(self, passes: RowPasses, following: _Rounds) -> _Rounds:
@@ -348,11 +387,38 @@ class BatchGeneration:
                 )
 
 
+@dataclass
+class _Pace:
+    """What a pass over all rows takes, in seconds, from one reading to the next.
+
+    is_steady: whether they are the seconds of one pass with the rows of the one before it, and the
+    caller was not busy with its tokens for most of the time. away: how long it was.
+    """
+
+    seconds: float = 0.0
+    is_steady: bool = False
+    away: float = 0.0
+    _read_at: float = 0.0
+    _uids: tuple[int, ...] = ()
+
+    def was_read(self, current: _Rounds, ahead: _Rounds) -> None:
+        """A pass was read."""
+        now = perf_counter()
+        self.seconds, self._read_at = now - self._read_at, now
+        uids = tuple(row.uid for row, _ in current)
+        in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
+        undisturbed = self.away < self.seconds / 2
+        self.is_steady = uids == self._uids and in_step and undisturbed
+        self._uids = uids
+
+
 def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
     """Whether a row's next token may be fed before it is known."""
     row, round_ = pair
-    wants_more = row.generation.sequence.wants_more(besides=1)
-    return row.generation.pipeline.is_on and not len(round_.draft) and wants_more
+    generation = row.generation
+    waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
+    may = generation.pipeline.is_on and not len(round_.draft) and not waits
+    return may and generation.sequence.wants_more(besides=1)
 
 
 def _whole_caches(row: Row, alone: Rollback) -> list[Any]:

@@ -83,7 +83,7 @@ class Slots:
         """Empty the slots that are behind the window of each row's next position."""
         if self.window is not None:
             first = np.array(ends, np.int32)[:, None] - self.window
-            self.positions[self.positions <= first] = EMPTY
+            self.positions[self.positions < first] = EMPTY
 
     def order(self) -> np.ndarray | None:
         """The slots [rows, n] to keep, as indices, if many are empty; else None."""
@@ -122,6 +122,8 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
             num_rows: rows that are there.
             num_slots: slots that a row has from now on.
         """
+        if num_rows == 0:
+            self.keys, self.values, self._idx = None, None, 0
         if cache.empty() and self.keys is None:
             return
         row = self if cache.empty() else type(cache).merge([cache])
