@@ -197,12 +197,12 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
         for row, prompt in enumerate(prompts):
             batch.insert(Request(prompt, 2, sd.Sampling(temp=1.0), 2 * seed + row))
     texts = np.array(collected(batch.run(), 2 * num_pairs)).reshape(num_pairs, 2, 2)
-    laws = [two_tokens(target, prompt) for prompt in prompts]
-    for row, law in enumerate(laws):
+    exacts = [two_tokens(target, prompt) for prompt in prompts]
+    for row, exact in enumerate(exacts):
         assert chi_square_of(
-            texts[:, row, 0] * 4 + texts[:, row, 1], law.ravel()
+            texts[:, row, 0] * 4 + texts[:, row, 1], exact.ravel()
         ) < chi_square.limit(15)
-    seconds = np.outer(laws[0].sum(axis=0), laws[1].sum(axis=0))
+    seconds = np.outer(exacts[0].sum(axis=0), exacts[1].sum(axis=0))
     pairs = texts[:, 0, 1] * 4 + texts[:, 1, 1]
     assert chi_square_of(pairs, seconds.ravel()) < chi_square.limit(15)
 
@@ -218,9 +218,9 @@ def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
     return np.stack([first[token] * after([*prompt, token]) for token in range(len(first))])
 
 
-def chi_square_of(samples: np.ndarray, law: np.ndarray) -> float:
-    expected = law * len(samples)
-    counts = np.bincount(samples, minlength=len(law))
+def chi_square_of(samples: np.ndarray, exact: np.ndarray) -> float:
+    expected = exact * len(samples)
+    counts = np.bincount(samples, minlength=len(exact))
     return float(((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
 
 
