@@ -7,6 +7,7 @@ try:
 except ImportError as _error:
     raise _backends.without_mlx(_error) from None
 
+from specdec_mlx.batch_generation import batch_generate, batch_stream_generate
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
@@ -108,6 +109,8 @@ __all__ = [
     "UnknownNameError",
     "UnreadableError",
     "VerdictError",
+    "batch_generate",
+    "batch_stream_generate",
     "check",
     "drafter_names",
     "early_exit",

@@ -62,6 +62,11 @@ class LazyPass:
     features: FeatureRows | None = None
 
     @property
+    def to_compute(self) -> list[mx.array]:
+        """What the device is to begin with."""
+        return [*self.results.values(), self.logprobs]
+
+    @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
         return to_ids(self.results["target_tokens"])
@@ -99,6 +104,11 @@ class RowByRowPass:
     logprobs: mx.array
     choose: Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]
     features: FeatureRows | None = None
+
+    @property
+    def to_compute(self) -> list[mx.array]:
+        """What the device is to begin with."""
+        return [self.logprobs]
 
     @cached_property
     def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
@@ -214,20 +224,43 @@ class Verifier:
         pending, rows = self._feed_all_but_last_pass(pending)
         if len(draft):
             self.rollback.checkpoint()
-        drafted = self._clamped(draft) if len(draft) else NO_TOKENS
+        drafted = self.drafted_ids(draft)
         fed = mx.concatenate([pending, drafted]) if len(draft) else pending
         logits = self.feed(fed, embeddings, draft.parents)
         if logits.shape[0] > len(draft) + 1:
             logits = logits[-len(draft) - 1 :]
-        features = _joined([*rows, self.model_pass.features])
-        if self.distribution.by_row:
-            mx.async_eval(logits)
-            return RowByRowPass(draft, num_fed, logits, self._chooser(logits, position), features)
-        pass_ = self._decide(logits, draft, drafted, position, num_fed)
-        pass_.features = features
-        tops = None if features is None else features.top_tokens
-        mx.async_eval(pass_.results, pass_.logprobs, *([] if tops is None else [tops]))
+        pass_ = self.judge(logits, draft, drafted, position, num_fed)
+        pass_.features = _joined([*rows, self.model_pass.features])
+        tops = None if pass_.features is None else pass_.features.top_tokens
+        mx.async_eval(pass_.to_compute, *([] if tops is None else [tops]))
         return pass_
+
+    def judge(
+        self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
+    ) -> LazyPass | RowByRowPass:
+        """The round of a pass that was made, all of it lazy.
+
+        Args:
+            logits: [K+1, V], of the last pending token and the draft.
+            draft: K tokens.
+            drafted: [K] their ids, as they were fed.
+            position: index of the round's first token among those generated.
+            num_fed: positions of the pass.
+        """
+        if self.distribution.by_row:
+            return RowByRowPass(draft, num_fed, logits, self._chooser(logits, position))
+        return self._decide(logits, draft, drafted, position, num_fed)
+
+    def chain_of(self, draft: Draft) -> Draft:
+        """A draft as a chain, of a tree the first one; DraftError for what cannot be a draft."""
+        if not len(draft):
+            return draft
+        check_draft(draft, self.vocab_size())
+        return draft.first_chain()
+
+    def drafted_ids(self, draft: Draft) -> mx.array:
+        """The ids of a draft's tokens, as they are fed."""
+        return self._clamped(draft) if len(draft) else NO_TOKENS
 
     def _feed_all_but_last_pass(
         self, pending: mx.array

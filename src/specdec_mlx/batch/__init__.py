@@ -1,0 +1,1 @@
+"""Several texts of one model at once, row by row."""

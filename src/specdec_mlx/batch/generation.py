@@ -1,0 +1,430 @@
+"""Several texts at once: each row drafts for itself, and one pass verifies all drafts.
+
+A row is a `loop.Generation` like any other: the same text, session, rule, noise and account. Only
+its passes are made together with those of the other rows, and so it is written what it would be
+alone. Rows leave when they end, and others take their place.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.batch.rows import Request, Row, RowToken
+from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
+from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.clock import Round
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.ending import close_all
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.inputs import (
+    CacheOptions,
+    check_fits,
+    check_ids,
+    check_prompt,
+    split_cache,
+)
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.row_exactness import can_hold_rows
+from specdec_mlx.target.row_pass import RowPasses, ToVerify, wait_for
+from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.types import (
+    NO_DRAFT,
+    AcceptanceRule,
+    Draft,
+    Drafter,
+    Outcome,
+    ReadsTarget,
+    all_drafters,
+)
+
+_Rounds = list[tuple[Row, Round]]
+"""A pass under way, row by row."""
+
+
+@dataclass
+class BatchGeneration:
+    """Several texts of one model, written together; texts may be added and taken out at any time.
+
+    model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
+    `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
+    end a text. max_rows: texts that are written at a time; more of them wait. returns_caches:
+    whether a text's caches are handed out with its last token.
+    """
+
+    model: nn.Module
+    drafter: Drafter | None = None
+    rule: str | AcceptanceRule = "auto"
+    draft_length: int | str | DraftLength = "auto"
+    stop_tokens: frozenset[int] = frozenset()
+    max_rows: int = 32
+    prefill_step_size: int = 2048
+    max_kv_size: int | None = None
+    tokenizer: Any = None
+    probe: bool = True
+    returns_caches: bool = False
+    stream: Any = generation_stream
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    num_rounds: int = 0
+    _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
+    _rows: list[Row] = field(default_factory=list)
+    _leaving: list[Row] = field(default_factory=list)
+    """Rows that have ended, and whose last tokens are being handed out."""
+    _num_inserted: int = 0
+
+    def __post_init__(self) -> None:
+        """See whether the texts can be rows of one batch."""
+        self._passes = self._as_rows()
+        self._shared: SharedLength | None = None
+        if self._passes is not None and self.draft_length == "auto":
+            self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
+        self._pace = _Pace()
+
+    def _as_rows(self) -> RowPasses | None:
+        """The passes over all rows; None where texts have to be written one by one."""
+        reading = [part for part in all_drafters(self.drafter) if isinstance(part, ReadsTarget)]
+        if reading:
+            warnings.warn(
+                f"specdec_mlx: {type(reading[0]).__name__} reads the target's states, which it "
+                "cannot of several texts at once. They are written one by one.",
+                stacklevel=4,
+            )
+            return None
+        with mx.stream(self.stream):
+            if not can_hold_rows(self.model):
+                return None
+            caches = RowCaches.like(make_prompt_cache(self.model, max_kv_size=self.max_kv_size))
+        if caches is None:
+            warnings.warn(
+                "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are "
+                "written one by one. Leave it out to have them written together.",
+                stacklevel=4,
+            )
+            return None
+        return RowPasses(self.model, caches)
+
+    def insert(self, request: Request) -> int:
+        """Add a text; the uid that its tokens come with."""
+        uid = self._num_inserted
+        self._num_inserted += 1
+        self._waiting.append((uid, request))
+        return uid
+
+    @property
+    def num_open(self) -> int:
+        """Texts that are being written, and those that wait."""
+        return len(self._rows) + len(self._waiting)
+
+    def remove(self, uid: int) -> None:
+        """Take a text out; none of its tokens comes after those of the round that is under way."""
+        self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != uid)
+        for row in (*self._rows, *self._leaving):
+            if row.uid == uid:
+                row.finish_reason = "removed"
+
+    def run(self) -> Generator[RowToken, None, None]:
+        """Write all texts; the tokens of a round come row by row."""
+        rows = self._run_alone() if self._passes is None else self._run_rows(self._passes)
+        try:
+            yield from rows
+        finally:
+            rows.close()
+            with mx.stream(self.stream):
+                close_all(*(row.generation.finish for row in self._rows))
+            self._rows = []
+
+    def _run_rows(self, passes: RowPasses) -> Generator[RowToken, None, None]:
+        """The algorithm of `loop`, with one pass for all rows."""
+        current: _Rounds = []
+        while True:
+            if not current:
+                self._admit(passes)
+                if not self._rows:
+                    return
+                current = self._verify(passes, self._propose())
+            ahead = self._verify_ahead(passes, current)
+            outcomes = self._accept(current, ahead)
+            with mx.stream(self.stream):
+                passes.settle()
+            following, failure = ahead, None
+            try:
+                for row, _ in outcomes:
+                    row.generation.drafting.observe()
+                self._leave(passes)
+                following = self._follow(passes, ahead)
+            except Exception as error:  # of a drafter; what was accepted is emitted first
+                failure = error
+            handed_over = perf_counter()
+            yield from self._emit(current, outcomes, following)
+            self._pace.away = perf_counter() - handed_over
+            if failure is not None:
+                raise failure
+            current = self._still_there(passes, following)
+
+    def _follow(self, passes: RowPasses, ahead: _Rounds) -> _Rounds:
+        """The next pass under way; none where a text waits for a place, or all have ended."""
+        if ahead:
+            there = {row.uid for row in self._rows}
+            for row, round_ in ahead:
+                if row.uid in there:
+                    row.generation.stay_ahead(round_)
+            return [pair for pair in ahead if pair[0].uid in there]
+        if not self._rows or (self._waiting and len(self._rows) < self.max_rows):
+            return []
+        return self._verify(passes, self._propose())
+
+    def _admit(self, passes: RowPasses) -> None:
+        """Read the prompts of those that wait, as long as there are places."""
+        while self._waiting and len(self._rows) < self.max_rows:
+            row = self._begin(*self._waiting.popleft())
+            with mx.stream(self.stream):
+                self._prefill(row)
+                passes.add(row.verifier)
+            self._rows.append(row)
+
+    def _prefill(self, row: Row) -> None:
+        """Read a prompt but for its last token, alone."""
+        generation = row.generation
+        generation.drafting.begin(row.context)
+        generation.prefill()
+        self.prompt_tokens += generation.sequence.prompt_length
+        self.prompt_seconds += generation.stats.prefill_seconds
+
+    def _begin(self, uid: int, request: Request) -> Row:
+        """A text before anything is read."""
+        prompt = check_prompt(request.prompt, None, self.drafter)
+        given = copy.deepcopy(request.prompt_cache)
+        caches, _ = split_cache(self.model, given, self.max_kv_size)
+        options = CacheOptions(self.max_kv_size, self.prefill_step_size)
+        probe = self.probe and self.drafter is not None
+        model_pass = ModelPass(self.model, Rollback(caches), options, probe=probe)
+        noise = Noise.from_global_state() if request.seed is None else Noise(request.seed)
+        next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
+        verifier = Verifier(model_pass, next_token, self.rule)
+        check_ids(prompt, verifier.vocab_size())
+        context = verifier.draft_context(self.tokenizer, None)
+        check_fits(self.drafter, context)
+        sequence = SequenceState(prompt, len(prompt), request.max_tokens)
+        drafting = Drafting(
+            self.drafter, self._length(), verifier, sequence, keeps_cache=False, stream=self.stream
+        )
+        generation = Generation(
+            verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
+        )
+        return Row(uid, generation, verifier, context)
+
+    def _length(self) -> DraftLength:
+        """The draft length of one text."""
+        if self._shared is not None:
+            return self._shared.of_row()
+        choice = copy.deepcopy(self.draft_length)
+        return make_draft_length(choice, tuning_for(self.model))
+
+    def _propose(self) -> list[Draft]:
+        """A draft for each row; the first token of a text waits for none."""
+        if self._shared is not None:
+            self._shared.num_rows = len(self._rows)
+        drafts = []
+        for row in self._rows:
+            is_first = row.generation.sequence.num_generated == 0
+            drafts.append(NO_DRAFT if is_first else row.generation.propose())
+        if self._shared is None:
+            return drafts
+        draftings = [row.generation.drafting for row in self._rows]
+        return self._shared.share(
+            [
+                (drafting.length, drafting.part, draft)
+                for drafting, draft in zip(draftings, drafts, strict=True)
+                if isinstance(drafting.length, RowLength)
+            ]
+        )
+
+    def _verify(self, passes: RowPasses, drafts: Sequence[Draft]) -> _Rounds:
+        """Start the pass over all rows' pending tokens and drafts."""
+        to_verify = []
+        for row, draft in zip(self._rows, drafts, strict=True):
+            generation = row.generation
+            has_cheap_part = generation.drafting.has_cheap_part
+            generation.pipeline.choose(len(draft) > 0, has_cheap_part)
+            pending = generation.sequence.tokens[generation.target.rollback.position :]
+            to_verify.append(ToVerify(pending, draft, generation.sequence.num_generated))
+        return self._launch(passes, to_verify, is_ahead=False)
+
+    def _verify_ahead(self, passes: RowPasses, current: _Rounds) -> _Rounds:
+        """In pipelined mode, start the pass after this one before its tokens are known."""
+        may_join = bool(self._waiting) and len(self._rows) < self.max_rows
+        if may_join or self.returns_caches or not all(map(_may_run_ahead, current)):
+            return []
+        to_verify = []
+        with mx.stream(self.stream):
+            for row, round_ in current:
+                token = round_.under_way.next_token
+                row.verifier.extend_history(token)
+                position = row.generation.sequence.num_generated + 1
+                to_verify.append(ToVerify(token, NO_DRAFT, position))
+        return self._launch(passes, to_verify, is_ahead=True)
+
+    def _launch(
+        self, passes: RowPasses, to_verify: Sequence[ToVerify], *, is_ahead: bool
+    ) -> _Rounds:
+        """One pass for all rows."""
+        for row in self._rows:
+            row.generation.clock.launch_begins()
+        with mx.stream(self.stream):
+            under_way = passes.launch(to_verify)
+        self.num_rounds += 1
+        return [
+            (
+                row,
+                row.generation.clock.launched(
+                    pass_,
+                    is_ahead=is_ahead,
+                    part=row.generation.drafting.part if len(pass_.draft) else "",
+                ),
+            )
+            for row, pass_ in zip(self._rows, under_way, strict=True)
+        ]
+
+    def _accept(self, current: _Rounds, ahead: _Rounds) -> list[tuple[Row, Outcome]]:
+        """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
+        with mx.stream(self.stream):
+            wait_for([round_.under_way for _, round_ in current])
+        self._pace.was_read(current, ahead)
+        next_of = {row.uid: round_ for row, round_ in ahead}
+        outcomes = []
+        for row, round_ in current:
+            outcome = row.generation.accept(round_, next_of.get(row.uid))
+            if row.finish_reason is None:
+                row.cut_at(self.stop_tokens, outcome)
+            row.generation.roll_back(round_, outcome)
+            outcomes.append((row, outcome))
+        if self._shared is not None:
+            width = max(len(round_.draft) for _, round_ in current)
+            emitted = sum(len(outcome.tokens) for _, outcome in outcomes)
+            pace = self._pace
+            self._shared.record(width, emitted, pace.seconds, steady=pace.is_steady)
+        return outcomes
+
+    def _leave(self, passes: RowPasses) -> None:
+        """Take out the rows that end with the tokens that are known."""
+        staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
+        for i, row in enumerate(self._rows):
+            if self.returns_caches and row.finish_reason in ("stop", "length"):
+                with mx.stream(self.stream):
+                    row.prompt_cache = _whole_caches(row, passes.extract(i))
+        if len(staying) < len(self._rows):
+            with mx.stream(self.stream):
+                passes.keep(staying)
+            for row in self._rows:
+                if row.finish_reason is not None:
+                    row.generation.finish()
+            self._leaving = [row for row in self._rows if row.finish_reason is not None]
+            self._rows = [self._rows[i] for i in staying]
+
+    def _still_there(self, passes: RowPasses, following: _Rounds) -> _Rounds:
+        """The pass under way, without the rows that were taken out while tokens were handed out."""
+        if any(row.finish_reason is not None for row in self._rows):
+            self._leave(passes)
+        return [pair for pair in following if pair[0].finish_reason is None]
+
+    def _emit(
+        self, current: _Rounds, outcomes: list[tuple[Row, Outcome]], following: _Rounds
+    ) -> Iterator[RowToken]:
+        """Hand out the tokens of a round, while the next one is under way."""
+        next_of = {row.uid: round_ for row, round_ in following}
+        for (row, round_), (_, outcome) in zip(current, outcomes, strict=True):
+            left = len(outcome.tokens)
+            for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
+                if row.finish_reason == "removed":
+                    break
+                left -= 1
+                reason = None if left else row.finish_reason
+                yield RowToken(row.uid, token, reason, row.prompt_cache if reason else None)
+
+    def _run_alone(self) -> Generator[RowToken, None, None]:
+        """The texts one by one, each by the loop."""
+        while self._waiting:
+            row = self._begin(*self._waiting.popleft())
+            self._rows = [row]
+            if self.returns_caches:
+                row.prompt_cache = list(row.verifier.rollback.caches)
+                row.generation.callers_cache = row.prompt_cache
+            last: RowToken | None = None
+            for token in row.generation.run(row.context):
+                if last is not None:
+                    yield last
+                is_stop = token.token in self.stop_tokens
+                reason = "stop" if is_stop else None
+                last = RowToken(row.uid, token, reason)
+                if is_stop or row.finish_reason == "removed":
+                    break
+            self._rows = []
+            self.prompt_tokens += row.generation.sequence.prompt_length
+            self.prompt_seconds += row.generation.stats.prefill_seconds
+            self.num_rounds += row.generation.stats.target_passes
+            if last is not None:
+                yield RowToken(
+                    row.uid, last.token, last.finish_reason or "length", row.prompt_cache
+                )
+
+
+@dataclass
+class _Pace:
+    """What a pass over all rows takes, in seconds, from one reading to the next.
+
+    is_steady: whether they are the seconds of one pass with the rows of the one before it, and the
+    caller was not busy with its tokens for most of the time. away: how long it was.
+    """
+
+    seconds: float = 0.0
+    is_steady: bool = False
+    away: float = 0.0
+    _read_at: float = 0.0
+    _uids: tuple[int, ...] = ()
+
+    def was_read(self, current: _Rounds, ahead: _Rounds) -> None:
+        """A pass was read."""
+        now = perf_counter()
+        self.seconds, self._read_at = now - self._read_at, now
+        uids = tuple(row.uid for row, _ in current)
+        in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
+        undisturbed = self.away < self.seconds / 2
+        self.is_steady = uids == self._uids and in_step and undisturbed
+        self._uids = uids
+
+
+def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
+    """Whether a row's next token may be fed before it is known."""
+    row, round_ = pair
+    generation = row.generation
+    waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
+    may = generation.pipeline.is_on and not len(round_.draft) and not waits
+    return may and generation.sequence.wants_more(besides=1)
+
+
+def _whole_caches(row: Row, alone: Rollback) -> list[Any]:
+    """Caches of one text, brought to its end."""
+    row.verifier.model_pass.rollback = alone
+    sequence = row.generation.sequence
+    while (left := len(sequence.tokens) - alone.position) > 0:
+        row.generation.feed(left)
+    return alone.caches

@@ -1,0 +1,69 @@
+"""What goes in and out of a batch: texts to write, their rows, and the tokens of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from specdec_mlx.loop import Generation, Token
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.types import DraftContext, LogitsProcessor, Outcome
+
+
+@dataclass
+class Request:
+    """One text to write.
+
+    prompt: [n] token ids. max_tokens: most tokens to generate, -1 for no limit. sampler, seed,
+    logits_processors: as in `speculate`. prompt_cache: the target's caches, which hold the prompt's
+    first tokens; they are copied, and stay as they are.
+    """
+
+    prompt: Sequence[int] | mx.array
+    max_tokens: int = 128
+    sampler: Sampler | Sampling | None = None
+    seed: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    prompt_cache: list[Any] | None = None
+
+
+class RowToken(NamedTuple):
+    """One emitted token of one text.
+
+    uid: which text; see `BatchGeneration.insert`. token: the token. finish_reason: "stop" after a
+    stop token, "length" after the last one wanted, else None. prompt_cache: of a text that has
+    ended, if caches were asked for: they hold prompt + text.
+    """
+
+    uid: int
+    token: Token
+    finish_reason: str | None
+    prompt_cache: list[Any] | None = None
+
+
+@dataclass
+class Row:
+    """A text that is being written. finish_reason: why it ends with the tokens that are known."""
+
+    uid: int
+    generation: Generation
+    verifier: Verifier
+    context: DraftContext
+    finish_reason: str | None = None
+    prompt_cache: list[Any] | None = None
+
+    def cut_at(self, stop_tokens: frozenset[int], outcome: Outcome) -> None:
+        """End with the first stop token of a round, or with the last token wanted."""
+        sequence, tokens = self.generation.sequence, outcome.tokens
+        if not sequence.wants_more():
+            self.finish_reason = "length"
+        for i, token in enumerate(tokens):
+            if token in stop_tokens:
+                self.finish_reason = "stop"
+                del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
+                outcome.tokens = tokens[: i + 1]
+                return

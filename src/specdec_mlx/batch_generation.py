@@ -1,0 +1,318 @@
+"""Several prompts in, their texts out: `mlx_lm.batch_generate` with one argument more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from itertools import count, repeat
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.generation import Prompt, choose_drafter, choose_sampler, encode
+from specdec_mlx.responses import SpeculativeResponse
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
+
+
+@dataclass
+class BatchStreamResponse(SpeculativeResponse):
+    """The response for one token of one of several texts.
+
+    index: which of the prompts it belongs to. num_rounds: passes over all rows so far.
+    prompt_cache: with a text's last token, its caches, if they were asked for.
+    """
+
+    index: int = 0
+    num_rounds: int = 0
+    prompt_cache: list[Any] | None = None
+
+
+@dataclass
+class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
+    """mlx-lm's batch response. speculation: the account of each text."""
+
+    speculation: list[SpeculationStats] = field(default_factory=list)
+
+
+@dataclass
+class _Text:
+    """One text as far as it has come. started: when its first token came."""
+
+    detokenizer: Any
+    num_prompt: int
+    num_tokens: int = 0
+    started: float = 0.0
+
+
+def batch_stream_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    max_tokens: int | Sequence[int] = 128,
+    drafter: Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | Path | None = None,
+    rule: str | AcceptanceRule = "auto",
+    draft_length: int | str | DraftLength = "auto",
+    seed: int | Sequence[int | None] | None = None,
+    temp: float | None = None,
+    sampler: Sampler | Sampling | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
+    prompt_caches: Sequence[list[Any]] | None = None,
+    return_prompt_caches: bool = False,
+    completion_batch_size: int = 32,
+    prefill_step_size: int = 2048,
+    max_kv_size: int | None = None,
+    probe: bool = True,
+    stream: Any = generation_stream,
+) -> Generator[BatchStreamResponse, None, None]:
+    """Stream the texts of several prompts, written together; each is what it would be alone.
+
+    Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        prompts: each is text, token ids or chat messages. An iterator is asked for the next one
+            when there is a place for it, so that texts may come while others are written.
+        max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
+        drafter: a drafter or its name with options; every text has a session of its own.
+        draft_model: a small model, or the folder or Hugging Face name of one.
+        rule: acceptance rule, by name or as an object; see `speculate`.
+        draft_length: most tokens to draft a round in each row, or "auto" for what pays for all
+            rows together; a policy that is an object is copied for each text.
+        seed: makes the draws reproducible: one for each prompt, or a number, to which the prompt's
+            index is added. None takes seeds from MLX's global random state.
+        temp: temperature; short for `sampler=Sampling(temp=...)`.
+        sampler: how tokens are drawn, greedy if None.
+        logits_processors: mlx-lm's, for all texts.
+        prompt_caches: caches that each prompt continues; they are not changed.
+        return_prompt_caches: hand out each text's caches with its last token.
+        completion_batch_size: most texts that are written at a time.
+        prefill_step_size: most positions of a prompt in one pass.
+        max_kv_size: positions after which caches rotate; the texts are then written one by one.
+        probe: measure once whether the model is exact for several positions at once.
+        stream: MLX's stream to run on.
+
+    Yields:
+        A response for each token, with the `index` of its prompt; those of a round row by row.
+
+    Raises:
+        ValueError: for bad input, and its subclasses as in `stream_generate`.
+    """
+    tokenizer = (
+        tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    )
+    chosen = choose_drafter(drafter, draft_model, model)
+    how = choose_sampler(sampler, temp)
+    batch = BatchGeneration(
+        model,
+        chosen,
+        rule=rule,
+        draft_length=draft_length,
+        stop_tokens=frozenset(tokenizer.eos_token_ids),
+        max_rows=completion_batch_size,
+        prefill_step_size=prefill_step_size,
+        max_kv_size=max_kv_size,
+        tokenizer=tokenizer,
+        probe=probe,
+        returns_caches=return_prompt_caches,
+        stream=stream,
+    )
+    processors = tuple(logits_processors or ())
+    columns = zip(
+        prompts,
+        _max_tokens(max_tokens),
+        _seeds(seed),
+        prompt_caches or repeat(None),
+        strict=False,
+    )
+    requests = (
+        Request(encode(tokenizer, prompt), wanted, how, own_seed, processors, cache)
+        for prompt, wanted, own_seed, cache in columns
+    )
+    with wired_limit(model, [stream]):
+        yield from _respond(batch, requests, tokenizer, drafter if isinstance(drafter, str) else "")
+
+
+def batch_generate(
+    model: nn.Module,
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    prompt_caches: Sequence[list[Any]] | None = None,
+    max_tokens: int | Sequence[int] = 128,
+    verbose: bool = False,
+    return_prompt_caches: bool = False,
+    return_token_ids: bool = False,
+    return_logprobs: bool = False,
+    **options: Any,
+) -> SpeculativeBatchResponse:
+    """Generate the same texts as `mlx_lm.batch_generate`, sooner.
+
+    Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        prompts: each is text, token ids or chat messages.
+        prompt_caches: caches that each prompt continues; they are not changed.
+        max_tokens: most tokens of each text; one number, or one for each prompt.
+        verbose: print speeds, peak memory and the account.
+        return_prompt_caches: return the caches of each text.
+        return_token_ids: return the token ids of each text.
+        return_logprobs: return the log-probability of each token.
+        options: `drafter`, `draft_model` and all that `batch_stream_generate` takes besides.
+
+    Returns:
+        mlx-lm's response, with the account of each text in `speculation`.
+
+    Raises:
+        ValueError: for bad input, and its subclasses as in `stream_generate`.
+    """
+    started = time.perf_counter()
+    texts: dict[int, _Collected] = {}
+    responses = batch_stream_generate(
+        model,
+        tokenizer,
+        prompts,
+        max_tokens,
+        prompt_caches=prompt_caches,
+        return_prompt_caches=return_prompt_caches,
+        **options,
+    )
+    for response in responses:
+        texts.setdefault(response.index, _Collected()).add(response, return_logprobs)
+    collected = [texts[i] for i in sorted(texts)]
+    result = SpeculativeBatchResponse(
+        [tokenizer.decode(text.tokens) for text in collected],
+        _stats(collected, time.perf_counter() - started),
+        [text.last.prompt_cache for text in collected] if return_prompt_caches else None,
+        [text.tokens for text in collected] if return_token_ids else None,
+        [text.logprobs for text in collected] if return_logprobs else None,
+        [text.last.stats for text in collected],
+    )
+    if verbose:
+        _print(result)
+    return result
+
+
+@dataclass
+class _Collected:
+    """A text as far as it has come: its tokens but for a stop token, and the latest response."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    last: BatchStreamResponse = field(init=False)
+
+    def add(self, response: BatchStreamResponse, with_logprobs: bool) -> None:
+        """Add a response; its row of log-probabilities is not kept."""
+        self.last = response
+        if response.finish_reason != "stop":
+            self.tokens.append(response.token)
+            if with_logprobs:
+                self.logprobs.append(response.logprobs[response.token].item())
+        response.logprobs = None
+
+
+def _stats(texts: Sequence[_Collected], wall_time: float) -> BatchStats:
+    """What the batch did, as mlx-lm counts it."""
+    prompt_time = sum(text.last.stats.prefill_seconds for text in texts)
+    return BatchStats(
+        prompt_tokens=sum(text.last.prompt_tokens for text in texts),
+        prompt_time=prompt_time,
+        generation_tokens=sum(text.last.generation_tokens for text in texts),
+        generation_steps=max((text.last.num_rounds for text in texts), default=0),
+        decode_time=max(0.0, wall_time - prompt_time),
+        wall_time=wall_time,
+        peak_memory=mx.get_peak_memory() / 1e9,
+    )
+
+
+def _print(result: SpeculativeBatchResponse) -> None:
+    """mlx-lm's closing lines, then ours."""
+    stats = result.stats
+    drafted = sum(account.drafted for account in result.speculation)
+    accepted = sum(account.accepted for account in result.speculation)
+    print(
+        f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, "
+        f"{stats.prompt_tps:.3f} tokens-per-sec\n"
+        f"[batch_generate] Generation: {stats.generation_tokens} tokens, "
+        f"{stats.generation_tps:.3f} tokens-per-sec\n"
+        f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB\n"
+        f"[batch_generate] Speculation: {accepted} of {drafted} draft tokens accepted, "
+        f"{stats.generation_steps} passes"
+    )
+
+
+def _respond(
+    batch: BatchGeneration, requests: Iterator[Request], tokenizer: TokenizerWrapper, drafter: str
+) -> Generator[BatchStreamResponse, None, None]:
+    """Detokenize each text, and let the next request in where there is a place."""
+    texts: dict[int, _Text] = {}
+
+    def let_in() -> None:
+        while batch.num_open < batch.max_rows and (request := next(requests, None)) is not None:
+            uid = batch.insert(request)
+            texts[uid] = _Text(tokenizer.detokenizer, len(request.prompt))
+
+    let_in()
+    with closing(batch.run()) as tokens:
+        for token in tokens:
+            yield _response(texts[token.uid], token, batch, drafter)
+            if token.finish_reason is not None:
+                del texts[token.uid]
+                let_in()
+
+
+def _response(
+    text: _Text, row: RowToken, batch: BatchGeneration, drafter: str
+) -> BatchStreamResponse:
+    """The response for one token of a text."""
+    text.num_tokens += 1
+    text.started = text.started or time.perf_counter()
+    token, is_end = row.token, row.finish_reason == "stop"
+    if not is_end:
+        text.detokenizer.add_token(token.token)
+    if row.finish_reason is not None:
+        text.detokenizer.finalize()
+    prompt_seconds, seconds = token.stats.prefill_seconds, time.perf_counter() - text.started
+    return BatchStreamResponse(
+        text=text.detokenizer.last_segment,
+        token=token.token,
+        logprobs=token.logprobs,
+        from_draft=token.from_draft,
+        prompt_tokens=text.num_prompt,
+        prompt_tps=text.num_prompt / prompt_seconds if prompt_seconds else 0.0,
+        generation_tokens=text.num_tokens,
+        generation_tps=text.num_tokens / seconds if seconds else 0.0,
+        peak_memory=mx.get_peak_memory() / 1e9,
+        finish_reason=row.finish_reason,
+        stats=token.stats,
+        origin=token.origin,
+        drafter=drafter,
+        index=row.uid,
+        num_rounds=batch.num_rounds,
+        prompt_cache=row.prompt_cache,
+    )
+
+
+def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
+    """One number for each prompt. Raises ValueError for a number that is none of tokens."""
+    numbers = [given] if isinstance(given, int) else list(given)
+    for number in numbers:
+        if number == 0 or number < -1:
+            raise ValueError(f"max_tokens={number}: expected an int >= 1, or -1 for no limit.")
+    return repeat(given) if isinstance(given, int) else numbers
+
+
+def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
+    """One seed for each prompt."""
+    if given is None:
+        return repeat(None)
+    return count(given) if isinstance(given, int) else given

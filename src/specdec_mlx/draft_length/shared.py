@@ -1,0 +1,242 @@
+"""Draft lengths of several rows that share their passes: one width, as long as it pays for all.
+
+Rows are padded to the longest of them, so that what a pass costs follows from the longest draft,
+and a position that one row drafts is there for the others too. Width K is worth the tokens that all
+rows together are expected to bring,
+
+    sum over rows of 1 + a_1 + a_1 a_2 + ... + a_1..a_k,  k = min(K, the row's draft),
+
+less what a pass of that width costs at the going rate: the value rule of `auto`, over all rows. At
+K = 0 it is the plain batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.accounts import (
+    EXPENSIVE_BUDGET,
+    EXPLORATION_SHARE,
+    LARGEST_BUDGET,
+    LENGTHS,
+    LONGEST,
+    TRIAL_SHARE,
+    ScoredDraft,
+)
+from specdec_mlx.draft_length.auto import RATE_MEMORY
+from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.tuning import FIRST_BUDGET, Tuning
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.types import Draft, Evidence, RoundRecord
+
+
+@dataclass
+class SharedCosts:
+    """What a width costs, by the number of rows; and what may be lost in finding it out.
+
+    slope: the prior cost of a position, in plain passes of one row. costs: (key of the drafter, ""
+    for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by the same
+    key, what may still be lost, in plain passes.
+    """
+
+    slope: float = 0.05
+    costs: dict[tuple[str, int], RoundCosts] = field(default_factory=dict)
+    budgets: dict[str, float] = field(default_factory=dict)
+
+    def of(self, kind: str, num_rows: int) -> RoundCosts:
+        """Costs at a number of rows; of one that is new the ratios of the nearest are taken."""
+        key = kind, num_rows
+        if key not in self.costs:
+            known = [rows for name, rows in self.costs if name == kind]
+            made = RoundCosts(slope=self.slope * min(num_rows, 4))
+            if known:
+                nearest = min(known, key=lambda rows: abs(rows - num_rows))
+                ratios = self.costs[kind, nearest].ratios
+                made.ratios = {length: samples.copy() for length, samples in ratios.items()}
+            self.costs[key] = made
+        return self.costs[key]
+
+
+@dataclass
+class SharedLength:
+    """The one draft length of all rows; see the module.
+
+    costs: what is known of passes. tuning: what is known of drafters, and of their acceptance.
+    """
+
+    costs: SharedCosts
+    tuning: Tuning
+    num_rows: int = 1
+    _tokens: float = 0.0
+    _cost: float = 0.0
+    _kind: str = ""
+
+    def of_row(self) -> RowLength:
+        """What one row's drafts are asked and cut by."""
+        return RowLength(self)
+
+    @property
+    def rate(self) -> float:
+        """Tokens that the time of a plain pass has lately brought, at least one a row."""
+        lately = self._tokens / self._cost if self._cost else 0.0
+        return max(float(self.num_rows), lately)
+
+    def needs_plain(self, kind: str) -> bool:
+        """Whether plain passes have to be measured first."""
+        return self.costs.of(kind, self.num_rows).needs_plain
+
+    def limit_of_model(self, part: str, history: AcceptanceHistory) -> int:
+        """The length that a draft model is asked for in every row; 0 where none can be afforded."""
+        if self.needs_plain(part):
+            return 0
+        reaches = [_reach(history, [0] * LONGEST)] * self.num_rows
+        return self._best(reaches, part, EXPENSIVE_BUDGET)
+
+    def may_pay(self, reach: Sequence[float], kind: str) -> bool:
+        """Whether a draft would pay if all rows had one like it."""
+        if kind:  # paid for already
+            return True
+        return (
+            not self.needs_plain("") and self._best([reach] * self.num_rows, "", FIRST_BUDGET) > 0
+        )
+
+    def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
+        """What of each row's draft is verified.
+
+        A draft that was drawn is cut by its length and by the other rows alone, never by what was
+        drawn.
+
+        Args:
+            rows: of each row its draft, and the key of the drafter that it is from.
+        """
+        reaches = [row.reach(part, draft) for row, part, draft in rows]
+        kinds = [row.kind(part) for row, part, draft in rows if len(draft)]
+        self._kind = max(kinds, default="")
+        if self._kind:  # paid for already
+            width = max(map(len, reaches))
+        else:
+            may_draft = any(reaches) and not self.needs_plain("")
+            width = self._best(reaches, "", FIRST_BUDGET) if may_draft else 0
+        return [draft.head(min(width, len(draft))) for _, _, draft in rows]
+
+    def _best(self, reaches: Sequence[Sequence[float]], kind: str, budget: float) -> int:
+        """The width of the largest value that can be afforded; 0 if none beats the plain batch."""
+        costs, rate = self.costs.of(kind, self.num_rows), self.rate
+        left = self.costs.budgets.setdefault(kind, budget)
+        expected, best, best_value = float(self.num_rows), 0, self.num_rows - rate
+        longest = max(map(len, reaches))
+        for width in range(1, longest + 1):
+            expected += sum(reach[width - 1] for reach in reaches if len(reach) >= width)
+            if width not in LENGTHS and width < longest:
+                continue
+            value = expected - rate * costs.optimistic_ratio(width)
+            is_known = costs.is_measured(width) and not costs.is_stale
+            loss = costs.worst_ratio(width) - expected / self.num_rows
+            if value > best_value and (is_known or loss <= left):
+                best, best_value = width, value
+        return best
+
+    def record(self, width: int, emitted: int, seconds: float, *, steady: bool) -> None:
+        """Learn from a pass.
+
+        Args:
+            width: tokens of its longest draft.
+            emitted: tokens that it brought, of all rows.
+            seconds: from one reading to the next.
+            steady: whether those are the seconds of one pass with all its rows.
+        """
+        kind = self._kind if width else ""
+        costs = self.costs.of(kind, self.num_rows)
+        was_trial = width > 0 and (costs.is_stale or not costs.is_measured(width))
+        if steady and width:
+            costs.add(width, seconds)
+        elif steady:
+            for (_, num_rows), known in self.costs.costs.items():
+                if num_rows == self.num_rows:
+                    known.add(0, seconds)
+        cost = costs.ratio(width)
+        self._tokens = RATE_MEMORY * self._tokens + emitted
+        self._cost = RATE_MEMORY * self._cost + cost
+        budgets = self.costs.budgets
+        for name in budgets:
+            budgets[name] += EXPLORATION_SHARE if name else TRIAL_SHARE
+        if kind:
+            gain = emitted / self.num_rows - cost
+            budgets[kind] = max(0.0, min(LARGEST_BUDGET, budgets.get(kind, 0.0) + gain))
+        elif was_trial:
+            budgets[""] = budgets.get("", 0.0) - max(0.0, cost - emitted / self.num_rows)
+
+
+@dataclass
+class RowLength:
+    """One row's side of a shared draft length; see `policy.DraftLength`."""
+
+    shared: SharedLength
+    _is_cheap: dict[str, bool] = field(default_factory=dict)
+    _histories: dict[str, AcceptanceHistory] = field(default_factory=dict)
+    _scored: dict[str, ScoredDraft] = field(default_factory=dict)
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """The longest that is tried, or what is chosen for a draft model in every row."""
+        if part not in self._histories:
+            self._is_cheap[part] = cheap
+            history = AcceptanceHistory.of_draft_models()
+            if cheap:
+                learned = self.shared.tuning.of(part, look_up=True)
+                history = AcceptanceHistory(learned.acceptance.weights)
+            self._histories[part] = history
+        return LONGEST if cheap else self.shared.limit_of_model(part, self._histories[part])
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """All of it, unless it would not even pay if all rows had one like it."""
+        return len(draft) if self.shared.may_pay(self.reach(part, draft), self.kind(part)) else 0
+
+    def kind(self, part: str) -> str:
+        """The key of a drafter that costs time to ask, "" for a look-up."""
+        return "" if self._is_cheap.get(part, True) else part
+
+    def record(self, round_: RoundRecord) -> None:
+        """Learn what was right of the drafts, verified or not."""
+        if round_.drafted and round_.part not in self._scored:
+            for i in range(min(round_.accepted + 1, round_.drafted)):
+                self._histories[round_.part].learn(0, i, i < round_.accepted)
+        through = [part for part, draft in self._scored.items() if draft.is_through(round_.tokens)]
+        for part in through:
+            del self._scored[part]
+
+    def reach(self, part: str, draft: Draft) -> list[float]:
+        """The chance of each token of a draft that it and all before it are accepted.
+
+        Of one that was drawn, or is not computed yet, by the place in the draft alone.
+        """
+        evidence: Sequence[Evidence | int] = [0] * len(draft)
+        history = self._histories.get(part)
+        if history is None or not len(draft):
+            return []
+        if draft.logprobs is None and not isinstance(draft.tokens, mx.array):
+            evidence = evidence if draft.evidence is None else draft.evidence
+            if part not in self._scored:
+                self._scored[part] = ScoredDraft(list(draft.tokens), evidence, history)
+        return _reach(history, evidence)
+
+
+def _reach(history: AcceptanceHistory, evidence: Sequence[Evidence | int]) -> list[float]:
+    """For each token the chance that it and all before it are accepted."""
+    reach, chances = 1.0, []
+    for i, kind in enumerate(evidence):
+        reach *= history.chance(kind, i)
+        chances.append(reach)
+    return chances
+
+
+def _shared_costs(model: nn.Module) -> SharedCosts:
+    return SharedCosts(Tuning.for_model(model).slope)
+
+
+shared_costs_for = PerModel(_shared_costs)
+"""The costs of passes over several rows that are kept with a loaded model."""

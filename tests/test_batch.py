@@ -1,0 +1,438 @@
+"""Several texts at once: each is what it is alone, whatever the others do."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_logits_processors
+
+import narrow
+import specdec_mlx as sd
+import tiny
+import tiny_text
+from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
+from selection import cases
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.target import row_caches
+from specdec_mlx.testing import chi_square
+from specdec_mlx.types import Draft, DraftContext, Drafter, Features
+
+BLOCK = [5, 17, 99, 3, 41, 8]
+PROMPTS = [
+    [9],
+    [*BLOCK, 7],
+    BLOCK * 2,
+    [11, 12, 13],
+    BLOCK * 4 + BLOCK[:3],
+    [30, 31] * 3,
+    BLOCK[2:] + BLOCK,
+    [50, 60, 70, 80, 90],
+]
+LENGTHS = [40, 12, 30, 1, 21, 7, 34, 26]
+"""Some prompts and texts end before a window of 16 tokens, others lie across its end or past it."""
+
+ROWS = 3
+
+ARCHITECTURES = [
+    *("qwen2", "llama", "phi3", "gpt_oss", "gemma3_text", "cohere2", "olmo3", "exaone4"),
+    *("qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
+]
+
+ONE_BY_ONE = ["mamba", "llama4", "gemma2"]
+"""Recurrent without a mask; with caches of its own; with a mask for one text only."""
+
+
+@functools.cache
+def model(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+@functools.cache
+def alone(name: str) -> list[list[int]]:
+    """The greedy text of each prompt, by plain decoding."""
+    return [
+        [token.token for token in sd.speculate(model(name), prompt, max_tokens=length)]
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+
+
+@dataclass(frozen=True, eq=False)
+class Oracles:
+    """An oracle for each prompt, wrong in a share of the positions."""
+
+    texts: dict[tuple[int, ...], list[int]]
+    wrong: float = 0.4
+
+    @classmethod
+    def of(cls, name: str) -> Oracles:
+        return cls(dict(zip(map(tuple, PROMPTS), alone(name), strict=True)))
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+        vocab_size = context.vocab_size or 0
+        text = self.texts[tuple(prompt)]
+        return OracleDrafter(text, vocab_size, self.wrong, len(prompt)).begin(prompt, context)
+
+
+def collected(rows: Iterator[RowToken], count: int) -> list[list[int]]:
+    """The tokens of each text."""
+    texts: list[list[int]] = [[] for _ in range(count)]
+    for row in rows:
+        texts[row.uid].append(row.token.token)
+    return texts
+
+
+def written(target: nn.Module, drafter: Drafter | None, **options: Any) -> list[list[int]]:
+    """All prompts' texts, a few at a time, greedy."""
+    batch = BatchGeneration(target, drafter, **{"max_rows": ROWS} | options)
+    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+        batch.insert(Request(prompt, length))
+    return collected(batch.run(), len(PROMPTS))
+
+
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next"))
+@pytest.mark.parametrize("draft_length", [0, 1, 2, 3, 4, "auto"])
+def test_each_greedy_text_is_what_it_is_alone(name: str, draft_length: int | str) -> None:
+    """Token by token, with drafts of which two in five tokens are wrong."""
+    batch = BatchGeneration(model(name))
+    assert batch._passes is not None, "these architectures are written row by row"
+    assert written(model(name), Oracles.of(name), draft_length=draft_length) == alone(name)
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        sd.PromptLookupDrafter(),
+        sd.NGramDrafter(),
+        sd.NGramDrafter(stochastic=True),
+        sd.SuffixDrafter(),
+        sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
+        sd.BestOf(sd.SuffixDrafter(), sd.NGramDrafter()),
+    ],
+    ids=["look-up", "n-gram", "drawn n-gram", "suffix", "first of", "best of"],
+)
+@pytest.mark.parametrize("draft_length", [3, "auto"])
+def test_every_drafter_leaves_the_texts_alone(drafter: Drafter, draft_length: int | str) -> None:
+    """Of the built-in ones that work on tokens."""
+    assert written(model("qwen2"), drafter, draft_length=draft_length) == alone("qwen2")
+
+
+def test_a_draft_model_drafts_for_each_row() -> None:
+    """Each text has a session, and so caches of the draft model, of its own."""
+    drafter = sd.ModelDrafter(tiny.build("qwen2", seed=1))
+    assert written(model("qwen2"), drafter, draft_length=2) == alone("qwen2")
+
+
+def test_right_drafts_save_passes() -> None:
+    """Two texts of 40 tokens with drafts of four right ones take about 8 passes each, together."""
+    oracle = Oracles(dict(zip(map(tuple, PROMPTS), alone("qwen2"), strict=True)), wrong=0.0)
+    batch = BatchGeneration(model("qwen2"), oracle, draft_length=4)
+    for i in (0, 0):
+        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
+    assert collected(batch.run(), 2) == [alone("qwen2")[0]] * 2
+    assert batch.num_rounds <= 1 + 8
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text"])
+def test_empty_slots_may_be_dropped_at_any_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With room for two of them, they are dropped in nearly every round."""
+    monkeypatch.setattr(row_caches, "MOST_EMPTY", 2)
+    assert written(model(name), Oracles.of(name), draft_length=4) == alone(name)
+
+
+SAMPLED = [
+    (rule, drafter)
+    for rule in ("match", "coupled")
+    for drafter in (sd.PromptLookupDrafter(), sd.NGramDrafter(stochastic=True))
+]
+
+
+@pytest.mark.parametrize(("rule", "drafter"), SAMPLED)
+def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
+    """The target's own draws are keyed by the row's own seed and its own positions."""
+    target, sampling = narrow.model(), sd.Sampling(temp=1.0)
+    batch = BatchGeneration(target, drafter, rule=rule, draft_length=3, max_rows=ROWS)
+    prompts = [[1, 2, 3, 1, 2], [0], [3, 3, 1], [2, 1] * 5]
+    for seed, prompt in enumerate(prompts):
+        batch.insert(Request(prompt, 20 + seed, sampling, seed))
+    expected = [
+        [
+            token.token
+            for token in sd.speculate(
+                target,
+                prompt,
+                drafter,
+                max_tokens=20 + seed,
+                sampler=sampling,
+                seed=seed,
+                rule=rule,
+                draft_length=3,
+            )
+        ]
+        for seed, prompt in enumerate(prompts)
+    ]
+    assert collected(batch.run(), len(prompts)) == expected
+
+
+def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_other() -> None:
+    """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
+    target, num_pairs = narrow.model(), 400
+    prompts = [[1, 2, 3, 1, 2], [3, 0, 3]]
+    batch = BatchGeneration(
+        target, sd.NGramDrafter(stochastic=True), rule="rejection", draft_length=2, max_rows=2
+    )
+    for seed in range(num_pairs):
+        for row, prompt in enumerate(prompts):
+            batch.insert(Request(prompt, 2, sd.Sampling(temp=1.0), 2 * seed + row))
+    texts = np.array(collected(batch.run(), 2 * num_pairs)).reshape(num_pairs, 2, 2)
+    exacts = [two_tokens(target, prompt) for prompt in prompts]
+    for row, exact in enumerate(exacts):
+        assert chi_square_of(
+            texts[:, row, 0] * 4 + texts[:, row, 1], exact.ravel()
+        ) < chi_square.limit(15)
+    seconds = np.outer(exacts[0].sum(axis=0), exacts[1].sum(axis=0))
+    pairs = texts[:, 0, 1] * 4 + texts[:, 1, 1]
+    assert chi_square_of(pairs, seconds.ravel()) < chi_square.limit(15)
+
+
+def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
+    """The distribution of the two tokens after a prompt, [4, 4]."""
+
+    def after(tokens: Sequence[int]) -> np.ndarray:
+        logits = target(mx.array([tokens]), cache=make_prompt_cache(target))[0, -1]
+        return np.array(mx.softmax(logits.astype(mx.float32)))[: narrow.NUM_TOKENS]
+
+    first = after(prompt)
+    return np.stack([first[token] * after([*prompt, token]) for token in range(len(first))])
+
+
+def chi_square_of(samples: np.ndarray, exact: np.ndarray) -> float:
+    expected = exact * len(samples)
+    counts = np.bincount(samples, minlength=len(exact))
+    return float(((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
+
+
+@given(
+    arrivals=st.lists(
+        st.tuples(
+            st.integers(0, 7), st.integers(1, 14), st.integers(0, 20), st.none() | st.integers(1, 6)
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    max_rows=st.integers(1, 4),
+    draft_length=st.integers(0, 4),
+)
+@settings(max_examples=25, deadline=None)
+def test_texts_may_come_and_go_at_any_time(
+    arrivals: list[tuple[int, int, int, int | None]], max_rows: int, draft_length: int
+) -> None:
+    """Whole texts are what they are alone; of those taken out there is the beginning.
+
+    arrivals: prompt, most tokens, number of tokens of all texts after which it arrives, and number
+    of its own tokens after which it is taken out.
+    """
+    batch = BatchGeneration(
+        model("qwen2"), Oracles.of("qwen2"), draft_length=draft_length, max_rows=max_rows
+    )
+    waiting = sorted(arrivals, key=lambda arrival: arrival[2])
+    inserted: list[tuple[int, int, int, int | None]] = []
+    texts: list[list[int]] = []
+    reasons: dict[int, str | None] = {}
+
+    def arrive() -> None:
+        total = sum(map(len, texts))
+        while waiting and (waiting[0][2] <= total or not batch.num_open):
+            i, length, _, _ = waiting[0]
+            inserted.append(waiting.pop(0))
+            texts.append([])
+            batch.insert(Request(PROMPTS[i], min(length, LENGTHS[i])))
+
+    arrive()
+    while batch.num_open:
+        for row in batch.run():
+            texts[row.uid].append(row.token.token)
+            reasons[row.uid] = row.finish_reason
+            if len(texts[row.uid]) == inserted[row.uid][3]:
+                batch.remove(row.uid)
+            arrive()
+        arrive()
+    for uid, (text, (i, length, _, leaves_after)) in enumerate(zip(texts, inserted, strict=True)):
+        whole = alone("qwen2")[i][: min(length, LENGTHS[i])]
+        expected = whole if leaves_after is None else whole[:leaves_after]
+        assert text == expected
+        assert (reasons[uid] == "length") == (len(expected) == len(whole))
+
+
+def test_processors_and_stop_tokens_are_each_rows_own() -> None:
+    """A repetition penalty sees its row's text alone; a stop token ends its row alone."""
+    processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
+    stop = alone("qwen2")[0][5]
+    batch = BatchGeneration(
+        model("qwen2"), Oracles.of("qwen2"), draft_length=3, stop_tokens=frozenset({stop})
+    )
+    batch.insert(Request(PROMPTS[0], 40))
+    batch.insert(Request(PROMPTS[2], 25, logits_processors=processors))
+    texts = collected(batch.run(), 2)
+    first = alone("qwen2")[0]
+    assert texts[0] == first[: first.index(stop) + 1]
+    penalised = [
+        token.token
+        for token in sd.speculate(
+            model("qwen2"), PROMPTS[2], max_tokens=25, logits_processors=processors
+        )
+    ]
+    end = penalised.index(stop) + 1 if stop in penalised else None
+    assert texts[1] == penalised[:end]
+
+
+def test_a_sampler_of_the_callers_is_asked_row_by_row() -> None:
+    """It may remember what it saw, so it sees each position once, in order."""
+    target = model("qwen2")
+    own = lambda logprobs: mx.argmax(logprobs, axis=-1)  # noqa: E731 (an opaque callable)
+    batch = BatchGeneration(target, Oracles.of("qwen2"), draft_length=3)
+    for prompt, length in zip(PROMPTS[:3], LENGTHS, strict=False):
+        batch.insert(Request(prompt, length, own))
+    assert collected(batch.run(), 3) == alone("qwen2")[:3]
+
+
+@pytest.mark.parametrize("name", ONE_BY_ONE)
+def test_what_cannot_be_rows_is_written_one_by_one(name: str) -> None:
+    """It is said once for a loaded model, and the texts are the same."""
+    target = tiny.build(name)
+    with pytest.warns(UserWarning, match="one by one"):
+        texts = written(target, sd.PromptLookupDrafter())
+    assert texts == alone(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        BatchGeneration(target)
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A drafter that reads the target, as heads do."""
+
+    features: Features = field(default_factory=lambda: Features(layers=(0,)))
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = ScriptedDrafter(lambda start, limit: []).begin(prompt, context)
+        session.see = lambda rows: None  # type: ignore[attr-defined]
+        return session
+
+
+def test_a_drafter_that_reads_the_target_goes_one_by_one() -> None:
+    """There are no rows of several texts for it to see."""
+    with pytest.warns(UserWarning, match="Reader reads the target's states"):
+        assert written(model("qwen2"), Reader(), draft_length=2) == alone("qwen2")
+
+
+def test_what_a_drafter_raises_comes_after_what_was_accepted() -> None:
+    """As in a single generation; the caches of the others are nobody's."""
+
+    class Broken(ScriptedSession):
+        def propose(self, limit: int) -> Draft:
+            if len(self.observed) >= 3:
+                raise RuntimeError("no more")
+            return Draft([])
+
+    class Breaking:
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+            return Broken(lambda start, limit: [])
+
+    texts: list[list[int]] = [[], []]
+    batch = BatchGeneration(model("qwen2"), Breaking(), draft_length=2)
+    for i in (0, 2):
+        batch.insert(Request(PROMPTS[i], 20))
+    with pytest.raises(RuntimeError, match="no more"):
+        for row in batch.run():
+            texts[row.uid].append(row.token.token)
+    assert min(map(len, texts)) >= 3
+    for text, i in zip(texts, (0, 2), strict=True):
+        assert text == alone("qwen2")[i][: len(text)]
+
+
+WORDS = ["the cat the cat sat", "a", "in the thing on the thing on the", "hello"]
+
+
+@pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
+def test_batch_generate_is_mlx_lms_with_one_argument_more(drafter: str | None) -> None:
+    """Texts, ids, log-probabilities and caches are those of `mlx_lm.batch_generate`."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    prompts = [tokenizer.encode(text) for text in WORDS]
+    options: dict[str, Any] = {
+        "max_tokens": [20, 40, 10, 30],
+        "return_prompt_caches": True,
+        "return_token_ids": True,
+        "return_logprobs": True,
+    }
+    theirs = mlx_lm.batch_generate(target, tokenizer, prompts, **options)
+    ours = sd.batch_generate(target, tokenizer, prompts, drafter=drafter, **options)
+    assert isinstance(ours, type(theirs))
+    assert (ours.texts, ours.token_ids) == (theirs.texts, theirs.token_ids)
+    for mine, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert mine == pytest.approx(other, abs=1e-4)
+    for mine, other in zip(ours.caches, theirs.caches, strict=True):
+        assert mine[0].offset == other[0].offset
+        keys = [cache[-1].keys[..., : cache[-1].offset, :] for cache in (mine, other)]
+        assert mx.allclose(keys[0], keys[1], atol=1e-4)
+    assert ours.stats.generation_tokens == theirs.stats.generation_tokens
+    assert len(ours.speculation) == len(prompts)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+def test_returned_caches_go_on_where_the_text_ended(name: str) -> None:
+    """A second turn on them is what it is on caches of a text that was written alone."""
+    target, texts = model(name), alone(name)
+    batch = BatchGeneration(target, Oracles.of(name), draft_length=3, returns_caches=True)
+    for prompt, length in zip(PROMPTS[:3], LENGTHS, strict=False):
+        batch.insert(Request(prompt, length))
+    caches = {row.uid: row.prompt_cache for row in batch.run() if row.finish_reason}
+    again = BatchGeneration(target, sd.PromptLookupDrafter(), draft_length=2)
+    for uid in range(3):
+        again.insert(Request([4, 44], 12, prompt_cache=caches[uid]))
+    expected = [
+        [t.token for t in sd.speculate(target, [*prompt, *text, 4, 44], max_tokens=12)]
+        for prompt, text in zip(PROMPTS[:3], texts, strict=False)
+    ]
+    assert collected(again.run(), 3) == expected
+
+
+def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
+    """An iterator of prompts is read no further than there are places."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    asked: list[int] = []
+
+    def arriving() -> Iterator[str]:
+        for i, text in enumerate(WORDS):
+            asked.append(i)
+            yield text
+
+    responses = sd.batch_stream_generate(
+        target, tokenizer, arriving(), max_tokens=6, drafter="ngram", completion_batch_size=2
+    )
+    first = next(responses)
+    assert (first.index, asked) == (0, [0, 1])
+    texts = {first.index: first.text}
+    for response in responses:
+        texts[response.index] = texts.get(response.index, "") + response.text
+    expected = [sd.generate(target, tokenizer, text, max_tokens=6) for text in WORDS]
+    assert [texts[i] for i in range(4)] == expected
+
+
+def test_wrong_numbers_of_tokens_are_refused() -> None:
+    """Before anything is computed."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    with pytest.raises(ValueError, match="max_tokens=0"):
+        sd.batch_generate(target, tokenizer, WORDS, max_tokens=[3, 0, 3, 3])
