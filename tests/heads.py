@@ -221,10 +221,14 @@ HEADS: dict[str, Callable[[TargetEnds], Head]] = {
 
 
 def mtp(name: str) -> Callable[[TargetEnds], Head]:
-    """The multi-token prediction layer of one of the models of `tiny`, by its model type."""
+    """The multi-token prediction layer of one of the models of `tiny`, by its model type.
+
+    For a model that has none, the layer that is trained for it.
+    """
     config = tiny.CONFIGS[name]
     config = config.get("text_config", config) | {"model_type": name}
-    return lambda ends: MTPHead(FAMILIES[name], config, ends)
+    family = FAMILIES.get(name, FAMILIES["llama_mtp"])
+    return lambda ends: MTPHead(family, config, ends)
 
 
 def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> dict[str, mx.array]:
