@@ -17,7 +17,7 @@ import specdec_mlx as sd
 import tiny
 from selection import FULL
 from serving import serving
-from specdec_mlx.mlx_lm_plugin.conversation import Kept, keeping_caches
+from specdec_mlx.mlx_lm_plugin.conversation import Kept, continued, keeping_caches
 from specdec_mlx.mlx_lm_plugin.server import ConversationCache
 from tiny_model_folder import write_model_folder
 
@@ -166,3 +166,11 @@ def test_progress_keeps_the_connection_alive(folder: Path) -> None:
     assert len(done) > total / 16
     first_data = next(i for i, line in enumerate(lines) if line.startswith("data: "))
     assert all(line.startswith("data: ") or not line for line in lines[first_data:])
+
+
+def test_the_default_drafter_is_still_the_best_of_several_in_later_turns() -> None:
+    """Whatever changes the drafters in a combination leaves the combination what it is."""
+    best = sd.BestOf(sd.SuffixDrafter(), sd.NGramDrafter())
+    for changed in (continued(best, [1, 2]), keeping_caches(best, ConversationCache())):
+        assert type(changed) is sd.BestOf
+        assert len(changed.drafters) == 2

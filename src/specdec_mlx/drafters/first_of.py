@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec_mlx.types import (
@@ -47,6 +47,10 @@ class FirstOf:
         """Begin with each of them."""
         sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
         return FirstOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+
+    def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
+        """The same combination of changed drafters."""
+        return type(self)(*map(change, self.drafters))
 
     def check(self, context: DraftContext) -> None:
         """Let each of them refuse the target."""

@@ -113,7 +113,7 @@ def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None
     Not one that reads the target, whose states begin with the prompt.
     """
     if isinstance(drafter, FirstOf):
-        return FirstOf(*(continued(part, earlier) or part for part in drafter.drafters))
+        return drafter.with_each(lambda part: continued(part, earlier) or part)
     if drafter is None or isinstance(drafter, ReadsTarget):
         return drafter
     return Continued(drafter, earlier)
@@ -188,7 +188,7 @@ def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
     if isinstance(drafter, ModelDrafter):
         return Kept(drafter, store)
     if isinstance(drafter, FirstOf):
-        return type(drafter)(*(keeping_caches(part, store) for part in drafter.drafters))
+        return drafter.with_each(lambda part: keeping_caches(part, store))
     return drafter
 
 

@@ -39,5 +39,5 @@ def with_heads(drafter: Drafter | None, target: nn.Module) -> Drafter | None:
     if isinstance(drafter, HeadToLoad):
         return drafter.loaded(target)
     if isinstance(drafter, FirstOf):
-        return type(drafter)(*(with_heads(part, target) or part for part in drafter.drafters))
+        return drafter.with_each(lambda part: with_heads(part, target) or part)
     return drafter
