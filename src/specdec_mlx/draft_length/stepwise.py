@@ -50,6 +50,15 @@ TEXT_BUDGET = 2.0
 TEXT_SHARE = 0.005
 """Share of its time that a text may lose besides."""
 
+LARGEST_BANK = 20.0
+"""Most that gains add up to over all texts: enough that bad luck does not silence a good one."""
+
+SHARE_OF_GAIN = 0.2
+"""Of what a draft model gains on the average of texts, the share that one text may lose besides."""
+
+LARGEST_TEXT_SHARE = 0.03
+"""Most that this may be, as a share of the text's time: a text keeps 0.95 of plain's speed."""
+
 EXPLORATION_SHARE = 0.003
 """Share of the time that a draft model may lose which never paid; over 10 texts of 96 tokens a
 useless one costs less than a hundredth."""
@@ -319,8 +328,10 @@ class StepwiseAccount(Account):
 
     def follow(self, round_: RoundRecord) -> None:
         """Earn this round's share of the time."""
-        self._change_budget(PROVEN_SHARE if self.learned.is_proven else EXPLORATION_SHARE)
-        self.text_budget += TEXT_SHARE
+        self.learned.exploration_budget += (
+            PROVEN_SHARE if self.learned.is_proven else EXPLORATION_SHARE
+        )
+        self.text_budget += self._share_of_text()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
         if self.evidence:  # it was asked, and read all that there was
@@ -334,6 +345,11 @@ class StepwiseAccount(Account):
         self.num_steps = 0
         self.evidence = []
 
+    def _share_of_text(self) -> float:
+        """Share of the time that this text may lose."""
+        usual_gain = self._outlook()[1] - 1.0
+        return min(max(TEXT_SHARE, SHARE_OF_GAIN * usual_gain), LARGEST_TEXT_SHARE)
+
     def learn_acceptance(self, round_: RoundRecord) -> None:
         """Learn from the verdict on its draft, by what was known when."""
         for i in range(min(round_.accepted + 1, round_.drafted)):
@@ -345,6 +361,6 @@ class StepwiseAccount(Account):
 
     def _change_budget(self, amount: float) -> None:
         budget = self.learned.exploration_budget + amount
-        self.learned.exploration_budget = min(max(-LARGEST_DEBT, budget), LARGEST_BUDGET)
+        self.learned.exploration_budget = min(max(-LARGEST_DEBT, budget), LARGEST_BANK)
         self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
         self.text_budget = min(self.text_budget + amount, LARGEST_BUDGET)

@@ -20,6 +20,9 @@ from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 NextLogits = Callable[[mx.array | None], mx.array]
 """A step: logits [1, V] of the token after the one given, [1]; after the text for None."""
 
+DRAWN_AT_ONCE = 4
+"""Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
+
 
 class Draws:
     """One draft while it is drawn.

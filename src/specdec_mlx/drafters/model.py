@@ -10,7 +10,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.drawing import Draws, Pace, draft_to, draft_while, fit_width, time_of
+from specdec_mlx.drafters.drawing import (
+    DRAWN_AT_ONCE,
+    Draws,
+    Pace,
+    draft_to,
+    draft_while,
+    fit_width,
+    time_of,
+)
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized, session_for
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
@@ -135,7 +143,9 @@ class ModelSession:
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        return draft_while(
+            length, self.draws(min(length, DRAWN_AT_ONCE)), self.next_logits, goes_on, self.pace
+        )
 
     def begin_draft(self, limit: int) -> int:
         """Read what was missed; how many tokens may be drafted then."""

@@ -20,6 +20,10 @@ else:
     Array = mx.array | np.ndarray | np.generic  # of either library; shapes are checked under pytest
 
 
+SMALLEST = 1e-37
+"""What stands for 0 in a denominator: the reciprocal is still a float32."""
+
+
 def acceptance_probability(
     target_probs: Float[Array, "k vocab"],
     draft_probs: Float[Array, "k vocab"],
@@ -48,7 +52,7 @@ def residual(
     xp = namespace_of(target_probs)
     excess = xp.maximum(weight * target_probs - draft_probs, 0)
     mass = xp.sum(excess, axis=-1, keepdims=True)
-    return xp.where(mass > 0, excess / xp.where(mass > 0, mass, 1), target_probs)
+    return xp.where(mass > 0, ratio(excess, mass), target_probs)
 
 
 def point_mass(
@@ -78,10 +82,14 @@ def namespace_of(array: Any) -> Any:
     return mx if isinstance(array, mx.array) else np
 
 
+def ratio(p: Any, q: Any) -> Any:
+    """p/q, with 0 for 0/0 and a number that is far above 1 for p/0."""
+    return p / namespace_of(q).maximum(q, SMALLEST)
+
+
 def capped_ratio(p: Any, q: Any) -> Any:
     """min(1, p/q), with 0 for 0/0 and 1 for p/0."""
-    xp = namespace_of(p)
-    return xp.where(p < q, p / xp.where(p < q, q, 1), (p > 0) * xp.ones_like(p))
+    return namespace_of(p).minimum(ratio(p, q), 1)
 
 
 def log_where_positive(probs: Any) -> Any:

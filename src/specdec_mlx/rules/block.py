@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float, Integer
@@ -9,10 +10,9 @@ from jaxtyping import Bool, Float, Integer
 from specdec_mlx.rules.arithmetic import (
     Array,
     at,
-    capped_ratio,
     leading_run,
     namespace_of,
-    residual,
+    ratio,
     row,
     with_zero_row,
 )
@@ -43,12 +43,7 @@ class Block(CoinRule):
         Nothing is excluded after the last token: $s_K = h_K = p_K$. 0/0 means that x_i is sure to
         be kept and that p = q after it, and so is the next token; 1 is taken.
         """
-        xp = namespace_of(target_probs)
-        weights = running_weights(target_probs, draft_tokens, draft_probs)
-        excess = weights[:, None] * target_probs - with_zero_row(draft_probs)
-        mass = xp.sum(xp.maximum(excess, 0), axis=-1)[1:]
-        total = mass + (1 - weights[1:])
-        return xp.where(total > 0, mass / xp.where(total > 0, total, 1), xp.ones_like(mass))
+        return self.weigh(target_probs, draft_tokens, draft_probs)[0]
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
         """Tokens up to the last heads."""
@@ -62,12 +57,27 @@ class Block(CoinRule):
         num_accepted: Array | int,
     ) -> Float[Array, " vocab"]:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
+        return self.weigh(target_probs, draft_tokens, draft_probs)[1](num_accepted)
+
+    def weigh(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+    ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
+        r"""Both from one table of $\max(0, p_i p - q)$."""
+        xp = namespace_of(target_probs)
         weights = running_weights(target_probs, draft_tokens, draft_probs)
-        return residual(
-            row(target_probs, num_accepted),
-            row(with_zero_row(draft_probs), num_accepted),
-            row(weights, num_accepted),
-        )
+        excess = xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
+        mass = xp.sum(excess, axis=-1)
+        total = mass + (1 - weights)
+
+        def next_probs(num_accepted: Array | int) -> Float[Array, " vocab"]:
+            left = row(mass, num_accepted)
+            normalised = ratio(row(excess, num_accepted), left)
+            return xp.where(left > 0, normalised, row(target_probs, num_accepted))
+
+        return xp.where(total > 0, ratio(mass, total), 1)[1:], next_probs
 
 
 def running_weights(
@@ -75,11 +85,15 @@ def running_weights(
     draft_tokens: Integer[Array, " rows-1"],
     draft_probs: Float[Array, "rows-1 vocab"],
 ) -> Float[Array, " rows"]:
-    """p_0 ... p_K of `Block`; [K+1]."""
+    r"""p_0 ... p_K of `Block`; [K+1].
+
+    Unrolled, $p_i$ is the smallest product of the ratios $p(x_l) / q(x_l)$ of any run of tokens
+    that ends with x_i, the empty run's 1 included. All runs at once are a few operations, however
+    long the draft; a product that overflowed before a 0 is 0.
+    """
     xp = namespace_of(target_probs)
-    p = at(target_probs[:-1], draft_tokens)
-    q = at(draft_probs, draft_tokens)
-    weights = [xp.ones_like(target_probs[0, 0])]
-    for i in range(draft_tokens.shape[0]):
-        weights.append(capped_ratio(weights[-1] * p[i], q[i]))
-    return xp.stack(weights)
+    ratios = ratio(at(target_probs[:-1], draft_tokens), at(draft_probs, draft_tokens))
+    ratios = xp.concatenate([xp.ones_like(target_probs[:1, 0]), ratios])
+    places = xp.arange(ratios.shape[0])
+    products = xp.cumprod(xp.where(places[:, None] < places, ratios, 1), axis=1)  # [start, end]
+    return xp.min(xp.where(xp.isnan(products), 0, products), axis=0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
@@ -50,6 +52,16 @@ class CoinRule(ABC):
     ) -> Float[Array, " vocab"]:
         """Distribution of the token that follows n kept ones; [V]."""
 
+    def weigh(
+        self,
+        target_probs: Float[Array, "rows vocab"],
+        draft_tokens: Integer[Array, " rows-1"],
+        draft_probs: Float[Array, "rows-1 vocab"],
+    ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
+        """`accept_probs`, and `next_probs` of n: together, for rules in which they share work."""
+        given = target_probs, draft_tokens, draft_probs
+        return self.accept_probs(*given), functools.partial(self.next_probs, *given)
+
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> Verdict | Agreement:
@@ -79,7 +91,7 @@ def decide_by_coins(
     if draft_probs is None:
         draft_probs = point_mass(draft_tokens, target_probs)
     uniform = randomness.uniform(draft_tokens.shape[0])
-    coins = uniform < rule.accept_probs(target_probs, draft_tokens, draft_probs)
-    num_accepted = rule.num_accepted(coins)
-    probs = rule.next_probs(target_probs, draft_tokens, draft_probs, num_accepted)
+    accept_probs, next_probs = rule.weigh(target_probs, draft_tokens, draft_probs)
+    num_accepted = rule.num_accepted(uniform < accept_probs)
+    probs = next_probs(num_accepted)
     return Verdict(num_accepted, draw(probs, randomness.gumbel(probs.shape[-1])))

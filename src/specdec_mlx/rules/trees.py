@@ -23,10 +23,10 @@ from jaxtyping import Float, Integer
 from specdec_mlx.rules.arithmetic import (
     Array,
     acceptance_probability,
-    capped_ratio,
     draw,
     namespace_of,
     point_mass,
+    ratio,
     residual,
 )
 from specdec_mlx.rules.rejection import Rejection
@@ -249,7 +249,7 @@ class Traversal(TreeCoinRule):
         def settle(row: int) -> None:
             for child in children[row]:
                 q, token = draft_probs[child], draft_tokens[child]
-                weights[child + 1] = capped_ratio(weights[row] * left[row][token], q[token])
+                weights[child + 1] = xp.minimum(weights[row] * ratio(left[row][token], q[token]), 1)
                 settle(child + 1)
                 exclude(row, q)
             if not children[row]:  # as in Block, nothing is excluded after the last token

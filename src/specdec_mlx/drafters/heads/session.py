@@ -12,7 +12,15 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_to, draft_while, draw_rows
+from specdec_mlx.drafters.drawing import (
+    DRAWN_AT_ONCE,
+    Draws,
+    Pace,
+    cut_while,
+    draft_to,
+    draft_while,
+    draw_rows,
+)
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, GoesOn
 
@@ -125,7 +133,9 @@ class SteppingSession(HeadSession):
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        draft = draft_while(
+            length, self.draws(min(length, DRAWN_AT_ONCE)), self.next_logits, goes_on, self.pace
+        )
         self.end_draft()
         return draft
 
