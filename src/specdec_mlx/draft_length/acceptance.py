@@ -38,12 +38,12 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
     "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
-    "confidence": (0.0, -1.0, -0.7, -0.3, 0.6, 1.3, 2.4, 3.2, 3.9, 4.9, 6.0),
+    "confidence": (0.0, -1.8, -1.5, -0.9, -0.2, 0.35, 1.1, 2.0, 2.4, 3.3, 4.2),
 }
 """What is believed before anything was learned, by feature and class."""
 
 
-ONE_TOKEN_LATER = (0.0, -0.65, 0.05, 0.05, 0.6, 0.6, 1.0, 1.3, 1.4, 2.3, 3.2)
+ONE_TOKEN_LATER = (0.0, -1.2, -0.6, -0.3, 0.2, 0.4, 0.6, 0.8, 1.2, 2.0, 2.8)
 """Prior log-odds of a token by the confidence in the one before it, by class."""
 
 ONE_TOKEN_AFTER_A_DRAW = (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5)
