@@ -321,5 +321,5 @@ def test_auto_is_told_what_kind_of_drafter_it_asks() -> None:
     head, model = (length._parts[name] for name in ("head", "model"))
     assert isinstance(head, StepwiseAccount)
     assert isinstance(model, StepwiseAccount)
-    assert (head.learned.drafting.at_once, head.num_missed) == (True, 0)
-    assert (model.learned.drafting.at_once, model.num_missed) == (False, None)
+    assert (head.learned.drafting.at_once, head.reads_along) == (True, True)
+    assert (model.learned.drafting.at_once, model.reads_along) == (False, False)

@@ -206,6 +206,13 @@ class RoundCosts:
             self._forget(int(length))
 
 
+FIRST_PATIENCE = 32
+"""Half the idle rounds after which a draft model that cannot pay is priced for the second time."""
+
+LONGEST_PATIENCE = 4096
+"""Most of them, later on: pricing takes three steps."""
+
+
 @dataclass
 class DraftingCosts:
     """What a draft model takes besides the passes of the target, in plain rounds.
@@ -215,13 +222,16 @@ class DraftingCosts:
 
     at_once: whether all steps are one pass, so that a draft of any length costs as much. price: of
     a step on nothing, None where it was not measured. drafts: steps of a draft, and what
-    it took. readings: of reading one token of the text, many at a time.
+    it took. readings: of reading one token of the text, many at a time. num_idle: rounds since it
+    was priced, of those in which no draft could pay. patience: how many of them there may be.
     """
 
     at_once: bool = False
     price: float | None = None
     drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_DRAFTS))
     readings: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
+    num_idle: int = 0
+    patience: int = FIRST_PATIENCE
     _line: tuple[float, float] | None = None
 
     def add(self, num_steps: int, cost: float) -> None:
@@ -230,8 +240,9 @@ class DraftingCosts:
         self._line = None
 
     def set_price(self, price: float) -> None:
-        """Note what a step on nothing takes."""
+        """Note what a step on nothing takes; the next time is twice as far off."""
         self.price, self._line = price, None
+        self.num_idle, self.patience = 0, min(2 * self.patience, LONGEST_PATIENCE)
 
     @property
     def is_known(self) -> bool:

@@ -24,9 +24,6 @@ from specdec_mlx.draft_length.accounts import (
 )
 from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
 
-PRICE_AGAIN = 64
-"""Idle rounds after which a draft model that cannot pay is priced anew."""
-
 LOOK_AGAIN = 8
 """Idle rounds after which it is worked out anew whether asking may pay."""
 
@@ -73,6 +70,9 @@ UNKNOWN_POSITION = 0.5
 UNKNOWN_READING = 0.02
 """Cost of reading a token, in draft steps, where neither model was seen to read."""
 
+MOST_WAITING = 256
+"""Tokens that wait at most to be read by a drafter that reads along."""
+
 TRIAL_SHARE_OF_BUDGET = 0.5
 """Share of the budget that reading may take where it is not known to pay; drafts have the rest."""
 
@@ -112,8 +112,6 @@ class StepwiseAccount(Account):
         """How predictable the text is, is not known yet."""
         for history in self._histories():
             history.begin_text()
-        if self.reads_along:
-            self.num_missed = 0
 
     def _histories(self) -> tuple[AcceptanceHistory, ...]:
         return self.learned.acceptance, self.learned.before, self.learned.blind
@@ -131,8 +129,10 @@ class StepwiseAccount(Account):
         self.evidence, self.reach, self.is_trial = [], 1.0, False
         if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
+        if not self._outlook()[0]:
+            return 0
         longest = self._longest()
-        if not longest or not self._outlook()[0] or not self._may_read():
+        if not longest or not self._may_read():
             return 0
         value, needed = self._plan(rate)
         self.gain = value
@@ -241,7 +241,8 @@ class StepwiseAccount(Account):
 
     def _is_stuck(self) -> bool:
         """Whether it has long been thought never to pay: its price may be that of a bad moment."""
-        return self.num_idle % PRICE_AGAIN == PRICE_AGAIN - 1 and not self._outlook()[0]
+        drafting = self.learned.drafting
+        return drafting.num_idle >= drafting.patience and not self._outlook()[0]
 
     def _outlook(self) -> tuple[bool, float]:
         """Whether it can ever pay, and the best rate; worked out anew now and then only."""
@@ -271,8 +272,12 @@ class StepwiseAccount(Account):
 
     def _reading_cost(self) -> float:
         """Cost of reading what was missed, in plain rounds."""
+        return self._num_to_read() * self.reading
+
+    def _num_to_read(self) -> int:
+        """Tokens that it reads with its next draft, besides the last ones."""
         missed = self.learned.context if self.num_missed is None else self.num_missed
-        return missed * self.reading
+        return min(missed, MOST_WAITING) if self.reads_along else missed
 
     @property
     def reading(self) -> float:
@@ -322,9 +327,8 @@ class StepwiseAccount(Account):
         if not self._has_to_catch_up():
             drafting.add(self.num_steps, relative)
         elif drafting.is_known:
-            missed = self.learned.context if self.num_missed is None else self.num_missed
             read = max(0.0, relative - self._drafting(self.num_steps))
-            drafting.readings.append(read / max(1, missed))
+            drafting.readings.append(read / max(1, self._num_to_read()))
 
     def follow(self, round_: RoundRecord) -> None:
         """Earn this round's share of the time."""
@@ -340,7 +344,8 @@ class StepwiseAccount(Account):
             self.num_missed, self.is_trial, self.num_idle = 0, False, 0
         else:
             self.num_idle += 1
-            if self.num_missed is not None and not self.reads_along:
+            self.learned.drafting.num_idle += 1
+            if self.num_missed is not None:
                 self.num_missed += round_.emitted
         self.num_steps = 0
         self.evidence = []

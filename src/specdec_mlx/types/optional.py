@@ -209,7 +209,7 @@ class ChoosesSteps(Protocol):
             part: its key.
             time_step: seconds of one of its steps, where it can tell; see `TimesSteps`.
             at_once: whether a draft of any length costs as much; see `DraftsAtOnce`.
-            reads_along: whether it reads the text as the target does, and never has to catch up.
+            reads_along: whether it is shown the text as the target reads it; little of it waits.
         """
         ...
 
