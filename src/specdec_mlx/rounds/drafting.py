@@ -23,9 +23,12 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
+    Forks,
+    GrowsTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
+    TakesTrees,
     Target,
     TimesSteps,
     is_cheap,
@@ -102,7 +105,11 @@ class Drafting:
         return _Part(key, session, is_cheap(session), self._way_to_ask(key, session))
 
     def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
-        """Step by step, where both the session and the draft length can; else up to a limit."""
+        """Step by step or node by node, where session and draft length can; else up to a limit."""
+        if isinstance(session, Forks) and isinstance(self.length, GrowsTrees):
+            grows = self.length
+            grows.begin_tree(key, [name for name, _ in session.guessers])
+            return lambda limit: session.propose_tree(limit, grows, self._may_fork)
         if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
             return session.propose
         time_step = session.time_step if isinstance(session, TimesSteps) else None
@@ -114,6 +121,10 @@ class Drafting:
         )
         goes_on = functools.partial(self.length.goes_on, key)
         return lambda limit: session.propose_while(limit, goes_on)
+
+    def _may_fork(self) -> bool:
+        """Whether the target takes trees now."""
+        return isinstance(self.target, TakesTrees) and self.target.takes_trees()
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Tell the draft length what reading the prompt took."""

@@ -1,0 +1,179 @@
+"""Trees of drafts: grown node by node, as far as each is worth the position that it takes.
+
+Every guess of every look-up has a chance, that the text goes through it: that of its parent, times
+how often guesses with the like of its evidence, rank and depth were right (`guesses`). The node of
+the greatest chance comes next. A tree of n nodes is worth 1 + the sum of their chances, less what a
+round with n draft tokens costs at the going rate: the value rule of the automatic draft length, of
+which a chain is the case of one guess at each place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from typing import NamedTuple
+
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.accounts import COPY_LENGTHS, LONGEST_COPY, LookUpAccount
+from specdec_mlx.draft_length.guesses import GuessHistory
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.types import ROOT, Branches, Draft, Evidence, Guess, RoundRecord
+from specdec_mlx.types.trees import chain
+
+Path = tuple[int, ...]
+"""The tokens of a tree down to a node."""
+
+Guesser = tuple[Branches, GuessHistory]
+"""A session with several guesses at a place, and how often they were right."""
+
+LIKELIEST_FORK = 0.5
+"""A second guess is right at most as often as the first: where a position costs more, no look is
+taken at any."""
+
+
+class _Chain(NamedTuple):
+    """A chain that was proposed, and the chance of each token after those before it."""
+
+    tokens: Path
+    chances: Sequence[float]
+
+
+class _Place(NamedTuple):
+    """What was guessed at a place: by each history, and the chances that each token was given."""
+
+    known: list[tuple[GuessHistory, Sequence[Guess]]]
+    given: dict[int, list[float]]
+
+
+@dataclass
+class TreeAccount(LookUpAccount):
+    """Look-ups whose guesses share a tree.
+
+    asked: what each guessed at the places that the latest tree was grown at; scored against what
+    comes. was_refused: whether the target took no tree.
+    """
+
+    asked: dict[Path, _Place] = field(default_factory=dict)
+    was_refused: bool = False
+
+    def limit(self, rate: float) -> int:
+        """The longest; `grow` decides."""
+        return LONGEST_COPY
+
+    def cut(self, draft: Draft, rate: float) -> int:
+        """All of it, as it was grown."""
+        self.was_cut = True
+        return len(draft)
+
+    def forks_may_pay(self, rate: float) -> bool:
+        """Whether a position somewhere costs less than the likeliest second guess can bring."""
+        costs = self.learned.costs
+        if self.was_refused or costs.needs_plain:
+            return False
+        known = [costs.optimistic_ratio(n) for n in (1, *COPY_LENGTHS)]
+        sizes = (1, *COPY_LENGTHS)
+        return any(
+            rate * (after - before) < LIKELIEST_FORK * (more - less)
+            for less, more, before, after in zip(sizes, sizes[1:], known, known[1:], strict=False)
+        )
+
+    def asks(self, may_fork: Callable[[], bool]) -> bool:
+        """Whether the target takes a tree; once it took none, no more are grown."""
+        self.was_refused = not may_fork()
+        return not self.was_refused
+
+    def grow(
+        self,
+        drafts: Sequence[tuple[Draft, AcceptanceHistory]],
+        guessers: Sequence[Guesser],
+        rate: float,
+        limit: int,
+    ) -> Draft:
+        """The tree of the largest value; a chain where it does not fork.
+
+        Args:
+            drafts: chains that were proposed, each with what is known of its drafter.
+            guessers: who has more to say, each with how often that was right.
+            rate: the going rate, in tokens a plain round's time.
+            limit: most nodes.
+        """
+        self.asked = {}
+        chains = [
+            _Chain(tuple(to_list(draft.tokens)), list(history.chances(_evidence_of(draft))))
+            for draft, history in drafts
+        ]
+        costs = self.learned.costs
+        sizes = [n for n in COPY_LENGTHS if n <= limit]
+        prices = {n: rate * costs.optimistic_ratio(n) for n in sizes}
+        parents: list[int] = []
+        tokens: list[int] = []
+        order = count()
+        waiting: list[tuple[float, int, int, Path, int]] = []
+
+        def expand(node: int, path: Path, reach: float) -> None:
+            for token, chance in self._guesses(path, chains, guessers).items():
+                heappush(waiting, (-reach * chance, next(order), node, path, token))
+
+        expand(ROOT, (), 1.0)
+        best, best_value, expected = 0, 1.0 - rate, 1.0
+        while waiting and len(tokens) < limit:
+            reach = -waiting[0][0]
+            n = len(tokens)
+            if not any(
+                expected + reach * (size - n) - prices[size] > best_value
+                for size in sizes
+                if size > n
+            ):
+                break  # were all that follows as likely as this
+            _, _, parent, path, token = heappop(waiting)
+            parents.append(parent)
+            tokens.append(token)
+            expected += reach
+            n += 1
+            if n in prices and expected - prices[n] > best_value and self.can_afford(n, expected):
+                best, best_value = n, expected - prices[n]
+            expand(n - 1, (*path, token), reach)
+        self.gain = best_value - (1.0 - rate)
+        is_chain = parents[:best] == chain(best)
+        return Draft(tokens[:best], parents=None if is_chain else parents[:best])
+
+    def _guesses(
+        self, path: Path, chains: Sequence[_Chain], guessers: Sequence[Guesser]
+    ) -> dict[int, float]:
+        """All that may follow a path, each with its chance after it."""
+        depth = len(path)
+        given: dict[int, dict[int, float]] = {}
+        for source, (tokens, chances) in enumerate(chains):
+            if depth < len(tokens) and tokens[:depth] == path:
+                given.setdefault(tokens[depth], {})[source] = chances[depth]
+        known = []
+        for session, history in guessers:
+            guesses = session.guesses_after(path)
+            if guesses:
+                known.append((history, guesses))
+                chances = history.chances(guesses, depth)
+                for (token, _), chance in zip(guesses, chances, strict=False):
+                    given.setdefault(token, {})[id(history)] = chance
+        place = _Place(known, {token: list(by.values()) for token, by in given.items()})
+        self.asked[path] = place
+        return self.learned.pooled.chances(place.given) if given else {}
+
+    def follow(self, round_: RoundRecord) -> None:
+        """Score the guesses at the places that the text went through."""
+        path: Path = ()
+        for token in round_.tokens:
+            place = self.asked.get(path)
+            if place is None:
+                break
+            for history, guesses in place.known:
+                history.learn(guesses, len(path), token)
+            self.learned.pooled.learn(place.given, token)
+            path = (*path, token)
+        self.asked = {}
+
+
+def _evidence_of(draft: Draft) -> Sequence[Evidence | int]:
+    """What speaks for its tokens; 0 where nothing is known."""
+    return [0] * len(draft) if draft.evidence is None else draft.evidence
