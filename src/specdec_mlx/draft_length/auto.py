@@ -114,7 +114,9 @@ class Auto:
             chains = [(draft, self._parts[key].learned.acceptance) for key, draft in drafts]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
             tree = account.grow(chains, histories, self.rate, limit)
-            if tree.parents is not None and account.gain > chain_gain and account.asks(may_fork):
+            history = self._parts[drafts[index][0]].learned.acceptance if drafts else None
+            plain = account.gain_of(chain, history, self.rate)
+            if tree.parents is not None and account.gain > plain and account.asks(may_fork):
                 return tree
         account.gain = chain_gain
         return chain

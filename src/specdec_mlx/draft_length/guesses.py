@@ -33,7 +33,7 @@ LEAST_ODDS = -5.0
 POOL_RATE = 0.005
 """Step of the pool's weights towards an outcome."""
 
-POOLED = (-0.7, 0.9, 0.2, -2.5)
+POOLED = (-0.79, 0.87, 0.12, -1.96)
 """What is believed of them at first; see `PooledChances`."""
 
 

@@ -41,10 +41,11 @@ class _Chain(NamedTuple):
 
 
 class _Place(NamedTuple):
-    """What was guessed at a place: by each history, and the chances that each token was given."""
+    """What was guessed at a place: by each history; the chances that each token was given; pooled."""
 
     known: list[tuple[GuessHistory, Sequence[Guess]]]
     given: dict[int, list[float]]
+    chances: dict[int, float]
 
 
 @dataclass
@@ -132,12 +133,24 @@ class TreeAccount(LookUpAccount):
             tokens.append(token)
             expected += reach
             n += 1
-            if n in prices and expected - prices[n] > best_value and self.can_afford(n, expected):
-                best, best_value = n, expected - prices[n]
             expand(n - 1, (*path, token), reach)
+            if n in prices or not waiting:
+                value = expected - prices.get(n, rate * costs.optimistic_ratio(n))
+                if value > best_value and self.can_afford(n, expected):
+                    best, best_value = n, value
         self.gain = best_value - (1.0 - rate)
         is_chain = parents[:best] == chain(best)
         return Draft(tokens[:best], parents=None if is_chain else parents[:best])
+
+    def gain_of(self, chain: Draft, history: AcceptanceHistory | None, rate: float) -> float:
+        """What a chain is worth by the chances that trees are grown by, as far as they are known."""
+        expected, reach, path = 0.0, 1.0, ()
+        for token, own in zip(chain.tokens, history.chances(_evidence_of(chain)) if history else (), strict=True):
+            place = self.asked.get(path)
+            reach *= own if place is None else place.chances[token]
+            expected += reach
+            path = (*path, token)
+        return expected - rate * (self.learned.costs.optimistic_ratio(len(chain)) - 1.0)
 
     def _guesses(
         self, path: Path, chains: Sequence[_Chain], guessers: Sequence[Guesser]
@@ -153,12 +166,13 @@ class TreeAccount(LookUpAccount):
             guesses = session.guesses_after(path)
             if guesses:
                 known.append((history, guesses))
-                chances = history.chances(guesses, depth)
-                for (token, _), chance in zip(guesses, chances, strict=False):
+                own = history.chances(guesses, depth)
+                for (token, _), chance in zip(guesses, own, strict=False):
                     given.setdefault(token, {})[id(history)] = chance
-        place = _Place(known, {token: list(by.values()) for token, by in given.items()})
-        self.asked[path] = place
-        return self.learned.pooled.chances(place.given) if given else {}
+        all_given = {token: list(by.values()) for token, by in given.items()}
+        chances = self.learned.pooled.chances(all_given) if given else {}
+        self.asked[path] = _Place(known, all_given, chances)
+        return chances
 
     def follow(self, round_: RoundRecord) -> None:
         """Score the guesses at the places that the text went through."""
