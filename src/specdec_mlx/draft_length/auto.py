@@ -100,7 +100,7 @@ class Auto:
         part: str,
         drafts: Sequence[tuple[str, Draft]],
         guessers: Sequence[tuple[str, Branches]],
-        limit: int,
+        size: tuple[int, int],
         may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain or the tree that is worth most; see `types.GrowsTrees`."""
@@ -113,7 +113,7 @@ class Auto:
         if account.forks_may_pay(self.rate):
             chains = [(draft, self._parts[key].learned.acceptance) for key, draft in drafts]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
-            tree = account.grow(chains, histories, self.rate, limit)
+            tree = account.grow(chains, histories, self.rate, *size)
             history = self._parts[drafts[index][0]].learned.acceptance if drafts else None
             plain = account.gain_of(chain, history, self.rate)
             if tree.parents is not None and account.gain > plain and account.asks(may_fork):

@@ -91,6 +91,7 @@ class TreeAccount(LookUpAccount):
         guessers: Sequence[Guesser],
         rate: float,
         limit: int,
+        depth: int,
     ) -> Draft:
         """The tree of the largest value; a chain where it does not fork.
 
@@ -99,6 +100,7 @@ class TreeAccount(LookUpAccount):
             guessers: who has more to say, each with how often that was right.
             rate: the going rate, in tokens a plain round's time.
             limit: most nodes.
+            depth: most nodes on a path.
         """
         self.asked = {}
         chains = [
@@ -106,14 +108,15 @@ class TreeAccount(LookUpAccount):
             for draft, history in drafts
         ]
         costs = self.learned.costs
-        sizes = [n for n in COPY_LENGTHS if n <= limit]
-        prices = {n: rate * costs.optimistic_ratio(n) for n in sizes}
+        prices = {n: rate * costs.optimistic_ratio(n) for n in COPY_LENGTHS}
         parents: list[int] = []
         tokens: list[int] = []
         order = count()
         waiting: list[tuple[float, int, int, Path, int]] = []
 
         def expand(node: int, path: Path, reach: float) -> None:
+            if len(path) == depth:
+                return
             for token, chance in self._guesses(path, chains, guessers).items():
                 heappush(waiting, (-reach * chance, next(order), node, path, token))
 
@@ -124,7 +127,7 @@ class TreeAccount(LookUpAccount):
             n = len(tokens)
             if not any(
                 expected + reach * (size - n) - prices[size] > best_value
-                for size in sizes
+                for size in COPY_LENGTHS
                 if size > n
             ):
                 break  # were all that follows as likely as this
@@ -135,7 +138,7 @@ class TreeAccount(LookUpAccount):
             n += 1
             expand(n - 1, (*path, token), reach)
             if n in prices or not waiting:
-                value = expected - prices.get(n, rate * costs.optimistic_ratio(n))
+                value = expected - min([prices[size] for size in COPY_LENGTHS if size >= n])
                 if value > best_value and self.can_afford(n, expected):
                     best, best_value = n, value
         self.gain = best_value - (1.0 - rate)

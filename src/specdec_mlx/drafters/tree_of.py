@@ -66,13 +66,16 @@ class TreeOfSession(FirstOfSession):
             return some[0] if some else Draft()
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
-    def propose_tree(self, limit: int, grows: GrowsTrees, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(
+        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+    ) -> Draft:
         """What is worth verifying of all that they know; see `types.Forks`."""
         proposed = [
-            (key, part.propose(min(limit, grows.limit(key, True)))) for key, part in self.parts
+            (key, part.propose(min(limit, depth, grows.limit(key, True))))
+            for key, part in self.parts
         ]
         drafts = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
-        return grows.grow(self._key, drafts, self.guessers, limit, may_fork)
+        return grows.grow(self._key, drafts, self.guessers, (limit, depth), may_fork)
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:

@@ -55,7 +55,7 @@ class GrowsTrees(Protocol):
         part: str,
         drafts: Sequence[tuple[str, Draft]],
         guessers: Sequence[tuple[str, Branches]],
-        limit: int,
+        size: tuple[int, int],
         may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain or the tree that is worth most, of what several look-ups know.
@@ -64,7 +64,7 @@ class GrowsTrees(Protocol):
             part: key of the drafter that is made of them.
             drafts: the chains that they propose, point masses, each with its drafter's key.
             guessers: those of them that have several guesses at a place.
-            limit: most tokens.
+            size: most tokens, and most of them on a path.
             may_fork: whether the target takes trees now; asked where a tree is worth most.
         """
         ...
@@ -79,11 +79,14 @@ class Forks(Protocol):
 
     guessers: Sequence[tuple[str, Branches]]
 
-    def propose_tree(self, limit: int, grows: GrowsTrees, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(
+        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+    ) -> Draft:
         """Continue what was observed with a chain or a tree of 0 to `limit` tokens.
 
         Args:
             limit: most tokens.
+            depth: most tokens on a path.
             grows: decides what is worth verifying.
             may_fork: whether the target takes trees now.
         """
