@@ -106,24 +106,25 @@ class Auto:
         """The chain or the tree that is worth most; see `types.GrowsTrees`."""
         account = self._parts[part]
         assert isinstance(account, TreeAccount)
-        chain, chain_gain = NO_DRAFT, 0.0
+        best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
+        chosen = None
         if drafts:
-            index, length = self.choose(drafts)
-            chain, chain_gain = drafts[index][1].head(length), self._chosen_gain
+            chosen, length = self.choose(drafts)
+            account.drafter, draft = drafts[chosen]
+            best, account.gain = draft.head(length), self._chosen_gain
         if account.forks_may_pay(self.rate):
             chains = [(draft, self._parts[key].learned.acceptance) for key, draft in drafts]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
-            tree = account.grow(chains, histories, self.rate, *size)
-            history = self._parts[drafts[index][0]].learned.acceptance if drafts else None
-            plain = account.gain_of(chain, history, self.rate)
-            if tree.parents is not None and account.gain > plain and account.asks(may_fork):
-                return tree
-        account.gain = chain_gain
-        return chain
+            tree, gain = account.grow(chains, chosen, histories, self.rate, *size)
+            if tree.parents is not None and gain > account.gain and account.asks(may_fork):
+                best, account.gain, account.drafter = tree, gain, ""
+        return best
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
         drafting = self._parts[round_.part] if round_.drafted else None
+        if isinstance(drafting, TreeAccount) and drafting.drafter:
+            drafting = self._parts[drafting.drafter]
         others = [part for part in self._parts.values() if part is not drafting]
         is_plain = drafting is None and not any(part.num_steps for part in others)
         for part in self._parts.values():

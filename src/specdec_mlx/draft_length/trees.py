@@ -53,10 +53,12 @@ class TreeAccount(LookUpAccount):
     """Look-ups whose guesses share a tree.
 
     asked: what each guessed at the places that the latest tree was grown at; scored against what
-    comes. was_refused: whether the target took no tree.
+    comes. drafter: key of the one whose chain was worth more than a tree; "" for none. was_refused:
+    whether the target took no tree.
     """
 
     asked: dict[Path, _Place] = field(default_factory=dict)
+    drafter: str = ""
     was_refused: bool = False
 
     def limit(self, rate: float) -> int:
@@ -88,19 +90,24 @@ class TreeAccount(LookUpAccount):
     def grow(
         self,
         drafts: Sequence[tuple[Draft, AcceptanceHistory]],
+        chosen: int | None,
         guessers: Sequence[Guesser],
         rate: float,
         limit: int,
         depth: int,
-    ) -> Draft:
+    ) -> tuple[Draft, float]:
         """The tree of the largest value; a chain where it does not fork.
 
         Args:
             drafts: chains that were proposed, each with what is known of its drafter.
+            chosen: index of the one that is worth most by itself, whose chances stand as they are.
             guessers: who has more to say, each with how often that was right.
             rate: the going rate, in tokens a plain round's time.
             limit: most nodes.
             depth: most nodes on a path.
+
+        Returns:
+            The draft, and what it is worth beyond plain decoding.
         """
         self.asked = {}
         chains = [
@@ -117,7 +124,7 @@ class TreeAccount(LookUpAccount):
         def expand(node: int, path: Path, reach: float) -> None:
             if len(path) == depth:
                 return
-            for token, chance in self._guesses(path, chains, guessers).items():
+            for token, chance in self._guesses(path, chains, chosen, guessers).items():
                 heappush(waiting, (-reach * chance, next(order), node, path, token))
 
         expand(ROOT, (), 1.0)
@@ -141,22 +148,16 @@ class TreeAccount(LookUpAccount):
                 value = expected - min([prices[size] for size in COPY_LENGTHS if size >= n])
                 if value > best_value and self.can_afford(n, expected):
                     best, best_value = n, value
-        self.gain = best_value - (1.0 - rate)
         is_chain = parents[:best] == chain(best)
-        return Draft(tokens[:best], parents=None if is_chain else parents[:best])
-
-    def gain_of(self, chain: Draft, history: AcceptanceHistory | None, rate: float) -> float:
-        """What a chain is worth by the chances that trees are grown by, as far as they are known."""
-        expected, reach, path = 0.0, 1.0, ()
-        for token, own in zip(chain.tokens, history.chances(_evidence_of(chain)) if history else (), strict=True):
-            place = self.asked.get(path)
-            reach *= own if place is None else place.chances[token]
-            expected += reach
-            path = (*path, token)
-        return expected - rate * (self.learned.costs.optimistic_ratio(len(chain)) - 1.0)
+        draft = Draft(tokens[:best], parents=None if is_chain else parents[:best])
+        return draft, best_value - (1.0 - rate)
 
     def _guesses(
-        self, path: Path, chains: Sequence[_Chain], guessers: Sequence[Guesser]
+        self,
+        path: Path,
+        chains: Sequence[_Chain],
+        chosen: int | None,
+        guessers: Sequence[Guesser],
     ) -> dict[int, float]:
         """All that may follow a path, each with its chance after it."""
         depth = len(path)
@@ -174,6 +175,14 @@ class TreeAccount(LookUpAccount):
                     given.setdefault(token, {})[id(history)] = chance
         all_given = {token: list(by.values()) for token, by in given.items()}
         chances = self.learned.pooled.chances(all_given) if given else {}
+        tokens, own = chains[chosen] if chosen is not None else ((), ())
+        if depth < len(tokens) and tokens[:depth] == path:
+            token = tokens[depth]
+            rest = sum(chances.values()) - chances[token]
+            left = 1 - own[depth]
+            if rest > left:
+                chances = {t: c * left / rest for t, c in chances.items()}
+            chances[token] = own[depth]
         self.asked[path] = _Place(known, all_given, chances)
         return chances
 
