@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import count
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.accounts import COPY_LENGTHS, LONGEST_COPY, LookUpAccount
+from specdec_mlx.draft_length.accounts import COPY_LENGTHS, LookUpAccount
 from specdec_mlx.draft_length.guesses import GuessHistory
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import ROOT, Branches, Draft, Evidence, Guess, RoundRecord
@@ -27,6 +27,9 @@ Path = tuple[int, ...]
 
 Guesser = tuple[Branches, GuessHistory]
 """A session with several guesses at a place, and how often they were right."""
+
+SIZES = (*COPY_LENGTHS, 96, 128)
+"""Numbers of nodes that are tried: few, as with draft lengths, so that each is measured soon."""
 
 LIKELIEST_FORK = 0.5
 """A second guess is right at most as often as the first: where a position costs more, no look is
@@ -61,9 +64,11 @@ class TreeAccount(LookUpAccount):
     drafter: str = ""
     was_refused: bool = False
 
+    first_budget: ClassVar[float] = 0.0
+
     def limit(self, rate: float) -> int:
         """The longest; `grow` decides."""
-        return LONGEST_COPY
+        return SIZES[-1]
 
     def cut(self, draft: Draft, rate: float) -> int:
         """All of it, as it was grown."""
@@ -75,8 +80,8 @@ class TreeAccount(LookUpAccount):
         costs = self.learned.costs
         if self.was_refused or costs.needs_plain:
             return False
-        known = [costs.optimistic_ratio(n) for n in (1, *COPY_LENGTHS)]
-        sizes = (1, *COPY_LENGTHS)
+        known = [costs.optimistic_ratio(n) for n in (1, *SIZES)]
+        sizes = (1, *SIZES)
         return any(
             rate * (after - before) < LIKELIEST_FORK * (more - less)
             for less, more, before, after in zip(sizes, sizes[1:], known, known[1:], strict=False)
@@ -115,7 +120,7 @@ class TreeAccount(LookUpAccount):
             for draft, history in drafts
         ]
         costs = self.learned.costs
-        prices = {n: rate * costs.optimistic_ratio(n) for n in COPY_LENGTHS}
+        prices = {n: rate * costs.optimistic_ratio(n) for n in SIZES}
         parents: list[int] = []
         tokens: list[int] = []
         order = count()
@@ -134,7 +139,7 @@ class TreeAccount(LookUpAccount):
             n = len(tokens)
             if not any(
                 expected + reach * (size - n) - prices[size] > best_value
-                for size in COPY_LENGTHS
+                for size in SIZES
                 if size > n
             ):
                 break  # were all that follows as likely as this
@@ -145,7 +150,7 @@ class TreeAccount(LookUpAccount):
             n += 1
             expand(n - 1, (*path, token), reach)
             if n in prices or not waiting:
-                value = expected - min([prices[size] for size in COPY_LENGTHS if size >= n])
+                value = expected - min([prices[size] for size in SIZES if size >= n])
                 if value > best_value and self.can_afford(n, expected):
                     best, best_value = n, value
         is_chain = parents[:best] == chain(best)
