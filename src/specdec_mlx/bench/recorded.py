@@ -96,7 +96,7 @@ class RecordedTarget:
         """Begin behind the prompt's prefill."""
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._generated = text.generated
-        self._tops = text.top_tokens or [[token] for token in text.generated]
+        self._text = text
         self._is_tapped = False
         self._num_fed = 0
         self._vocab_size = vocab_size
@@ -129,14 +129,7 @@ class RecordedTarget:
 
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the prompt, of which nothing is known."""
-        return self._rows([None] * self._num_fed), self._num_fed
-
-    def _rows(self, places: Sequence[int | None]) -> FeatureRows:
-        """The likeliest tokens at places among those generated; -1 where they are not known."""
-        unknown = [-1] * len(self._tops[0])
-        known = range(len(self._tops))
-        rows = [unknown if place not in known else self._tops[place] for place in places]
-        return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
+        return top_rows(self._text, [None] * self._num_fed), self._num_fed
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """There are no processors that want to know."""
@@ -171,9 +164,10 @@ class RecordedTarget:
             coming.append(0)  # behind the end: unknown, and nobody reads it
         pass_ = RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
-            places: list[int | None] = [position - i for i in range(len(pending) - 1, -1, -1)]
+            places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
             right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
-            pass_.features = self._rows([*places, *(right.get(i) for i in range(len(draft)))])
+            places += [right.get(node) for node in range(len(draft))]
+            pass_.features = top_rows(self._text, places)
         return pass_
 
 
@@ -272,6 +266,19 @@ def replay_text(
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
     """What a drafter is told about a generation at temperature 0."""
     return DraftContext(sampling=Sampling(), noise=Noise(0), vocab_size=vocab_size)
+
+
+def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
+    """What the target thought likeliest at places of a text; -1 where that is not known.
+
+    Args:
+        text: the recorded text; of one without `top_tokens` its own tokens are known.
+        places: indices of generated tokens, None for what is not in the text.
+    """
+    tops = text.top_tokens or [[token] for token in text.generated]
+    unknown = [-1] * len(tops[0])
+    rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
+    return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
 def right_path(draft: Draft, coming: Sequence[int]) -> Sequence[int]:

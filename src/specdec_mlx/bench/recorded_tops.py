@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -36,8 +37,8 @@ def with_tops(model: nn.Module, text: RecordedText, top: int = TOP) -> RecordedT
     """
     tokens = mx.array([[*text.prompt, *text.generated[:-1]]], mx.uint32)
     rows = model(tokens)[0, len(text.prompt) - 1 :].astype(mx.float32)
-    likeliest = mx.argsort(-rows, axis=-1)[:, :top]
-    return replace(text, top_tokens=likeliest.tolist())
+    likeliest: Any = mx.argsort(-rows, axis=-1)[:, :top].tolist()
+    return replace(text, top_tokens=likeliest)
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.trees import TreeAccount
+from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.types import NO_DRAFT, Branches, Draft, Evidence, RoundRecord, Step
 
@@ -107,15 +107,16 @@ class Auto:
         account = self._parts[part]
         assert isinstance(account, TreeAccount)
         best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
-        chosen = None
+        chosen = -1
         if drafts:
             chosen, length = self.choose(drafts)
             account.drafter, draft = drafts[chosen]
             best, account.gain = draft.head(length), self._chosen_gain
         if account.forks_may_pay(self.rate):
-            chains = [(draft, self._parts[key].learned.acceptance) for key, draft in drafts]
+            chains = [Chain.of(d, self._parts[key].learned.acceptance) for key, d in drafts]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
-            tree, gain = account.grow(chains, chosen, histories, self.rate, *size)
+            sources = Sources(chains, chains[chosen] if drafts else None, histories)
+            tree, gain = account.grow(sources, self.rate, *size)
             if tree.parents is not None and gain > account.gain and account.asks(may_fork):
                 best, account.gain, account.drafter = tree, gain, ""
         return best

@@ -9,46 +9,64 @@ which a chain is the case of one guess at each place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from typing import ClassVar, NamedTuple
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import COPY_LENGTHS, LookUpAccount
 from specdec_mlx.draft_length.guesses import GuessHistory
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import ROOT, Branches, Draft, Evidence, Guess, RoundRecord
+from specdec_mlx.types import ROOT, Branches, Draft, Guess, RoundRecord
 from specdec_mlx.types.trees import chain
 
 Path = tuple[int, ...]
 """The tokens of a tree down to a node."""
 
-Guesser = tuple[Branches, GuessHistory]
-"""A session with several guesses at a place, and how often they were right."""
-
 SIZES = (*COPY_LENGTHS, 96, 128)
 """Numbers of nodes that are tried: few, as with draft lengths, so that each is measured soon."""
 
-LIKELIEST_FORK = 0.5
-"""A second guess is right at most as often as the first: where a position costs more, no look is
-taken at any."""
+LIKELIEST_FORK = 0.3
+"""A second guess is seldom right more often: where every position costs more, none is looked at."""
 
 
-class _Chain(NamedTuple):
+class Chain(NamedTuple):
     """A chain that was proposed, and the chance of each token after those before it."""
 
     tokens: Path
     chances: Sequence[float]
 
+    @classmethod
+    def of(cls, draft: Draft, history: AcceptanceHistory) -> Chain:
+        """By what is known of its drafter."""
+        evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
+        return cls(tuple(to_list(draft.tokens)), list(history.chances(evidence)))
+
+    def goes_through(self, path: Path) -> bool:
+        """Whether it begins with a path, and goes on."""
+        return len(path) < len(self.tokens) and self.tokens[: len(path)] == path
+
+
+class Sources(NamedTuple):
+    """What a tree is grown from.
+
+    chains: what was proposed. best: the one that is worth most by itself; its chances stand as they
+    are, so that it is worth as much as part of a tree. guessers: who has several guesses at a
+    place, each with how often they were right.
+    """
+
+    chains: Sequence[Chain]
+    best: Chain | None
+    guessers: Sequence[tuple[Branches, GuessHistory]]
+
 
 class _Place(NamedTuple):
-    """What was guessed at a place: by each history; the chances that each token was given; pooled."""
+    """What was guessed at a place, by each history, and the chances that each token was given."""
 
     known: list[tuple[GuessHistory, Sequence[Guess]]]
     given: dict[int, list[float]]
-    chances: dict[int, float]
 
 
 @dataclass
@@ -63,7 +81,6 @@ class TreeAccount(LookUpAccount):
     asked: dict[Path, _Place] = field(default_factory=dict)
     drafter: str = ""
     was_refused: bool = False
-
     first_budget: ClassVar[float] = 0.0
 
     def limit(self, rate: float) -> int:
@@ -80,11 +97,10 @@ class TreeAccount(LookUpAccount):
         costs = self.learned.costs
         if self.was_refused or costs.needs_plain:
             return False
-        known = [costs.optimistic_ratio(n) for n in (1, *SIZES)]
-        sizes = (1, *SIZES)
+        prices = [rate * costs.worst_ratio(n) for n in SIZES]
         return any(
-            rate * (after - before) < LIKELIEST_FORK * (more - less)
-            for less, more, before, after in zip(sizes, sizes[1:], known, known[1:], strict=False)
+            more - less < LIKELIEST_FORK * (n - m)
+            for (m, n), (less, more) in zip(pairwise(SIZES), pairwise(prices), strict=True)
         )
 
     def asks(self, may_fork: Callable[[], bool]) -> bool:
@@ -92,21 +108,11 @@ class TreeAccount(LookUpAccount):
         self.was_refused = not may_fork()
         return not self.was_refused
 
-    def grow(
-        self,
-        drafts: Sequence[tuple[Draft, AcceptanceHistory]],
-        chosen: int | None,
-        guessers: Sequence[Guesser],
-        rate: float,
-        limit: int,
-        depth: int,
-    ) -> tuple[Draft, float]:
+    def grow(self, sources: Sources, rate: float, limit: int, depth: int) -> tuple[Draft, float]:
         """The tree of the largest value; a chain where it does not fork.
 
         Args:
-            drafts: chains that were proposed, each with what is known of its drafter.
-            chosen: index of the one that is worth most by itself, whose chances stand as they are.
-            guessers: who has more to say, each with how often that was right.
+            sources: what it may be made of.
             rate: the going rate, in tokens a plain round's time.
             limit: most nodes.
             depth: most nodes on a path.
@@ -115,80 +121,56 @@ class TreeAccount(LookUpAccount):
             The draft, and what it is worth beyond plain decoding.
         """
         self.asked = {}
-        chains = [
-            _Chain(tuple(to_list(draft.tokens)), list(history.chances(_evidence_of(draft))))
-            for draft, history in drafts
-        ]
-        costs = self.learned.costs
-        prices = {n: rate * costs.optimistic_ratio(n) for n in SIZES}
+        prices = {n: rate * self.learned.costs.optimistic_ratio(n) for n in SIZES}
         parents: list[int] = []
         tokens: list[int] = []
-        order = count()
-        waiting: list[tuple[float, int, int, Path, int]] = []
+        waiting: list[tuple[float, int, int, Path]] = []  # -chance, when found, parent, tokens
+        found = count()
 
         def expand(node: int, path: Path, reach: float) -> None:
-            if len(path) == depth:
-                return
-            for token, chance in self._guesses(path, chains, chosen, guessers).items():
-                heappush(waiting, (-reach * chance, next(order), node, path, token))
+            if len(path) < depth:
+                for token, chance in self._chances_after(path, sources).items():
+                    heappush(waiting, (-reach * chance, next(found), node, (*path, token)))
 
         expand(ROOT, (), 1.0)
         best, best_value, expected = 0, 1.0 - rate, 1.0
         while waiting and len(tokens) < limit:
-            reach = -waiting[0][0]
-            n = len(tokens)
-            if not any(
-                expected + reach * (size - n) - prices[size] > best_value
-                for size in SIZES
-                if size > n
-            ):
-                break  # were all that follows as likely as this
-            _, _, parent, path, token = heappop(waiting)
+            reach, n = -waiting[0][0], len(tokens)
+            if not _may_gain(expected - best_value, reach, n, prices):
+                break
+            _, _, parent, path = heappop(waiting)
             parents.append(parent)
-            tokens.append(token)
+            tokens.append(path[-1])
             expected += reach
+            expand(n, path, reach)
             n += 1
-            expand(n - 1, (*path, token), reach)
             if n in prices or not waiting:
-                value = expected - min([prices[size] for size in SIZES if size >= n])
+                value = expected - min([price for size, price in prices.items() if size >= n])
                 if value > best_value and self.can_afford(n, expected):
                     best, best_value = n, value
-        is_chain = parents[:best] == chain(best)
-        draft = Draft(tokens[:best], parents=None if is_chain else parents[:best])
+        forks = parents[:best] != chain(best)
+        draft = Draft(tokens[:best], parents=parents[:best] if forks else None)
         return draft, best_value - (1.0 - rate)
 
-    def _guesses(
-        self,
-        path: Path,
-        chains: Sequence[_Chain],
-        chosen: int | None,
-        guessers: Sequence[Guesser],
-    ) -> dict[int, float]:
+    def _chances_after(self, path: Path, sources: Sources) -> dict[int, float]:
         """All that may follow a path, each with its chance after it."""
         depth = len(path)
-        given: dict[int, dict[int, float]] = {}
-        for source, (tokens, chances) in enumerate(chains):
-            if depth < len(tokens) and tokens[:depth] == path:
-                given.setdefault(tokens[depth], {})[source] = chances[depth]
+        given: dict[int, list[float]] = {}
+        for chain_ in sources.chains:
+            if chain_.goes_through(path):
+                given.setdefault(chain_.tokens[depth], []).append(chain_.chances[depth])
         known = []
-        for session, history in guessers:
+        for session, history in sources.guessers:
             guesses = session.guesses_after(path)
             if guesses:
                 known.append((history, guesses))
-                own = history.chances(guesses, depth)
-                for (token, _), chance in zip(guesses, own, strict=False):
-                    given.setdefault(token, {})[id(history)] = chance
-        all_given = {token: list(by.values()) for token, by in given.items()}
-        chances = self.learned.pooled.chances(all_given) if given else {}
-        tokens, own = chains[chosen] if chosen is not None else ((), ())
-        if depth < len(tokens) and tokens[:depth] == path:
-            token = tokens[depth]
-            rest = sum(chances.values()) - chances[token]
-            left = 1 - own[depth]
-            if rest > left:
-                chances = {t: c * left / rest for t, c in chances.items()}
-            chances[token] = own[depth]
-        self.asked[path] = _Place(known, all_given, chances)
+                chances_of_guesses = history.chances(guesses, depth)
+                for (token, _), chance in zip(guesses, chances_of_guesses, strict=False):
+                    given.setdefault(token, []).append(chance)
+        self.asked[path] = _Place(known, given)
+        chances = self.learned.pooled.chances(given)
+        if sources.best is not None and sources.best.goes_through(path):
+            _give(chances, sources.best.tokens[depth], sources.best.chances[depth])
         return chances
 
     def follow(self, round_: RoundRecord) -> None:
@@ -205,6 +187,22 @@ class TreeAccount(LookUpAccount):
         self.asked = {}
 
 
-def _evidence_of(draft: Draft) -> Sequence[Evidence | int]:
-    """What speaks for its tokens; 0 where nothing is known."""
-    return [0] * len(draft) if draft.evidence is None else draft.evidence
+def _may_gain(lead: float, reach: float, n: int, prices: Mapping[int, float]) -> bool:
+    """Whether more than n nodes may be worth more than the best so far.
+
+    Args:
+        lead: expected tokens of n nodes less the best value.
+        reach: chance of the next node; those after it are no likelier.
+        n: how many there are.
+        prices: what sizes cost, in tokens.
+    """
+    return any(lead + reach * (size - n) > price for size, price in prices.items() if size > n)
+
+
+def _give(chances: dict[int, float], token: int, chance: float) -> None:
+    """Give a token a chance of its own; the others share what is left, if that is less."""
+    others = sum(chances.values()) - chances[token]
+    if others > 1 - chance:
+        for other in chances:
+            chances[other] *= (1 - chance) / others
+    chances[token] = chance

@@ -176,9 +176,8 @@ class NGramSession:
 
     def guesses_after(self, path: Sequence[int]) -> list[Guess]:
         """What followed the longest known contexts most often; of this text alone."""
-        context = self._context
-        for token in path:
-            context = self._counts.shift(context, token)
+        longer = (*self._context, *path)
+        context = longer[max(0, len(longer) - self._config.max_order + 1) :]
         return [
             Guess(token, Evidence(width * min(count, MAX_LEAD), one, two))
             for token, width, count, one, two in self._counts.continuations(context, MOST_GUESSES)

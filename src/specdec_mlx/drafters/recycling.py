@@ -2,8 +2,8 @@
 
 At every position that the target computes, those of rejected drafts too, its likeliest next tokens
 are noted under the token that stands there. A draft follows this table from token to token: a
-bigram model of the target's own making, for the price of a look at its logits. A draft is a chain of
-likeliest successors; a tree, as the paper has it, branches out to the others (`TreeOf`).
+bigram model of the target's own making, for the price of a look at its logits. A draft is a chain
+of likeliest successors; a tree, as the paper has it, branches out to the others (`TreeOf`).
 """
 
 from __future__ import annotations

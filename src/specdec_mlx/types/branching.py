@@ -1,8 +1,8 @@
 """What a drafter, a draft length and a target may add so that drafts are grown to trees.
 
 Who drafts chains needs none of it. A drafter that looks several tokens up gives its session
-`Branches`; together they are grown by a draft length that `GrowsTrees`, node by node. A drafter that
-has a tree of its own hands it over as a `Draft` with `parents`.
+`Branches`; out of their guesses a draft length that `GrowsTrees` makes a tree, node by node. A
+drafter that has a tree of its own hands it over as a `Draft` with `parents`.
 """
 
 from __future__ import annotations
