@@ -28,7 +28,10 @@ MOST_RANKS = 8
 """Guesses of one drafter at one place that are told apart by their rank; further ones are left."""
 
 LEAST_ODDS = -5.0
-"""Log-odds below which chances are not told apart."""
+"""Log-odds below which, and above the negative of which, chances are not told apart."""
+
+LEAST_CHANCE = 1 / (1 + math.exp(-LEAST_ODDS))
+"""The chance of these odds."""
 
 POOL_RATE = 0.005
 """Step of the pool's weights towards an outcome."""
@@ -148,7 +151,10 @@ def _greatest(chances: Sequence[float]) -> tuple[float, float]:
 
 
 def _log_odds(chance: float) -> float:
-    return max(LEAST_ODDS, min(-LEAST_ODDS, math.log(chance / (1 - chance))))
+    """Of a chance, within bounds."""
+    if chance <= LEAST_CHANCE:
+        return LEAST_ODDS
+    return -LEAST_ODDS if chance >= 1 - LEAST_CHANCE else math.log(chance / (1 - chance))
 
 
 def _excess(given: Mapping[int, Sequence[float]]) -> float:
