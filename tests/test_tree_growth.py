@@ -1,4 +1,4 @@
-"""Trees of look-ups: grown where a node is worth its position, chains as without trees elsewhere."""
+"""Trees of look-ups: grown where a node is worth its position; elsewhere chains as without them."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
     parents = chain(len(draft)) if draft.parents is None else draft.parents
     texts = [tuple(draft.tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
     assert len(set(texts)) == len(texts)
-    own = sum(reach[text] for text in texts) - (cost[len(texts)] if texts else 0.0)
+    reached: list[float] = [reach[text] for text in texts]
+    own = math.fsum(reached) - (cost[len(texts)] if texts else 0.0)
     assert own == pytest.approx(gain, abs=1e-9)
 
 
@@ -228,9 +229,7 @@ def test_counts_of_a_replay_with_trees_are_those_of_a_live_run() -> None:
     for task in narrow.tasks():
         length = auto(FREE)
         shapes = Shapes(length, shapes.grown)
-        items = list(
-            sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=shapes)
-        )
+        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=shapes))
         text = RecordedText(task.id, "", list(task.prompt), [item.token for item in items])
         stats = items[-1].stats
         modelled = replay_text(
@@ -402,7 +401,7 @@ def test_trees_compete_with_others_as_a_whole() -> None:
     tree = TreeOf(*LOOK_UPS())
     session: Any = sd.BestOf(tree, sd.PromptLookupDrafter()).begin([1, 2], DraftContext())
     (group,) = session.groups
-    assert [key for key, _ in group][0] == tree.key
+    assert group[0][0] == tree.key
     assert len(group) == 2
 
 

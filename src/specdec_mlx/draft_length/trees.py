@@ -28,7 +28,7 @@ Path = tuple[int, ...]
 SIZES = (*COPY_LENGTHS, 96, 128)
 """Numbers of nodes that are tried: few, as with draft lengths, so that each is measured soon."""
 
-LIKELIEST_FORK = 0.3
+LIKELIEST_FORK = 0.2
 """A second guess is seldom right more often: where every position costs more, none is looked at."""
 
 
