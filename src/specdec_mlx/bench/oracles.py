@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching
+from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching, top_rows
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Closes, Drafter
+from specdec_mlx.types import Closes, Drafter, DraftSession, Forks, SeesTarget, session_parts
 
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
 
@@ -22,6 +24,9 @@ def length_oracle(
 ) -> Modelled:
     """Draft exactly as many of the drafter's tokens as will be accepted.
 
+    Of a drafter of trees it knows the shape, too: of all that its look-ups guess it drafts the path
+    that is right, and nothing beside it.
+
     Args:
         text: the recorded text.
         drafter: whose proposals are cut.
@@ -31,13 +36,15 @@ def length_oracle(
         longest: most tokens a draft.
     """
     session = drafter.begin(text.prompt, greedy_context(vocab_size))
+    readers = [part for _, part in session_parts(session, "") if isinstance(part, SeesTarget)]
+    _show(readers, text, [None] * (len(text.prompt) - 1))
     done, seconds, accepted = 0, 0.0, []
     while done < len(text.generated):
         coming = text.generated[done:]
-        draft = to_list(session.propose(min(longest, len(coming) - 1)).tokens)
-        accepted.append(num_matching(draft, coming))
+        accepted.append(_num_right(session, min(longest, len(coming) - 1), coming))
         seconds += cost(accepted[-1] + 1) + draft_seconds * accepted[-1]
         observed = coming[: accepted[-1] + 1]
+        _show(readers, text, range(done, done + len(observed)))
         session.observe(observed)
         done += len(observed)
     if isinstance(session, Closes):
@@ -51,6 +58,27 @@ def length_oracle(
         seconds=seconds,
         plain_seconds=cost(1) * len(text.generated),
     )
+
+
+def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
+    """How many of the coming tokens a session proposes, or guesses one after the other."""
+    if not isinstance(session, Forks):
+        return num_matching(to_list(session.propose(most).tokens), coming)
+    chains = [to_list(part.propose(most).tokens) for _, part in session_parts(session, "")]
+    for n, token in enumerate(coming[:most]):
+        path = list(coming[:n])
+        known = [chain[n] for chain in chains if chain[:n] == path and len(chain) > n]
+        for _, guesser in session.guessers:
+            known += [guess.token for guess in guesser.guesses_after(path)]
+        if token not in known:
+            return n
+    return most
+
+
+def _show(readers: Sequence[SeesTarget], text: RecordedText, places: Sequence[int | None]) -> None:
+    """Show what the target thought at these places, to those who read it."""
+    for reader in readers if places else ():
+        reader.see(top_rows(text, places))
 
 
 def text_oracle(text: RecordedText, cost: CostCurve, longest: int = LONGEST_DRAFT) -> Modelled:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -21,18 +21,28 @@ from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.bench.replay import record_of_sessions
 from specdec_mlx.draft_length.acceptance import PRIOR_LOG_ODDS, AcceptanceHistory
+from specdec_mlx.draft_length.guesses import MOST_RANKS, GuessHistory
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.tuning import Learned, Tuning, class_named
 from specdec_mlx.drafters.registry import make_drafter
-from specdec_mlx.types import Drafter, Evidence
+from specdec_mlx.types import Drafter, Evidence, Guess
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "auto")
 
 FEATURES = ("match", "position", "recent", "after one", "after two")
 """What look-ups have for evidence."""
 
+SIZES = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
+"""Classes of each."""
+
+GUESS_SIZES = {"rank": MOST_RANKS} | SIZES
+"""Those of guesses in a tree."""
+
 RIDGE = 3.0
 """Weight of the squares of the log-odds: a class that is seldom seen stays near 0."""
+
+CHEAP = 0.01
+"""Cost of a position, in plain passes, at which the trees grow whose guesses are tried."""
 
 NUM_STEPS = 30
 """Newton steps, far more than are needed."""
@@ -64,10 +74,25 @@ Counts = dict[Classes, list[float]]
 
 
 @dataclass
+class GuessTrials(GuessHistory):
+    """A history of guesses that also notes what it learns from; see `Trials`."""
+
+    noted: Counts = field(default_factory=dict)
+
+    def learn(self, guesses: Sequence[Guess], depth: int, token: int) -> None:
+        """Note the trials, and learn from them."""
+        for rank, (guess, evidence) in enumerate(guesses[:MOST_RANKS]):
+            key = self._active(rank, evidence, depth)
+            self.noted.setdefault(key, [0.0, 0.0])[guess == token] += 1
+        super().learn(guesses, depth, token)
+
+
+@dataclass
 class NotingTuning(Tuning):
     """A tuning whose drafters note their trials, by class of drafter."""
 
     noted: dict[str, Counts] = field(default_factory=dict)
+    guessed: dict[str, Counts] = field(default_factory=dict)
 
     def of(self, key: str, budget: float = 0.3, look_up: bool = False) -> Learned:
         """What was learned with a drafter, with a history that notes."""
@@ -75,11 +100,16 @@ class NotingTuning(Tuning):
         if not isinstance(learned.acceptance, Trials):
             noted = self.noted.setdefault(class_named(key), {})
             learned.acceptance = Trials(learned.acceptance.weights, noted=noted)
+            guessed = self.guessed.setdefault(class_named(key), {})
+            learned.guesses = GuessTrials(learned.guesses.weights, noted=guessed)
         return learned
 
 
 def trials(
-    records: Iterable[Record], make: Callable[[], Drafter | None], cost: CostCurve
+    records: Iterable[Record],
+    make: Callable[[], Drafter | None],
+    cost: CostCurve,
+    of_trees: bool = False,
 ) -> dict[str, Counts]:
     """How often each drafter's tokens were wrong and right, by classes; records weigh the same.
 
@@ -87,6 +117,7 @@ def trials(
         records: recorded texts.
         make: makes the look-up, anew for each record.
         cost: c(m), which decides how long drafts are.
+        of_trees: whether to give the trials of guesses in trees, instead of those of chains.
     """
     total: dict[str, Counts] = {}
     for record in records:
@@ -101,8 +132,8 @@ def trials(
                 max_tokens=int(record.settings["max_tokens"]),
                 vocab_size=int(record.settings["vocab_size"]),
             )
-        for kind, noted in tuning.noted.items():
-            size = sum(map(sum, noted.values()))
+        for kind, noted in (tuning.guessed if of_trees else tuning.noted).items():
+            size = sum(map(sum, noted.values())) or 1
             for key, counts in noted.items():
                 own = total.setdefault(kind, {}).setdefault(key, [0.0, 0.0])
                 for i in (0, 1):
@@ -110,9 +141,13 @@ def trials(
     return total
 
 
-def fit(counts: Counts) -> dict[str, tuple[float, ...]]:
-    """Log-odds by feature and class that make the trials likeliest, held near 0 by a ridge."""
-    sizes = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
+def fit(counts: Counts, sizes: Mapping[str, int] = SIZES) -> dict[str, tuple[float, ...]]:
+    """Log-odds by feature and class that make the trials likeliest, held near 0 by a ridge.
+
+    Args:
+        counts: the trials.
+        sizes: classes of each feature.
+    """
     starts = dict(zip(sizes, np.cumsum([0, *sizes.values()]), strict=False))
     rows = np.zeros((len(counts), sum(sizes.values())))
     for row, key in zip(rows, counts, strict=True):
@@ -143,6 +178,7 @@ def main() -> None:
     )
     parser.add_argument("--model", help="for --sessions: whose tokenizer (default: a small one)")
     parser.add_argument("--drafter", action="append", metavar="NAME[:KEY=VALUE,...]")
+    parser.add_argument("--trees", action="store_true", help="guesses in trees, not chains")
     args = parser.parse_args()
     records = [load_record(path) for path in args.record]
     for path in args.sessions:
@@ -153,11 +189,14 @@ def main() -> None:
         records.append(record)
     specs = args.drafter or DEFAULT_DRAFTERS
     cost = records[0].cost or linear_cost(0.05)
+    if args.trees:
+        cost = linear_cost(CHEAP)
+    sizes = GUESS_SIZES if args.trees else SIZES
     for spec in specs:
         make = functools.partial(make_drafter, spec)
-        for kind, counts in trials(records, make, cost).items():
+        for kind, counts in trials(records, make, cost, args.trees).items():
             print(f'    "{kind}": {{')
-            for name, odds in fit(counts).items():
+            for name, odds in fit(counts, sizes).items():
                 print(f'        "{name}": {odds},')
             print("    },")
 

@@ -27,6 +27,8 @@ class RecordedText:
         prompt: [n] token ids.
         generated: [m] token ids.
         session: the conversation that it is a part of; "" where it stands alone.
+        top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
+            first; [] where they were not recorded (`bench.recorded_tops`).
     """
 
     id: str
@@ -34,6 +36,7 @@ class RecordedText:
     prompt: list[int]
     generated: list[int]
     session: str = ""
+    top_tokens: list[list[int]] = field(default_factory=list, repr=False)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
@@ -23,6 +24,7 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
+    ROOT,
     ChoosesDrafts,
     ChoosesSteps,
     Draft,
@@ -30,11 +32,14 @@ from specdec_mlx.types import (
     Drafter,
     Evidence,
     FeatureRows,
+    Features,
+    GrowsTrees,
     Outcome,
     PendingPass,
     RoundRecord,
     Step,
 )
+from specdec_mlx.types.trees import children_of
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class RecordedPass:
 
     def read(self) -> Outcome:
         """What is kept; the text is followed by tokens that nobody reads."""
-        n = num_matching(to_list(self.draft.tokens), self.coming)
-        return Outcome(range(n), self.coming[: n + 1] or [0])
+        kept = right_path(self.draft, self.coming)
+        return Outcome(kept, self.coming[: len(kept) + 1] or [0])
 
 
 class RecordedTarget:
@@ -91,6 +96,9 @@ class RecordedTarget:
         """Begin behind the prompt's prefill."""
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._generated = text.generated
+        self._text = text
+        self._is_tapped = False
+        self._num_fed = 0
         self._vocab_size = vocab_size
 
     def vocab_size(self) -> int:
@@ -101,12 +109,35 @@ class RecordedTarget:
         """Any number of positions."""
         return None
 
+    def takes_trees(self) -> bool:
+        """Any shape."""
+        return True
+
+    def tap(self, wanted: Features) -> None:
+        """Show the likeliest tokens, from the text's own places; the prompt is fed for that.
+
+        Of a text without `top_tokens` its own token alone is known, so that what a replay says of a
+        drafter that reads more is a lower bound. Raises UnreadableError for states.
+        """
+        if wanted != Features(top=wanted.top):
+            raise UnreadableError(
+                "A recorded text has no states to read, only the likeliest tokens. Replay drafters "
+                "that work on tokens, or record their drafts with bench.recorded_drafts."
+            )
+        self._is_tapped = True
+        self.rollback = Rollback([])
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the prompt, of which nothing is known."""
+        return top_rows(self._text, [None] * self._num_fed), self._num_fed
+
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """There are no processors that want to know."""
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """A pass whose logits are never asked for."""
-        self.rollback.advance(tokens.shape[0])
+        self._num_fed = tokens.shape[0]
+        self.rollback.advance(self._num_fed)
         return mx.zeros((tokens.shape[0], self._vocab_size))
 
     def quantize(self) -> None:
@@ -131,7 +162,13 @@ class RecordedTarget:
         coming = [*self._generated[position : position + len(draft) + 1]]
         if position + len(draft) >= len(self._generated):
             coming.append(0)  # behind the end: unknown, and nobody reads it
-        return RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
+        pass_ = RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
+        if self._is_tapped:
+            places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
+            right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
+            places += [right.get(node) for node in range(len(draft))]
+            pass_.features = top_rows(self._text, places)
+        return pass_
 
 
 class ModelledLength:
@@ -148,6 +185,8 @@ class ModelledLength:
         self._num_steps = 0
         if isinstance(inner, ChoosesDrafts):
             self.choose, self.outbids = inner.choose, inner.outbids
+        if isinstance(inner, GrowsTrees):
+            self.begin_tree, self.grow = inner.begin_tree, inner.grow
         if isinstance(inner, ChoosesSteps):
             self._chooser = inner
             self.begin_steps, self.prefilled = self._begin_steps, inner.prefilled
@@ -227,6 +266,33 @@ def replay_text(
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
     """What a drafter is told about a generation at temperature 0."""
     return DraftContext(sampling=Sampling(), noise=Noise(0), vocab_size=vocab_size)
+
+
+def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
+    """What the target thought likeliest at places of a text; -1 where that is not known.
+
+    Args:
+        text: the recorded text; of one without `top_tokens` its own tokens are known.
+        places: indices of generated tokens, None for what is not in the text.
+    """
+    tops = text.top_tokens or [[token] for token in text.generated]
+    unknown = [-1] * len(tops[0])
+    rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
+    return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
+
+
+def right_path(draft: Draft, coming: Sequence[int]) -> Sequence[int]:
+    """The draft's tokens that are right, from the first one down."""
+    tokens = to_list(draft.tokens)
+    if draft.parents is None:
+        return range(num_matching(tokens, coming))
+    children, path, node = children_of(draft.parents), [], ROOT
+    for token in coming:
+        node = next((child for child in children[node + 1] if tokens[child] == token), ROOT)
+        if node == ROOT:
+            break
+        path.append(node)
+    return path
 
 
 def num_matching(draft: Sequence[int], coming: Sequence[int]) -> int:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
+from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
 from specdec_mlx.draft_length.tuning import Tuning
-from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
+from specdec_mlx.types import NO_DRAFT, Branches, Draft, Evidence, RoundRecord, Step
 
 RATE_MEMORY = 0.95
 """Decay of the moving averages behind the going rate, a round: about 20 rounds."""
@@ -61,6 +62,12 @@ class Auto:
         """Whether the latest position is worth verifying, and another one worth drafting."""
         return self._parts[part].goes_on(evidence, self.rate)
 
+    def begin_tree(self, part: str, guessers: Sequence[str]) -> None:
+        """Expect look-ups whose guesses share a tree; see `types.GrowsTrees`."""
+        self._parts[part] = TreeAccount(self.tuning.of(part, TreeAccount.first_budget))
+        for guesser in guessers:
+            self.tuning.of(guesser, LookUpAccount.first_budget, look_up=True).guesses.begin_text()
+
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
         account = self._parts.get(part)
@@ -88,9 +95,37 @@ class Auto:
         """Whether a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
         return self._parts[part].gain > self._chosen_gain
 
+    def grow(
+        self,
+        part: str,
+        drafts: Sequence[tuple[str, Draft]],
+        guessers: Sequence[tuple[str, Branches]],
+        size: tuple[int, int],
+        may_fork: Callable[[], bool],
+    ) -> Draft:
+        """The chain or the tree that is worth most; see `types.GrowsTrees`."""
+        account = self._parts[part]
+        assert isinstance(account, TreeAccount)
+        best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
+        chosen = -1
+        if drafts:
+            chosen, length = self.choose(drafts)
+            account.drafter, draft = drafts[chosen]
+            best, account.gain = draft.head(length), self._chosen_gain
+        if account.forks_may_pay(self.rate):
+            chains = [Chain.of(d, self._parts[key].learned.acceptance) for key, d in drafts]
+            histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
+            sources = Sources(chains, chains[chosen] if drafts else None, histories)
+            tree, gain = account.grow(sources, self.rate, *size)
+            if tree.parents is not None and gain > account.gain and account.asks(may_fork):
+                best, account.gain, account.drafter = tree, gain, ""
+        return best
+
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
         drafting = self._parts[round_.part] if round_.drafted else None
+        if isinstance(drafting, TreeAccount) and drafting.drafter:
+            drafting = self._parts[drafting.drafter]
         others = [part for part in self._parts.values() if part is not drafting]
         is_plain = drafting is None and not any(part.num_steps for part in others)
         for part in self._parts.values():

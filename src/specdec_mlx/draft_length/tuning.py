@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.costs import DraftingCosts, RoundCosts
+from specdec_mlx.draft_length.guesses import GuessHistory, PooledChances
 from specdec_mlx.per_model import PerModel
 
 FIRST_BUDGET = 0.3
@@ -37,7 +38,9 @@ class Learned:
     drafting pays, in plain rounds. is_proven: whether it once earned all that it may.
 
     Of a draft model that can stop in the middle: drafting: costs of its steps; before: chance of
-    acceptance by what was known one token earlier; blind: by the position alone.
+    acceptance by what was known one token earlier; blind: by the position alone. Of a look-up with
+    several guesses at a place: guesses: how often those of each rank were right; of several such:
+    pooled: what a token's chance is where they all have a say.
     """
 
     step: float = 0.05
@@ -50,6 +53,8 @@ class Learned:
     drafting: DraftingCosts = field(default_factory=DraftingCosts)
     before: AcceptanceHistory = field(default_factory=AcceptanceHistory.one_token_later)
     blind: AcceptanceHistory = field(default_factory=AcceptanceHistory.of_draft_models)
+    guesses: GuessHistory = field(default_factory=GuessHistory)
+    pooled: PooledChances = field(default_factory=PooledChances)
 
     @property
     def costs(self) -> RoundCosts:
@@ -71,6 +76,8 @@ class Learned:
             "acceptance": self.acceptance.weights,
             "acceptance known before": self.before.weights,
             "acceptance by position": self.blind.weights,
+            "guesses": self.guesses.weights,
+            "pooled": self.pooled.weights,
             "drafting": self.drafting.as_dict(),
             "exploration budget": self.exploration_budget,
             "is proven": self.is_proven,
@@ -85,9 +92,12 @@ class Learned:
             (self.acceptance, "acceptance"),
             (self.before, "acceptance known before"),
             (self.blind, "acceptance by position"),
+            (self.guesses, "guesses"),
         ):
             for feature, weights in history.weights.items():
                 weights[:] = _numbers(saved[name][feature], len(weights))
+        pooled = self.pooled.weights
+        pooled[:] = _numbers(saved["pooled"], len(pooled))
         self.drafting.restore(saved["drafting"])
         self.exploration_budget = float(saved["exploration budget"])
         self.is_proven = bool(saved["is proven"])
@@ -136,6 +146,7 @@ class Tuning:
             learned = Learned(self.step, self.slope, exploration_budget=budget)
             if look_up:
                 learned.acceptance = AcceptanceHistory.of_look_ups(class_named(name))
+                learned.guesses = GuessHistory.of(class_named(name))
             self.drafters[name] = learned
         return self.drafters[name]
 

@@ -43,7 +43,7 @@ class BestOfSession(FirstOfSession):
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
-        self.groups = [self.parts]
+        self.groups = [[part for group in self.groups for part in group]]
         self._choice = ExpectedTokens()
 
     def propose(self, limit: int) -> Draft:

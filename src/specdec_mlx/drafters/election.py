@@ -12,7 +12,7 @@ from typing import NamedTuple
 from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
-from specdec_mlx.types import Draft, Evidence
+from specdec_mlx.types import Draft, Evidence, Guess
 
 LENGTH_LOG2 = 5
 """A match longer by one token weighs 2^5 as much; 2^3 and 2^6 differ by 0.1% at most."""
@@ -93,6 +93,39 @@ def elect(
         tokens += rest
         evidence += [_evidence(_longest(voters), len(voters), len(voters), 1.0)] * len(rest)
     return Draft(tokens, evidence=evidence)
+
+
+def guesses(
+    voters: Sequence[Voter],
+    weights: Sequence[float],
+    followed: Sequence[tuple[int, ...]],
+    path: Sequence[int],
+) -> list[Guess]:
+    """All tokens that somebody votes for after a path, the weightiest first.
+
+    Args:
+        voters: the places, each with a vote while what followed it is the path.
+        weights: of their votes.
+        followed: what followed each of them.
+        path: tokens that come behind the text's end.
+
+    Returns:
+        Each token with the evidence that `elect` gives.
+    """
+    at, so_far = len(path), tuple(path)
+    votes: dict[int, list[float]] = {}
+    for (match, *_), weight, tokens in zip(voters, weights, followed, strict=True):
+        if len(tokens) > at and tokens[:at] == so_far:
+            vote = votes.setdefault(tokens[at], [0.0, 0, 0])
+            vote[0] += weight
+            vote[1] = max(vote[1], match)
+            vote[2] += 1
+    total, places = sum(vote[0] for vote in votes.values()), sum(int(v[2]) for v in votes.values())
+    ranked = sorted(votes.items(), key=lambda item: -item[1][0])
+    return [
+        Guess(token, _evidence(int(match), int(count), places, weight / total))
+        for token, (weight, match, count) in ranked
+    ]
 
 
 def weigh(voters: Sequence[Voter], last: Sequence[int]) -> list[float]:

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.errors import DraftError, PromptError
-from specdec_mlx.types import Draft, DraftContext, Evidence
+from specdec_mlx.types import Draft, DraftContext, Evidence, Guess
 
 if TYPE_CHECKING:
     from specdec_mlx.sampling.noise import Noise
@@ -129,6 +129,9 @@ class NGramDrafter:
         )
 
 
+MOST_GUESSES = 4
+"""Continuations of one place in a tree; further ones were seen too seldom to be right."""
+
 MAX_LEAD = 4
 """A continuation seen this many times more than all others is as sure as it gets."""
 
@@ -170,6 +173,15 @@ class NGramSession:
             evidence.append(Evidence(strength, after_one, after_two))
             context = self._counts.shift(context, token)
         return Draft(draft, evidence=evidence)
+
+    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
+        """What followed the longest known contexts most often; of this text alone."""
+        longer = (*self._context, *path)
+        context = longer[max(0, len(longer) - self._config.max_order + 1) :]
+        return [
+            Guess(token, Evidence(width * min(count, MAX_LEAD), one, two))
+            for token, width, count, one, two in self._counts.continuations(context, MOST_GUESSES)
+        ]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -89,6 +90,38 @@ class NGramCounts:
             if 1 <= width <= 2:
                 after[width] = share_class(count, total)
         return Continuation(token, longest, lead, after[1], after[2]) if longest >= 0 else None
+
+    def continuations(self, context: Context, most: int) -> list[Continuation]:
+        """The most frequent tokens after the longest known context, then after shorter ones.
+
+        Here `lead` says how often the token was seen there, `after_one` how regularly it has
+        followed the last token, and `after_two` the context in which it was found.
+        """
+        length = len(context)
+        known = [
+            (width, entry)
+            for width, table in self._longest_first
+            if width <= length and (entry := table.entry(context[length - width :])) is not None
+        ]
+        found: dict[int, Continuation] = {}
+        for width, entry in known:
+            if isinstance(entry, int):
+                if entry not in found:
+                    found[entry] = Continuation(entry, width, 1, 0, share_class(1, 1))
+            else:
+                counts, total = entry.counts, entry.total
+                for token in nlargest(most, counts, key=counts.__getitem__):
+                    if token not in found:
+                        share = share_class(counts[token], total)
+                        found[token] = Continuation(token, width, counts[token], 0, share)
+            if len(found) >= most:
+                break
+        width, last = known[-1] if known else (0, 0)
+        if width != 1:
+            return list(found.values())[:most]
+        return [
+            one._replace(after_one=_share(last, one.token)) for one in list(found.values())[:most]
+        ]
 
     def matched(self, context: Context) -> int:
         """Length of the longest known context; 0 also where none is known."""
@@ -200,6 +233,13 @@ class Continuations:
         # on a tie it is the more recent one.
         if count >= self.counts[self.best]:
             self.best = token
+
+
+def _share(entry: int | Continuations, token: int) -> int:
+    """How regularly a token was seen in a context, as a class."""
+    if isinstance(entry, int):
+        return share_class(int(entry == token), 1)
+    return share_class(entry.counts.get(token, 0), entry.total)
 
 
 def _last(context: Context, width: int) -> Context:

@@ -2,8 +2,8 @@
 
 At every position that the target computes, those of rejected drafts too, its likeliest next tokens
 are noted under the token that stands there. A draft follows this table from token to token: a
-bigram model of the target's own making, for the price of a look at its logits. Here the draft is a
-chain of likeliest successors; the others are kept for trees.
+bigram model of the target's own making, for the price of a look at its logits. A draft is a chain
+of likeliest successors; a tree, as the paper has it, branches out to the others (`TreeOf`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features
+from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features, Guess
 
 TOP = 8
 """Successors that are kept of each token, as in the paper."""
@@ -68,6 +68,14 @@ class SuccessorTable:
             tokens.append(token)
             evidence.append(Evidence(known.steady, share_class(known.right, known.seen)))
         return Draft(tokens, evidence=evidence)
+
+    def guesses(self, token: int) -> list[Guess]:
+        """What the target thought of next after a token, the likeliest first; [] if unknown."""
+        known = self.successors.get(token)
+        if known is None:
+            return []
+        evidence = Evidence(known.steady, share_class(known.right, known.seen))
+        return [Guess(likely, evidence) for likely in known.tokens]
 
 
 @dataclass(frozen=True)
@@ -141,10 +149,17 @@ class RecyclingSession:
             return Draft()
         return self._table.draft(self._tokens[-1], min(limit, self._num_draft))
 
+    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
+        """The successors of the last token, as the target had them last."""
+        last = path[-1] if path else self._tokens[-1] if self._tokens else -1
+        return self._table.guesses(last)
+
     def _note(self, tokens: Sequence[int], features: FeatureRows) -> None:
         assert features.top_tokens is not None
         rows = len(features.top_tokens)
         flat = to_list(features.top_tokens.flatten())
         width = len(flat) // max(1, rows)
         for i, token in enumerate(tokens[:rows]):
-            self._table.note(token, flat[i * width : (i + 1) * width])
+            likeliest = flat[i * width : (i + 1) * width]
+            if likeliest[0] >= 0:  # a replay knows the rows of its text alone
+                self._table.note(token, likeliest)

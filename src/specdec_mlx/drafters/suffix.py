@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.drafters.election import Source, Voter, elect
+from specdec_mlx.drafters.election import Source, Voter, elect, guesses, weigh
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.types import NO_DRAFT, Draft, DraftContext
+from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Guess
 
 MOST_PLACES = 24
 """Places that are asked of each index: 16 lose 0.3% of the tokens a pass, 32 gain 0.1%."""
@@ -26,6 +26,9 @@ WITHIN = 1
 
 MEMORY_WEIGHT = 0.3
 """Of a place in a memory, to one of equal match in the text itself."""
+
+DEEPEST = 16
+"""Tokens of a path in a tree for which places vote."""
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ class SuffixSession:
         ]
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
+        self._places: tuple[list[Voter], list[float], list[tuple[int, ...]]] | None = None
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the places that match best."""
@@ -137,8 +141,19 @@ class SuffixSession:
         self.match_length = noted
         return draft
 
+    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
+        """What followed the places that match best, as far as the path followed them, too."""
+        if self._places is None:
+            context = self._text.context()
+            voters = self._voters(context)
+            weights = weigh(voters, context.last) if voters else []
+            followed = [source.following(end, DEEPEST) for _, end, source, _ in voters]
+            self._places = voters, weights, followed
+        return guesses(*self._places, path)
+
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
+        self._places = None
         self._text.append(tokens)
 
     def close(self, length: int) -> None:

@@ -2,47 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
-    Checks,
-    Closes,
+    Branches,
     Draft,
     DraftContext,
-    Drafter,
     DraftSession,
+    GrowsTrees,
     is_cheap,
     key_of,
 )
 from specdec_mlx.types.trees import ROOT, chain
 
 
-@dataclass(frozen=True)
-class TreeOf:
+@dataclass(frozen=True, init=False)
+class TreeOf(FirstOf):
     """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
 
-    (Miao et al. 2024, section 3.) Where one of them is right the others cost their positions, so
-    give a `draft_length` of your own: "auto" takes a draft for a chain. A model on which trees are
-    not exact gets the first drafter's draft.
+    (Miao et al. 2024, section 3.) With the automatic draft length the tree is grown node by node
+    out of all their guesses, as far as each is worth its position, and is a chain where no second
+    guess is; see `draft_length.trees`. With a fixed length it is what each of them proposes. A
+    model on which trees are not exact gets chains.
 
     drafters: at least one, the likelier first; each proposes without a model, such as
         `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none.
     """
-
-    drafters: tuple[Drafter, ...]
-
-    def __init__(self, *drafters: Drafter) -> None:
-        """Take the drafters in the order in which their tokens are tried."""
-        if not drafters:
-            raise ValueError("TreeOf() has nothing to propose. Give at least one drafter.")
-        object.__setattr__(self, "drafters", drafters)
-
-    @property
-    def key(self) -> str:
-        """The keys of its parts, in order."""
-        return f"TreeOf({', '.join(map(key_of, self.drafters))})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeOfSession:
         """Begin with each of them; ValueError for one whose proposals may not be thrown away."""
@@ -53,23 +41,22 @@ class TreeOf:
                     f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
                     "of a tree one path is kept. Give drafters that look tokens up."
                 )
-        return TreeOfSession(sessions)
-
-    def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target."""
-        for drafter in self.drafters:
-            if isinstance(drafter, Checks):
-                drafter.check(context)
+        return TreeOfSession(self.key, sessions, [key_of(drafter) for drafter in self.drafters])
 
 
-class TreeOfSession:
-    """One generation, seen by all of the drafters."""
+class TreeOfSession(FirstOfSession):
+    """One generation, seen by all of the drafters.
 
-    cheap = True
+    parts: the sessions, each with its drafter's key. groups: this one alone, which is asked.
+    guessers: those of them that have several guesses at a place.
+    """
 
-    def __init__(self, sessions: Sequence[DraftSession]) -> None:
+    def __init__(self, key: str, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which their tokens are tried."""
-        self.sessions = list(sessions)
+        super().__init__(sessions, keys)
+        self.groups: list[list[tuple[str, DraftSession]]] = [[(key, self)]]
+        self.guessers = [(name, part) for name, part in self.parts if isinstance(part, Branches)]
+        self._key = key
 
     def propose(self, limit: int) -> Draft:
         """All that they propose, the tokens of one depth before those of the next."""
@@ -79,16 +66,16 @@ class TreeOfSession:
             return some[0] if some else Draft()
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell all of them."""
-        for session in self.sessions:
-            session.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Close those that want to know."""
-        for session in self.sessions:
-            if isinstance(session, Closes):
-                session.close(length)
+    def propose_tree(
+        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+    ) -> Draft:
+        """What is worth verifying of all that they know; see `types.Forks`."""
+        proposed = [
+            (key, part.propose(min(limit, depth, grows.limit(key, True))))
+            for key, part in self.parts
+        ]
+        drafts = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
+        return grows.grow(self._key, drafts, self.guessers, (limit, depth), may_fork)
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:

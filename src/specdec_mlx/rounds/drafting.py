@@ -23,9 +23,12 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
+    Forks,
+    GrowsTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
+    TakesTrees,
     Target,
     TimesSteps,
     is_cheap,
@@ -38,12 +41,14 @@ class _Part(NamedTuple):
     """One of the sessions to ask.
 
     key: its drafter's. is_cheap: whether asking it costs nothing. propose: asks it, within a limit.
+    grows: whether that is one of nodes, of which no path is longer than what is wanted.
     """
 
     key: str
     session: DraftSession
     is_cheap: bool
     propose: Callable[[int], Draft]
+    grows: bool
 
 
 class Drafting:
@@ -99,10 +104,17 @@ class Drafting:
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
 
     def _part(self, key: str, session: DraftSession) -> _Part:
-        return _Part(key, session, is_cheap(session), self._way_to_ask(key, session))
+        grows = isinstance(session, Forks) and isinstance(self.length, GrowsTrees)
+        return _Part(key, session, is_cheap(session), self._way_to_ask(key, session), grows)
 
     def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
-        """Step by step, where both the session and the draft length can; else up to a limit."""
+        """Step by step or node by node, where session and draft length can; else up to a limit."""
+        if isinstance(session, Forks) and isinstance(self.length, GrowsTrees):
+            grows = self.length
+            grows.begin_tree(key, [name for name, _ in session.guessers])
+            return lambda limit: session.propose_tree(
+                limit, self._num_wanted() or limit, grows, self._may_fork
+            )
         if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
             return session.propose
         time_step = session.time_step if isinstance(session, TimesSteps) else None
@@ -114,6 +126,10 @@ class Drafting:
         )
         goes_on = functools.partial(self.length.goes_on, key)
         return lambda limit: session.propose_while(limit, goes_on)
+
+    def _may_fork(self) -> bool:
+        """Whether the target takes trees now."""
+        return isinstance(self.target, TakesTrees) and self.target.takes_trees()
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Tell the draft length what reading the prompt took."""
@@ -209,17 +225,21 @@ class Drafting:
         position = self.target.rollback.position
         if self.sequence.embeddings_from(position, 1) is not None:
             return 0
-        wanted = self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
+        wanted = self._num_wanted()
         if wanted is not None and wanted <= 0:
             return 0
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0:  # paused: the caches need not be asked
             return 0
-        ceilings = [limit] if wanted is None else [limit, wanted]
+        ceilings = [limit] if wanted is None or part.grows else [limit, wanted]
         room = self.target.widest_pass()
         if room is not None:
             ceilings.append(room - max(1, len(self.sequence.tokens) - position))
         return max(0, min(ceilings))
+
+    def _num_wanted(self) -> int | None:
+        """Most tokens of the text that a draft may stand for; None for any number."""
+        return self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
 
 
 def _choice_of(length: DraftLength) -> tuple[ChoosesDrafts, ExpectedTokens | None]:

@@ -279,9 +279,9 @@ class Verifier:
     def _checked(self, draft: Draft) -> Draft:
         """A draft that can be verified here; DraftError for what is none."""
         check_draft(draft, self.vocab_size())
-        return draft if draft.parents is None or self._takes_trees() else draft.first_chain()
+        return draft if draft.parents is None or self.takes_trees() else draft.first_chain()
 
-    def _takes_trees(self) -> bool:
+    def takes_trees(self) -> bool:
         """Whether rule, rows and model go with trees; the account of other rules does not."""
         is_taken = self.tree_rule is not None and self.counterfactual is None
         return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()

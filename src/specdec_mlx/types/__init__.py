@@ -8,6 +8,7 @@ Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a r
 with their defaults.
 """
 
+from specdec_mlx.types.branching import Branches, Forks, GrowsTrees, Guess, TakesTrees
 from specdec_mlx.types.drafting import (
     NO_DRAFT,
     ROOT,
@@ -78,6 +79,7 @@ __all__ = [
     "ROOT",
     "AcceptanceRule",
     "Agreement",
+    "Branches",
     "Cheap",
     "Checks",
     "ChoosesDrafts",
@@ -93,7 +95,10 @@ __all__ = [
     "Evidence",
     "FeatureRows",
     "Features",
+    "Forks",
     "GoesOn",
+    "GrowsTrees",
+    "Guess",
     "Keyed",
     "KeysValues",
     "LogitsProcessor",
@@ -114,6 +119,7 @@ __all__ = [
     "SharesNoise",
     "Step",
     "Stepwise",
+    "TakesTrees",
     "Tappable",
     "Target",
     "TargetRows",
