@@ -16,8 +16,10 @@ from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
 from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
 
-BYTES_PER_TOKEN = 48
-"""In memory: token and place, 4 bytes each, as NumPy and as Python reads them; 4 packs of 8."""
+BYTES_PER_TOKEN = 52
+"""In memory: token and place, 4 bytes each, the same as Python reads them, 8 and 4; 4 packs of 8.
+
+Beside them an index takes 4 bytes for each id of the vocabulary."""
 
 YOUNG = 8192
 """Tokens up to which an index is sorted anew for every text that joins it: 4 milliseconds."""
@@ -34,7 +36,7 @@ class Memory(Kept):
     sorted a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 48 bytes.
+        takes 52 bytes.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
     remember_prompts: whether what a generation was given is kept beside what it wrote.
     sources: what `specdec-mlx memory build` has read, by name. path: where it was loaded from.
