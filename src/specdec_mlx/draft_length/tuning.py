@@ -68,9 +68,9 @@ class Learned:
         """All of it, ready for JSON."""
         return {
             "costs": {str(kind): costs.as_dict() for kind, costs in self.by_context.items()},
-            "acceptance": self.acceptance.weights,
-            "acceptance known before": self.before.weights,
-            "acceptance by position": self.blind.weights,
+            "acceptance": self.acceptance.as_dict(),
+            "acceptance known before": self.before.as_dict(),
+            "acceptance by position": self.blind.as_dict(),
             "drafting": self.drafting.as_dict(),
             "exploration budget": self.exploration_budget,
             "is proven": self.is_proven,
@@ -86,8 +86,9 @@ class Learned:
             (self.before, "acceptance known before"),
             (self.blind, "acceptance by position"),
         ):
-            for feature, weights in history.weights.items():
-                weights[:] = _numbers(saved[name][feature], len(weights))
+            for told, known in history.as_dict().items():
+                for feature, numbers in known.items():
+                    numbers[:] = _numbers(saved[name][told][feature], len(numbers))
         self.drafting.restore(saved["drafting"])
         self.exploration_budget = float(saved["exploration budget"])
         self.is_proven = bool(saved["is proven"])
