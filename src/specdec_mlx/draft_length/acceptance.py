@@ -34,7 +34,7 @@ RECENT_MEMORY = 0.7
 VARIANCE = 0.05
 """Of each prior log-odds around what it is for one model and one kind of text."""
 
-LEAST_VARIANCE = 0.002
+LEAST_VARIANCE = 0.015
 """What is left of it after any number of trials: texts change."""
 
 PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
