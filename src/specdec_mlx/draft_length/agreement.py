@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from typing import overload
 
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, Evidence
@@ -29,23 +30,61 @@ def compared(drafts: Sequence[Draft]) -> list[Draft]:
     """
     tokens = [to_list(draft.tokens) for draft in drafts]
     return [
-        Draft(draft.tokens, evidence=_evidence(draft, i, tokens)) for i, draft in enumerate(drafts)
+        Draft(draft.tokens, evidence=_evidence(draft, [*tokens[:i], *tokens[i + 1 :]]))
+        for i, draft in enumerate(drafts)
     ]
 
 
-def _evidence(draft: Draft, index: int, tokens: Sequence[Sequence[int]]) -> list[Evidence]:
-    """What speaks for each token of one of the drafts, with the class of the others' agreement."""
-    own = tokens[index]
-    alike = [_num_alike(own, other) for i, other in enumerate(tokens) if i != index]
+class _Compared(Sequence[Evidence]):
+    """What speaks for each token, put together when it is asked for: mostly a few are.
+
+    drafters: the drafter's own evidence. shared: how many tokens another draft has too. here: class
+    of the token behind those. behind: of all that follow.
+    """
+
+    __slots__ = ("behind", "drafters", "here", "shared")
+
+    def __init__(
+        self, drafters: Sequence[Evidence | int], shared: int, here: int, behind: int
+    ) -> None:
+        self.drafters, self.shared, self.here, self.behind = drafters, shared, here, behind
+
+    def __len__(self) -> int:
+        return len(self.drafters)
+
+    def __iter__(self) -> Iterator[Evidence]:
+        here = self.shared
+        for i, evidence in enumerate(self.drafters):
+            said = SHARED if i < here else self.here if i == here else self.behind
+            yield _with_agreement(evidence, said)
+
+    @overload
+    def __getitem__(self, index: int) -> Evidence: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Evidence]: ...
+
+    def __getitem__(self, index: int | slice) -> Evidence | list[Evidence]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        if index < self.shared:
+            return _with_agreement(self.drafters[index], SHARED)
+        return _with_agreement(
+            self.drafters[index], self.here if index == self.shared else self.behind
+        )
+
+
+def _evidence(draft: Draft, others: Sequence[Sequence[int]]) -> _Compared:
+    """What speaks for each token of a draft, with the class of the others' agreement."""
+    own = to_list(draft.tokens)
+    evidence = [0] * len(own) if draft.evidence is None else draft.evidence
+    alike = [_num_alike(own, other) for other in others]
     shared = max(alike, default=0)
-    disputed = any(
-        shared == same < min(len(own), len(other))
-        for same, other in zip(alike, (o for i, o in enumerate(tokens) if i != index), strict=True)
+    is_disputed = shared < len(own) and any(
+        same == shared < len(other) for same, other in zip(alike, others, strict=True)
     )
-    evidence = [Evidence()] * len(own) if draft.evidence is None else list(draft.evidence)
-    here, behind = (DISPUTED, PARTED) if disputed else (ALONE, ALONE)
-    classes = [SHARED] * shared + [here] + [behind] * len(own)
-    return list(map(_with_agreement, evidence, classes))
+    here, behind = (DISPUTED, PARTED) if is_disputed else (ALONE, ALONE)
+    return _Compared(evidence, shared, here, behind)
 
 
 def _num_alike(one: Sequence[int], other: Sequence[int]) -> int:

@@ -21,31 +21,34 @@ PAIR = 32
 """Bits to the left of the drafted token, where a pair has the token before it, + 1."""
 
 
+def behind(token: int) -> int:
+    """The key of what a token does to the one that is drafted behind it; no id is negative."""
+    return ~token
+
+
+def pair(before: int, token: int) -> int:
+    """The key of two tokens together."""
+    return (before + 1) << PAIR | token
+
+
 @dataclass
 class TokenEffects:
     """Log-odds by drafted token, by the token before it, and by both.
 
     They are of what users wrote: kept in the process, and in no file.
 
-    odds: by key, where anything was learned. variances: of the same.
+    odds: by key, where anything was learned: the drafted token's id, `behind` the token before, and
+    the `pair` of both; they add up. variances: of the same.
     """
 
     odds: dict[int, float] = field(default_factory=dict)
     variances: dict[int, float] = field(default_factory=dict)
 
-    def of(self, before: int | None, token: int) -> float:
-        """Log-odds to be added for a token that is drafted behind another; None: not known."""
-        odds = self.odds
-        if before is None:
-            return odds.get(token, 0.0)
-        pair = (before + 1) << PAIR | token
-        return odds.get(token, 0.0) + odds.get(~before, 0.0) + odds.get(pair, 0.0)
-
     def known(self, before: int | None, token: int) -> list[int]:
         """The keys that count for a token behind another; from now on all of them are held."""
         keys = [token]
         if before is not None:
-            keys += [~before, (before + 1) << PAIR | token]  # ids are not negative: ~ is no id
+            keys += [behind(before), pair(before, token)]
         for key in keys:
             if key in self.odds:
                 self.odds[key] = self.odds.pop(key)  # the latest stand at the end
