@@ -577,6 +577,47 @@ def test_a_table_is_drafted_from_and_written_to() -> None:
     assert repr(drafter) == key
 
 
+@both_ways
+def test_tables_are_built_shown_merged_pruned_and_drafted_from(
+    project: Path, model: Path, tmp_path: Path
+) -> None:
+    """By commands; counts that are there are added to by `merge`, and by nothing else."""
+    one, both = tmp_path / "one", tmp_path / "both"
+    build = ("memory", "build", "--ngrams", "--tokenizer", model, "--out", one, project)
+    assert "2 files read, 2 skipped" in run(*build).stdout
+    refused = run(*build)
+    assert refused.returncode == 2
+    assert "is there already" in refused.stderr
+    merged = run("memory", "merge", both, one, one)
+    assert merged.returncode == 0, merged.stderr
+    once = sd.NGramTable.load(one).counts()
+    assert sd.NGramTable.load(both).counts() == {ngram: 2 * n for ngram, n in once.items()}
+    pruned = run("memory", "prune", both, "--max-entries", "5")
+    assert "n-grams        15, at most 5 of each order" in pruned.stdout
+    refused = run("memory", "prune", both, "--max-tokens", "5")
+    assert "holds 'n-grams', expected 'texts'" in refused.stderr
+    mixed = run("memory", "merge", tmp_path / "none", one, __file__)
+    assert "is not a memory" in mixed.stderr
+    generate = ("generate", "--model", model, "--prompt", "the", "--max-tokens", "8")
+    done = run(*generate, "--drafter", f"ngram:table={one}")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
+    """It is made with the drafter's orders, one for the whole process; a memory is refused."""
+    path = tmp_path / "table"
+    one, other = (sd.NGramDrafter(max_order=3, table=str(path)) for _ in range(2))
+    assert isinstance(one.table, sd.NGramTable)
+    assert one.table is other.table
+    session = one.begin([9], CONTEXT)
+    session.observe([1, 2, 1])
+    session.close(4)
+    one.table.save()
+    assert sd.NGramTable.load(path).counts() == {(1, 2): 1, (2, 1): 1, (1, 2, 1): 1}
+    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams'"):
+        sd.SuffixDrafter(str(path))
+
+
 def test_tables_and_memories_are_not_taken_for_each_other(tmp_path: Path) -> None:
     """Each is refused by name, and left as it is."""
     counted([[1, 2]]).save(tmp_path / "table")

@@ -14,7 +14,7 @@ import specdec_mlx as sd
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.suffix import SuffixSession
 from specdec_mlx.memory import recent
-from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Place
+from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Ring
 from specdec_mlx.memory.packing import MAX_MATCH, SEPARATOR
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.testing import check_drafter
@@ -43,8 +43,14 @@ def matches(ids: Sequence[int], last: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def check_places(places: list[Place], ids: Sequence[int], last: Sequence[int], within: int) -> None:
+def places_of(rings: list[Ring]) -> list[tuple[int, int]]:
+    """Match and place, one by one; each ring is of another match, or of another part of a text."""
+    return [(match, end) for match, ends in rings for end in ends]
+
+
+def check_places(rings: list[Ring], ids: Sequence[int], last: Sequence[int], within: int) -> None:
     """The longest match is found, every match is what it says, and nothing is left out."""
+    places = places_of(rings)
     true = matches(ids, last)
     longest = max(true.values(), default=0)
     assert (places[0][0] if places else 0) == longest
@@ -69,8 +75,8 @@ def test_an_index_finds_the_longest_match_of_any_length(
     ids = joined(parts)
     index = ContextIndex.build(np.array(ids))
     for asked in (query, parts[0], parts[-1][: len(query)] + query):
-        places = index.nearest(Context.of(asked), EVERYTHING, within)
-        check_places(places, ids, asked[::-1], within)
+        rings = index.nearest(Context.of(asked), EVERYTHING, within)
+        check_places(rings, ids, asked[::-1], within)
 
 
 @given(texts.filter(bool), st.lists(texts, max_size=4), st.sampled_from([1, 3, EVERYTHING]))
@@ -84,8 +90,8 @@ def test_a_text_that_grows_is_searched_like_one_that_was_there(
         for tokens in grown:
             text.append(tokens)
             for within in (0, 2):
-                places = text.nearest(text.context(), EVERYTHING, within)
-                check_places(places, text.ids, text.ids[::-1], within)
+                rings = text.nearest(text.context(), EVERYTHING, within)
+                check_places(rings, text.ids, text.ids[::-1], within)
 
 
 @given(st.lists(texts.filter(lambda text: len(text) > 1), min_size=1, max_size=3), st.data())
@@ -94,7 +100,8 @@ def test_most_places_are_a_sample(parts: list[list[int]], data: Any) -> None:
     ids = joined(parts)
     query = data.draw(st.sampled_from(parts))
     most = data.draw(st.integers(1, 5))
-    places = ContextIndex.build(np.array(ids)).nearest(Context.of(query), most, 2)
+    rings = ContextIndex.build(np.array(ids)).nearest(Context.of(query), most, 2)
+    places = places_of(rings)
     longest = max(matches(ids, query[::-1]).values())
     assert len(places) <= max(most, MOST_DEEP)
     assert max((match for match, _ in places), default=0) == longest
@@ -182,7 +189,7 @@ def test_weight_is_match_and_surroundings() -> None:
     ids = [*range(100, 100 + SURROUNDINGS), 1, 2, 3]
     index = GrowingIndex(ids)
     last = [2, 1, *range(100, 103), 7, 8]
-    voters = [(2, len(ids) - 1, index, 1.0), (1, 1, index, 0.5)]
+    voters = [(2, [len(ids) - 1], index, 1.0), (1, [1], index, 0.5)]
     assert weigh(voters, last) == [2.0**3, 0.5 * 2.0**-5]
 
 
@@ -190,7 +197,7 @@ def test_the_outvoted_have_no_say_in_what_follows() -> None:
     """Two go to 5 and one to 6: then the two alone decide, and they differ at the end."""
     ids = [[5, 1, 1], [5, 1, 2], [6, 9, 9]]
     index = [GrowingIndex([3, *tokens]) for tokens in ids]
-    draft = elect([(1, 1, text, 1.0) for text in index], [3], 3)
+    draft = elect([(1, [1], text, 1.0) for text in index], [3], 3)
     assert list(draft.tokens) == [5, 1, 1]
     evidence = draft.evidence
     assert evidence is not None

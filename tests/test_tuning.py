@@ -17,10 +17,19 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.draft_length import token_effects
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.agreement import (
+    ALONE,
+    DISPUTED,
+    NUM_CLASSES,
+    PARTED,
+    SHARED,
+    compared,
+)
 from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.tuning import Tuning, short_name, tuning_for
-from specdec_mlx.types import Evidence, key_of
+from specdec_mlx.types import Draft, Evidence, key_of
 
 seconds = st.floats(1e-6, 1e3)
 lengths = st.integers(1, 20)
@@ -338,6 +347,7 @@ evidence_of_tokens = st.integers(0, 100) | st.builds(
     st.integers(0, 5),
     st.none() | st.floats(0, 1),
     st.booleans(),
+    st.integers(0, NUM_CLASSES - 1),
 )
 
 
@@ -518,3 +528,87 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
     assert own.of(key).costs.plain
     assert tuning_for(model) is own
     mx.clear_cache()
+
+
+# What is known of tokens, and what drafts say about each other ------------------------------------
+
+
+def chance_of(history: AcceptanceHistory, token: int, before: int | None) -> float:
+    return next(history.chances([4], [token], before))
+
+
+def test_a_token_that_was_wrong_is_believed_less_wherever_it_is_drafted() -> None:
+    """Most behind the same token, less behind another, and others hardly suffer for it."""
+    history = AcceptanceHistory()
+    for _ in range(20):
+        history.learn(4, 0, False, 7, 1)
+        history.learn(4, 0, True, 8, 2)
+    unknown = chance_of(history, 50, 51)
+    assert chance_of(history, 7, 1) < chance_of(history, 7, 51) < unknown
+    assert chance_of(history, 50, 1) < unknown < chance_of(history, 50, 2)
+    assert chance_of(history, 8, None) > unknown
+
+
+def test_trials_of_a_kind_tell_less_and_less() -> None:
+    """The thousandth moves the log-odds by less than 0.6 of what the first one did."""
+    history = AcceptanceHistory()
+    moves = []
+    for i in range(1000):
+        before = history.weights["match"][4]
+        history.learn(4, 0, i % 2 == 0)
+        history.recent = 0.5
+        moves.append(abs(history.weights["match"][4] - before))
+    assert moves[-1] < 0.6 * moves[0]
+
+
+def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:
+    """They are of what users wrote; a loaded tuning knows nothing of them, and all else."""
+    tuning = learned()
+    history = tuning.of("PromptLookupDrafter").acceptance
+    for _ in range(20):
+        history.learn(4, 0, False, 123_456_789, 987_654_321)
+    tuning.save(tmp_path / "tuning")
+    content = (tmp_path / "tuning").read_text()
+    assert "123456789" not in content
+    assert "987654321" not in content
+    loaded = Tuning.load(tmp_path / "tuning").of("PromptLookupDrafter").acceptance
+    assert not loaded.tokens.odds
+    assert loaded.as_dict() == history.as_dict()
+
+
+def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those not seen for longest go first."""
+    monkeypatch.setattr(token_effects, "MOST_EFFECTS", 6)
+    history = AcceptanceHistory()
+    history.learn(4, 0, False, 7, 1)
+    for token in range(100, 120):
+        history.learn(4, 0, True, token)
+        history.learn(4, 0, False, 7, 1)
+    tokens = history.tokens
+    assert len(tokens.odds) == 6
+    assert tokens.odds.keys() == tokens.variances.keys()
+    assert {7, ~1, 119} <= tokens.odds.keys()
+
+
+few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+
+
+@given(st.lists(few_tokens, min_size=1, max_size=4))
+def test_agreement_is_what_it_says(drafts: list[list[int]]) -> None:
+    """By definition, for every token of every draft; drafter's own evidence stays as it was."""
+    given_evidence = [[Evidence(i, 1, 2) for i in range(len(tokens))] for tokens in drafts]
+    found = compared([Draft(t, evidence=e) for t, e in zip(drafts, given_evidence, strict=True)])
+    for i, draft in enumerate(found):
+        tokens, others = drafts[i], [other for j, other in enumerate(drafts) if j != i]
+        assert draft.tokens == tokens
+        parted = False
+        for at, evidence in enumerate(draft.evidence or ()):
+            assert evidence._replace(agreement=0) == given_evidence[i][at]
+            alike = [other for other in others if other[:at] == tokens[:at] and len(other) > at]
+            if any(other[at] == tokens[at] for other in alike):
+                expected = SHARED
+            elif alike and not parted:
+                expected, parted = DISPUTED, True
+            else:
+                expected = PARTED if parted else ALONE
+            assert evidence.agreement == expected

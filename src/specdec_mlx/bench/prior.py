@@ -29,7 +29,7 @@ from specdec_mlx.types import Drafter, Evidence, Guess
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "auto")
 
-FEATURES = ("match", "position", "recent", "after one", "after two")
+FEATURES = ("match", "position", "recent", "after one", "after two", "agreement")
 """What look-ups have for evidence."""
 
 SIZES = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
@@ -60,13 +60,18 @@ class Trials(AcceptanceHistory):
 
     noted: Counts = field(default_factory=dict)
 
-    def learn(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
+    def learn(
+        self,
+        evidence: Evidence | int,
+        position: int,
+        accepted: bool,
+        token: int | None = None,
+        before: int | None = None,
+    ) -> None:
         """Note the trial, and learn from it."""
-        names = {id(weights): name for name, weights in self.weights.items()}
-        active = self._active(evidence, position)
-        key = tuple((names[id(weights)], index) for weights, index in active)
+        key = tuple(self._active(evidence, position))
         self.noted.setdefault(key, [0.0, 0.0])[accepted] += 1
-        super().learn(evidence, position, accepted)
+        super().learn(evidence, position, accepted, token, before)
 
 
 Counts = dict[Classes, list[float]]

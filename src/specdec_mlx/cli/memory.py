@@ -1,4 +1,4 @@
-"""`specdec-mlx memory`: memories made from files, looked at, merged, cut, and shared."""
+"""`specdec-mlx memory`: memories and tables made from files, looked at, merged, cut, and shared."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
+from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.sources import update
+from specdec_mlx.memory.file import file_kind
+from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.sources import texts_of, update
 from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
 MOST_TOKENS = 4_000_000
 """Of a memory that is built from files."""
+
+KINDS = (Memory, NGramTable)
+"""What files keep; all actions but `build` see for themselves which it is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,26 +32,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
     build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
     build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
-    build.add_argument(
+    bound = build.add_mutually_exclusive_group()
+    bound.add_argument(
         "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
+    )
+    bound.add_argument(
+        "--ngrams",
+        action="store_true",
+        help="a new table of counts instead, for --drafter ngram:table=FILE",
     )
     build.set_defaults(action=_build)
 
-    info = actions.add_parser("info", help="what a memory holds")
+    info = actions.add_parser("info", help="what a memory or a table holds")
     info.add_argument("file", type=Path, metavar="FILE")
     info.set_defaults(action=_info)
 
-    merge = actions.add_parser("merge", help="put what others hold into a memory")
+    merge = actions.add_parser("merge", help="put what others hold into a memory or a table")
     merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
     merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
     merge.set_defaults(action=_merge)
 
-    prune = actions.add_parser("prune", help="forget the oldest texts")
+    prune = actions.add_parser("prune", help="forget what is oldest")
     prune.add_argument("file", type=Path, metavar="FILE")
-    prune.add_argument("--max-tokens", type=count, required=True, metavar="N")
+    bound = prune.add_mutually_exclusive_group(required=True)
+    bound.add_argument("--max-tokens", type=count, metavar="N", help="of a memory")
+    bound.add_argument("--max-entries", type=count, metavar="N", help="of each order of a table")
     prune.set_defaults(action=_prune)
 
-    push = actions.add_parser("push", help="put a memory on the Hugging Face Hub, with a card")
+    push = actions.add_parser("push", help="put one on the Hugging Face Hub, with a card")
     push.add_argument("file", type=Path, metavar="FILE")
     push.add_argument("repo", metavar="OWNER/NAME")
     push.add_argument("--source", required=True, metavar="TEXT", help="where its texts are from")
@@ -53,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     push.add_argument("--public", action="store_true", help="let everybody read the texts")
     push.set_defaults(action=_push)
 
-    pull = actions.add_parser("pull", help="take a memory from the Hugging Face Hub")
+    pull = actions.add_parser("pull", help="take one from the Hugging Face Hub")
     pull.add_argument("repo", metavar="OWNER/NAME")
     pull.add_argument("file", type=Path, metavar="FILE", help="new, or merged with what is there")
     pull.add_argument("--tokenizer", required=True, metavar="MODEL", help="to be drafted for")
@@ -67,6 +81,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _build(args: argparse.Namespace) -> int:
     tokenizer = _tokenizer(args.tokenizer)
+    if args.ngrams:
+        return _count(args, tokenizer)
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
@@ -80,51 +96,87 @@ def _build(args: argparse.Namespace) -> int:
     return 0
 
 
-def _info(args: argparse.Namespace) -> int:
-    memory = Memory.load(args.file)
+def _count(args: argparse.Namespace, tokenizer: Any) -> int:
+    """Build a table; of one that is there, what was counted could not be taken back."""
+    if args.out.exists():
+        raise FileExistsError(
+            f"{args.out} is there already, and counts cannot be told apart again. Count into "
+            "another file, and merge the two or delete the old one."
+        )
+    table = NGramTable(tokenizer=tokenizer)
+    texts = list(texts_of(args.paths, tokenizer))
+    for text in texts:
+        table.add(text or [])
+    table.save(args.out)
+    skipped = texts.count(None)
     print(
-        f"{args.file}\n"
-        f"  tokens         {len(memory):,} of at most {memory.max_tokens:,}\n"
-        f"  texts          {len(memory.texts()):,}\n"
-        f"  files read     {len(memory.sources):,}\n"
-        f"  on disk        {args.file.stat().st_size:,} bytes\n"
-        f"  in memory      {memory.num_bytes:,} bytes\n"
-        f"  tokenizer      {memory.tokenizer or 'any'}"
+        f"{args.out}: {table.facts()['n-grams']} n-grams. {len(texts) - skipped} files read, "
+        f"{skipped} skipped as no text."
     )
     return 0
 
 
+def _load(path: Path) -> Memory | NGramTable:
+    """What a file keeps."""
+    return NGramTable.load(path) if file_kind(path) == NGramTable.kind else Memory.load(path)
+
+
+def _info(args: argparse.Namespace) -> int:
+    kept = _load(args.file)
+    facts = dict(kept.facts()) | {"on disk": f"{args.file.stat().st_size:,} bytes"}
+    if isinstance(kept, Memory):
+        facts["tokens"] += f" of at most {kept.max_tokens:,}"
+        facts |= {"files read": f"{len(kept.sources):,}", "in memory": f"{kept.num_bytes:,} bytes"}
+    else:
+        facts["n-grams"] += f", at most {kept.max_entries:,} of each order"
+    facts["tokenizer"] = kept.tokenizer or "any"
+    print(args.file, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
+    return 0
+
+
 def _merge(args: argparse.Namespace) -> int:
-    memory = Memory.load(args.file) if args.file.exists() else Memory(MOST_TOKENS)
+    kept: Kept = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
     for other in args.others:
-        memory.merge(Memory.load(other))
-    memory.compact()
-    memory.save(args.file)
+        kept.merge(type(kept).load(other))
+    if isinstance(kept, Memory):
+        kept.compact()
+    kept.save(args.file)
     return _info(args)
 
 
+def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
+    """Of the same kind; a table of the same orders and bound."""
+    if isinstance(kept, Memory):
+        return Memory(MOST_TOKENS)
+    return NGramTable(kept.max_order, kept.min_order, kept.max_entries)
+
+
 def _prune(args: argparse.Namespace) -> int:
-    memory = Memory.load(args.file)
-    memory.prune(args.max_tokens)
-    memory.save(args.file)
+    if args.max_entries is not None:
+        table = NGramTable.load(args.file)
+        table.prune(args.max_entries)
+        table.save(args.file)
+    else:
+        memory = Memory.load(args.file)
+        memory.prune(args.max_tokens)
+        memory.save(args.file)
     return _info(args)
 
 
 def _push(args: argparse.Namespace) -> int:
     from specdec_mlx.memory.hub import push
 
-    memory = Memory.load(args.file)
-    where = push(
-        memory, args.repo, source=args.source, licence=args.licence, private=not args.public
-    )
-    print(f"{args.repo}: {len(memory):,} tokens. {where}")
+    kept = _load(args.file)
+    where = push(kept, args.repo, source=args.source, licence=args.licence, private=not args.public)
+    facts = ", ".join(f"{value} {name}" for name, value in kept.facts().items())
+    print(f"{args.repo}: {facts}. {where}")
     return 0
 
 
 def _pull(args: argparse.Namespace) -> int:
     from specdec_mlx.memory.hub import pull
 
-    pull(args.repo, args.file, _tokenizer(args.tokenizer))
+    pull(args.repo, args.file, _tokenizer(args.tokenizer), KINDS)
     return _info(args)
 
 

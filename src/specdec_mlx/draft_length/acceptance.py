@@ -6,8 +6,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from specdec_mlx.draft_length.agreement import NUM_CLASSES
 from specdec_mlx.draft_length.priors import LOOK_UPS
+from specdec_mlx.draft_length.token_effects import TokenEffects, behind, pair
 from specdec_mlx.types import Evidence
 
 MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
@@ -28,8 +31,11 @@ UNKNOWN = 0.5
 RECENT_MEMORY = 0.7
 """Decay of the moving average of "this draft token was right": texts turn quickly."""
 
-LEARNING_RATE = 0.035
-"""Step of the log-odds towards a trial's outcome."""
+VARIANCE = 0.1
+"""Of each prior log-odds around what it is for one model and one kind of text."""
+
+LEAST_VARIANCE = 0.02
+"""What is left of it after any number of trials: texts change."""
 
 PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.13, 1.13),
@@ -37,6 +43,7 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
+    "agreement": (0.0,) * NUM_CLASSES,
     "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
     "confidence": (0.0, -1.8, -1.5, -0.9, -0.2, 0.35, 1.1, 2.0, 2.4, 3.3, 4.2),
 }
@@ -69,16 +76,26 @@ class AcceptanceHistory:
     """How often a draft token was accepted, given that all before it were: a logistic regression.
 
     The chance of acceptance is 1 / (1 + exp(-z)), z the sum of one weight for each feature: the
-    evidence, the position in the draft and the recent acceptance. Every trial moves those weights
-    a little (stochastic gradient on the log-likelihood), so that old trials fade.
+    evidence, the position in the draft and the recent acceptance. Each weight is believed to be
+    normally distributed, independently of the others, around what is in `weights`; a trial moves
+    both, mean and variance, as the extended Kalman filter does. So the first trials of a class tell
+    much, later ones less and less, and none of them nothing.
 
-    weights: feature -> log-odds by class. recent: share of the tokens tried lately that were
-    accepted; the same evidence means more in a text that has been predictable.
+    weights: feature -> log-odds by class. variances: of the same. tokens: what tokens that were
+    copied add to that, which no draft that was drawn at random may look at. recent: share of the
+    tokens tried lately that were accepted; the same evidence means more in a text that has been
+    predictable.
     """
 
     weights: dict[str, list[float]] = field(
         default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
     )
+    variances: dict[str, list[float]] = field(
+        default_factory=lambda: {
+            name: [VARIANCE] * len(odds) for name, odds in PRIOR_LOG_ODDS.items()
+        }
+    )
+    tokens: TokenEffects = field(default_factory=TokenEffects)
     recent: float = UNKNOWN
 
     @classmethod
@@ -104,71 +121,120 @@ class AcceptanceHistory:
         history.weights["confidence in a draw"] = list(ONE_TOKEN_AFTER_A_DRAW)
         return history
 
+    def as_dict(self) -> dict[str, dict[str, list[float]]]:
+        """What was learned, by its names in a file."""
+        return {"log-odds": self.weights, "variances": self.variances}
+
     def begin_text(self) -> None:
         """Forget how predictable the last text was; what was learned of evidence stays."""
         self.recent = UNKNOWN
 
-    def learn(self, evidence: Evidence | int, position: int, accepted: bool) -> None:
+    def learn(
+        self,
+        evidence: Evidence | int,
+        position: int,
+        accepted: bool,
+        token: int | None = None,
+        before: int | None = None,
+    ) -> None:
         """Learn from one token of a draft that was tried or could be scored afterwards.
 
         Args:
             evidence: what spoke for the token; a plain int is `Evidence.match`.
             position: place of the token in its draft, from 0.
             accepted: whether it was the token that came.
+            token: itself, where it was copied; None: not known.
+            before: the token before it; None: not known.
         """
-        active = self._active(evidence, position)
-        step = LEARNING_RATE * (accepted - _logistic(sum([w[index] for w, index in active])))
-        for weights, index in active:
-            weights[index] += step
+        active: list[tuple[Any, Any, Any]] = [
+            (self.weights[name], self.variances[name], index)
+            for name, index in self._active(evidence, position)
+        ]
+        if token is not None:
+            effects = self.tokens
+            active += [(effects.odds, effects.variances, k) for k in effects.known(before, token)]
+        log_odds = spread = 0.0
+        for odds, variances, key in active:
+            log_odds += odds[key]
+            spread += variances[key]
+        chance = _logistic(log_odds)
+        information = chance * (1 - chance)
+        gain = 1 / (1 + information * spread)
+        for odds, variances, key in active:
+            variance = variances[key]
+            odds[key] += variance * gain * (accepted - chance)
+            reduced = variance * (1 - variance * gain * information)
+            variances[key] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
         self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
         return _logistic(
-            sum([weights[index] for weights, index in self._active(evidence, position)])
+            sum([self.weights[name][index] for name, index in self._active(evidence, position)])
         )
 
-    def chances(self, evidence: Iterable[Evidence | int]) -> Iterator[float]:
-        """`chance` of each token of a draft, in a fifth of the time: asked in every round."""
-        weights, exp = self.weights, math.exp
+    def chances(
+        self,
+        evidence: Iterable[Evidence | int],
+        tokens: Sequence[int] | None = None,
+        before: int | None = None,
+    ) -> Iterator[float]:
+        """`chance` of each token of a draft, in a fifth of the time: asked in every round.
+
+        Args:
+            evidence: what speaks for each token.
+            tokens: of a draft that was copied; None: not to be looked at.
+            before: the token that they follow; None: not known.
+        """
+        weights, exp, effect_of = self.weights, math.exp, self.tokens.odds.get
         by_position, by_match = weights["position"], weights["match"]
         by_one, by_two = weights["after one"], weights["after two"]
+        by_agreement = weights["agreement"]
         recent = weights["recent"][class_of(self.recent, RECENT_EDGES)]
         latest: Evidence | int | None = None
         others = 0.0
         for position, kind in enumerate(evidence):
             if kind is not latest:
                 latest = kind
-                match, one, two, confidence, is_drawn = (
+                match, one, two, confidence, is_drawn, agreement = (
                     kind if isinstance(kind, Evidence) else Evidence(kind)
                 )
-                others = recent + by_one[one] + by_two[two]
+                others = recent + by_one[one] + by_two[two] + by_agreement[agreement]
                 others += by_match[MATCH_CLASSES[match if match < LARGEST_MATCH else LARGEST_MATCH]]
                 if confidence is not None:
-                    own, index = self._of_confidence(confidence, is_drawn)
-                    others += own[index]
+                    name, index = _of_confidence(confidence, is_drawn)
+                    others += weights[name][index]
             place = POSITION_CLASSES[position if position < FARTHEST else FARTHEST]
-            yield 1 / (1 + exp(-others - by_position[place]))
+            log_odds = others + by_position[place]
+            if tokens is not None:
+                token = tokens[position]
+                log_odds += effect_of(token, 0.0)
+                if before is not None:
+                    log_odds += effect_of(behind(before), 0.0) + effect_of(pair(before, token), 0.0)
+                before = token
+            yield 1 / (1 + exp(-log_odds))
 
-    def _active(self, evidence: Evidence | int, position: int) -> list[tuple[list[float], int]]:
-        """The weights that count, as lists and places in them."""
+    def _active(self, evidence: Evidence | int, position: int) -> list[tuple[str, int]]:
+        """The weights that count, by feature and class."""
         if not isinstance(evidence, Evidence):
             evidence = Evidence(evidence)
-        weights = self.weights
         active = [
-            (weights["position"], POSITION_CLASSES[min(position, FARTHEST)]),
-            (weights["match"], MATCH_CLASSES[min(evidence.match, LARGEST_MATCH)]),
-            (weights["recent"], class_of(self.recent, RECENT_EDGES)),
-            (weights["after one"], evidence.after_one),
-            (weights["after two"], evidence.after_two),
+            ("position", POSITION_CLASSES[min(position, FARTHEST)]),
+            ("match", MATCH_CLASSES[min(evidence.match, LARGEST_MATCH)]),
+            ("recent", class_of(self.recent, RECENT_EDGES)),
+            ("after one", evidence.after_one),
+            ("after two", evidence.after_two),
+            ("agreement", evidence.agreement),
         ]
         if evidence.confidence is not None:
-            active.append(self._of_confidence(evidence.confidence, evidence.is_drawn))
+            active.append(_of_confidence(evidence.confidence, evidence.is_drawn))
         return active
 
-    def _of_confidence(self, confidence: float, is_drawn: bool) -> tuple[list[float], int]:
-        name = "confidence in a draw" if is_drawn else "confidence"
-        return self.weights[name], 1 + class_of(confidence, CONFIDENCE_EDGES)
+
+def _of_confidence(confidence: float, is_drawn: bool) -> tuple[str, int]:
+    """Feature and class of a draft model's largest probability."""
+    name = "confidence in a draw" if is_drawn else "confidence"
+    return name, 1 + class_of(confidence, CONFIDENCE_EDGES)
 
 
 def _logistic(log_odds: float) -> float:

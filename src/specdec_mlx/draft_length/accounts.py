@@ -8,7 +8,7 @@ drafts on account.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -60,7 +60,9 @@ class Account(ABC):
     learned: what is known of it. scored: its draft that is being compared with what comes. gain:
     what its next draft is expected to bring beyond plain decoding, in tokens less cost at the going
     rate; of a look-up known once it has proposed, of a draft model before it is asked. num_steps:
-    draft steps that were run for the present round, as far as they are counted.
+    draft steps that were run for the present round, as far as they are counted. latest: the text's
+    last token, None at first. looks_at_tokens: whether a draft is cut for what its tokens are,
+    which only what is copied may be.
     """
 
     learned: Learned
@@ -68,7 +70,9 @@ class Account(ABC):
     gain: float = 0.0
     was_cut: bool = False
     num_steps: int = 0
+    latest: int | None = None
     first_budget: ClassVar[float] = FIRST_BUDGET
+    looks_at_tokens: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """How predictable the text is, is not known yet."""
@@ -106,16 +110,26 @@ class Account(ABC):
     def cut(self, draft: Draft, rate: float) -> int:
         """Length of the largest value, given what speaks for each token."""
         evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        kept = self.best_length(evidence, rate, plain_value=1.0 - rate)
+        tokens = to_list(draft.tokens)
+        copied = tokens if self.looks_at_tokens else None
+        kept = self.best_length(evidence, rate, plain_value=1.0 - rate, copied=copied)
         self.was_cut = True
         if kept or self.scored is None:
-            self.scored = ScoredDraft(to_list(draft.tokens), evidence, self.learned.acceptance)
+            self.scored = ScoredDraft(
+                tokens,
+                evidence,
+                self.learned.acceptance,
+                looks_at_tokens=self.looks_at_tokens,
+                before=self.latest,
+            )
         return kept
 
     def follow(self, round_: RoundRecord) -> None:
         """Score the open draft, and go on by one round of any part or none."""
         if self.scored is not None and self.scored.is_through(round_.tokens):
             self.scored = None
+        if round_.tokens:
+            self.latest = round_.tokens[-1]
 
     def learn_acceptance(self, round_: RoundRecord) -> None:
         """Learn from the verdict on its draft, where no evidence did that already."""
@@ -124,13 +138,19 @@ class Account(ABC):
                 self.learned.acceptance.learn(0, i, i < round_.accepted)
 
     def best_length(
-        self, evidence: Sequence[Evidence | int], rate: float, plain_value: float
+        self,
+        evidence: Sequence[Evidence | int],
+        rate: float,
+        plain_value: float,
+        copied: Sequence[int] | None = None,
     ) -> int:
         """Length of the largest value that can be afforded; 0 if none is above `plain_value`."""
         costs, whole = self.learned.costs, len(evidence)
         best, best_value = 0, plain_value
         reach, expected = 1.0, 1.0
-        chances = () if costs.needs_plain else self.learned.acceptance.chances(evidence)
+        chances: Iterable[float] = ()
+        if not costs.needs_plain:
+            chances = self.learned.acceptance.chances(evidence, copied, self.latest)
         for length, chance in enumerate(chances, start=1):
             reach *= chance
             expected += reach
@@ -146,6 +166,8 @@ class Account(ABC):
 
 class LookUpAccount(Account):
     """A look-up: proposing is free, so that only lengths whose cost is unknown are a risk."""
+
+    looks_at_tokens: ClassVar[bool] = True
 
     def limit(self, rate: float) -> int:
         """The longest, or where drafts have been wrong lately `LONGEST`; `cut` decides."""
@@ -263,20 +285,29 @@ class ModelAccount(Account):
 
 @dataclass
 class ScoredDraft:
-    """A draft, taken or not, that is being scored against what came."""
+    """A draft, taken or not, that is being scored against what came.
+
+    before: the token that comes before the one at `position`, None where it is not known.
+    """
 
     tokens: list[int]
     evidence: Sequence[Evidence | int]
     history: AcceptanceHistory
     position: int = 0
+    looks_at_tokens: bool = False
+    before: int | None = None
 
     def is_through(self, emitted: Sequence[int]) -> bool:
         """Learn from the tokens emitted; whether the draft was wrong by now, or is at its end."""
         for token in emitted:
             if self.position == len(self.tokens):
                 return True
-            right = self.tokens[self.position] == token
-            self.history.learn(self.evidence[self.position], self.position, right)
+            drafted = self.tokens[self.position]
+            right = drafted == token
+            copied = drafted if self.looks_at_tokens else None
+            evidence = self.evidence[self.position]
+            self.history.learn(evidence, self.position, right, copied, self.before)
+            self.before = token
             self.position += 1
             if not right:
                 return True

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
+from specdec_mlx.draft_length.agreement import compared
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
 from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
 from specdec_mlx.draft_length.tuning import Tuning
@@ -85,7 +86,8 @@ class Auto:
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
-        lengths = [self.cut(part, draft) for part, draft in drafts]
+        together = compared([draft for _, draft in drafts])
+        lengths = [self.cut(part, draft) for (part, _), draft in zip(drafts, together, strict=True)]
         gains = [self._parts[part].gain for part, _ in drafts]
         best = gains.index(max(gains))
         self._chosen_gain = gains[best]

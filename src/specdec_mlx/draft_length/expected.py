@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import ScoredDraft
+from specdec_mlx.draft_length.agreement import compared
 from specdec_mlx.draft_length.tuning import class_named
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, Evidence, RoundRecord
+from specdec_mlx.types import Draft, RoundRecord
 
 
 class ExpectedTokens:
@@ -26,13 +27,15 @@ class ExpectedTokens:
         self._histories: dict[str, AcceptanceHistory] = {}
         self._scored: dict[str, ScoredDraft] = {}
         self._best = 0.0
+        self._latest: int | None = None
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is expected to bring most, and how much of it is kept."""
         lengths = [self._cut(part, draft) for part, draft in drafts]
+        together = compared([draft for _, draft in drafts])
         expected = [
             self._weigh(part, draft.head(length))
-            for (part, draft), length in zip(drafts, lengths, strict=True)
+            for (part, _), draft, length in zip(drafts, together, lengths, strict=True)
         ]
         self._best = max(expected)
         best = expected.index(self._best)
@@ -41,7 +44,7 @@ class ExpectedTokens:
     def outbids(self, part: str, limit: int) -> bool:
         """Whether a draft of so many tokens by a draft model is expected to bring more."""
         history = self._histories.setdefault(part, AcceptanceHistory.of_draft_models())
-        return _expected(history, [0] * limit) > self._best
+        return _expected(history.chances([0] * limit)) > self._best
 
     def record(self, round_: RoundRecord) -> None:
         """Score the drafts of the latest round against what came, and a draft model's verdict."""
@@ -56,19 +59,24 @@ class ExpectedTokens:
         through = [part for part, draft in self._scored.items() if draft.is_through(tokens)]
         for part in through:
             del self._scored[part]
+        if tokens:
+            self._latest = tokens[-1]
 
     def _weigh(self, part: str, draft: Draft) -> float:
         """Tokens that a point-mass draft is expected to bring; from now on it is scored."""
         history = self._histories.setdefault(part, AcceptanceHistory.of_look_ups(class_named(part)))
         evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        self._scored[part] = ScoredDraft(to_list(draft.tokens), evidence, history)
-        return _expected(history, evidence)
+        tokens = to_list(draft.tokens)
+        self._scored[part] = ScoredDraft(
+            tokens, evidence, history, looks_at_tokens=True, before=self._latest
+        )
+        return _expected(history.chances(evidence, tokens, self._latest))
 
 
-def _expected(history: AcceptanceHistory, evidence: Sequence[Evidence | int]) -> float:
+def _expected(chances: Iterable[float]) -> float:
     """Draft tokens that are accepted on average."""
     expected, reach = 0.0, 1.0
-    for chance in history.chances(evidence):
+    for chance in chances:
         reach *= chance
         expected += reach
     return expected

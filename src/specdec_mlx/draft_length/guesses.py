@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from specdec_mlx.draft_length.acceptance import (
     FARTHEST,
     LARGEST_MATCH,
-    LEARNING_RATE,
     MATCH_CLASSES,
     POSITION_CLASSES,
     RECENT_EDGES,
@@ -23,6 +22,9 @@ from specdec_mlx.draft_length.acceptance import (
 )
 from specdec_mlx.draft_length.priors import GUESSES
 from specdec_mlx.types import Evidence, Guess
+
+LEARNING_RATE = 0.035
+"""Step of the log-odds towards an outcome."""
 
 MOST_RANKS = 8
 """Guesses of one drafter at one place that are told apart by their rank; further ones are left."""

@@ -188,7 +188,9 @@ class RowLength:
             history = AcceptanceHistory.of_draft_models()
             if cheap:
                 learned = self.shared.tuning.of(part, look_up=True)
-                history = AcceptanceHistory(learned.acceptance.weights)
+                history = AcceptanceHistory(
+                    learned.acceptance.weights, learned.acceptance.variances
+                )
             self._histories[part] = history
         return LONGEST if cheap else self.shared.limit_of_model(part, self._histories[part])
 

@@ -73,9 +73,9 @@ class Learned:
         """All of it, ready for JSON."""
         return {
             "costs": {str(kind): costs.as_dict() for kind, costs in self.by_context.items()},
-            "acceptance": self.acceptance.weights,
-            "acceptance known before": self.before.weights,
-            "acceptance by position": self.blind.weights,
+            "acceptance": self.acceptance.as_dict(),
+            "acceptance known before": self.before.as_dict(),
+            "acceptance by position": self.blind.as_dict(),
             "guesses": self.guesses.weights,
             "pooled": self.pooled.weights,
             "drafting": self.drafting.as_dict(),
@@ -92,10 +92,12 @@ class Learned:
             (self.acceptance, "acceptance"),
             (self.before, "acceptance known before"),
             (self.blind, "acceptance by position"),
-            (self.guesses, "guesses"),
         ):
-            for feature, weights in history.weights.items():
-                weights[:] = _numbers(saved[name][feature], len(weights))
+            for told, known in history.as_dict().items():
+                for feature, numbers in known.items():
+                    numbers[:] = _numbers(saved[name][told][feature], len(numbers))
+        for feature, weights in self.guesses.weights.items():
+            weights[:] = _numbers(saved["guesses"][feature], len(weights))
         pooled = self.pooled.weights
         pooled[:] = _numbers(saved["pooled"], len(pooled))
         self.drafting.restore(saved["drafting"])

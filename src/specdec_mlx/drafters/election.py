@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from heapq import nlargest
 from math import ldexp
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -24,6 +23,8 @@ Each that is there too doubles the weight. 8 or 16 of them lose 0.3 to 0.5% of t
 and none at all 2.5%.
 """
 
+DOUBLED = tuple(2.0**n for n in range(SURROUNDINGS + 1))
+
 CLEAR_MATCH = 5
 """From this length on a match speaks for itself, and its surroundings are not compared."""
 
@@ -37,8 +38,11 @@ WHOLE = 64
 Source = GrowingIndex | ContextIndex
 """What places stand in: the generation's text, or a part of a memory."""
 
-Voter = tuple[int, int, Source, float]
-"""A place that has a say: its match, where it is, in what, and what a place there weighs."""
+Voters = tuple[int, Sequence[int], Source, float]
+"""Places that have a say: their match, where they are, in what, and what a place there weighs."""
+
+Voter = tuple[int, int, Source]
+"""One of them: its match, where it is, and in what."""
 
 
 class Path(NamedTuple):
@@ -51,7 +55,7 @@ class Path(NamedTuple):
 
 
 def elect(
-    voters: Sequence[Voter], last: Sequence[int], length: int, more: Sequence[int] = ()
+    voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> Draft:
     """The draft that most weight is for, token by token.
 
@@ -71,32 +75,32 @@ def elect(
     tokens: list[int] = []
     evidence: list[Evidence] = []
     weights: Sequence[float] = ()
-    firsts = [source.ids[end] for _, end, source, _ in voters]
+    firsts: list[int] = []
+    for _, ends, source, _ in voters:
+        ids = source.ids
+        firsts += [ids[end] for end in ends]
     if firsts.count(firsts[0]) < len(firsts):
         weights = weigh(voters, last)
         best, share = _winner(firsts, weights)
-        chosen = [i for i, first in enumerate(firsts) if first == best]
-        num_chosen = len(chosen)
-        if num_chosen > MOST_PATHS:
-            chosen = nlargest(MOST_PATHS, chosen, key=weights.__getitem__)
-        voters, weights = [voters[i] for i in chosen], [weights[i] for i in chosen]
+        chosen, weights, num_chosen = _who_chose(best, voters, firsts, weights)
         tokens.append(best)
-        evidence.append(_evidence(_longest(voters), num_chosen, len(firsts), share))
-    elif len(voters) > MOST_PATHS:
-        voters = nlargest(MOST_PATHS, voters, key=_match_of)
-    followed = [source.following(end, length, more) for _, end, source, _ in voters]
+        evidence.append(_evidence(_longest(chosen), num_chosen, len(firsts), share))
+    else:
+        voters = _most_alike(voters)
+        chosen = [(match, end, source) for match, ends, source, _ in voters for end in ends]
+    followed = [source.following(end, length, more) for _, end, source in chosen]
     if followed.count(followed[0]) < len(followed):
-        paths = _paths(voters, followed, weights or weigh(voters, last))
+        paths = _paths(chosen, followed, weights or weigh(voters, last))
         _count(paths, length, tokens, evidence)
     else:
         rest = followed[0][len(tokens) :]
         tokens += rest
-        evidence += [_evidence(_longest(voters), len(voters), len(voters), 1.0)] * len(rest)
+        evidence += [_evidence(_longest(chosen), len(chosen), len(chosen), 1.0)] * len(rest)
     return Draft(tokens, evidence=evidence)
 
 
 def guesses(
-    voters: Sequence[Voter],
+    matches: Sequence[int],
     weights: Sequence[float],
     followed: Sequence[tuple[int, ...]],
     path: Sequence[int],
@@ -104,9 +108,9 @@ def guesses(
     """All tokens that somebody votes for after a path, the weightiest first.
 
     Args:
-        voters: the places, each with a vote while what followed it is the path.
-        weights: of their votes.
-        followed: what followed each of them.
+        matches: of each place, which has a vote while what followed it is the path.
+        weights: of the votes.
+        followed: what followed each place.
         path: tokens that come behind the text's end.
 
     Returns:
@@ -114,7 +118,7 @@ def guesses(
     """
     at, so_far = len(path), tuple(path)
     votes: dict[int, list[float]] = {}
-    for (match, *_), weight, tokens in zip(voters, weights, followed, strict=True):
+    for match, weight, tokens in zip(matches, weights, followed, strict=True):
         if len(tokens) > at and tokens[:at] == so_far:
             vote = votes.setdefault(tokens[at], [0.0, 0, 0])
             vote[0] += weight
@@ -128,22 +132,56 @@ def guesses(
     ]
 
 
-def weigh(voters: Sequence[Voter], last: Sequence[int]) -> list[float]:
-    """What each vote counts: by its match, by its surroundings, and by where it is."""
-    longest = _longest(voters)
-    weights = []
-    shared_with, before = set[int]().intersection, 0  # of matches of that length
-    for match, end, source, weight in voters:
-        doublings = LENGTH_LOG2 * (match - longest)
-        if match < CLEAR_MATCH:
-            if match != before:  # neighbours mostly match alike
-                shared_with = set(last[match : match + SURROUNDINGS]).intersection
-                before = match
-            start = end - match
-            there = source.ids[start - SURROUNDINGS if start > SURROUNDINGS else 0 : start]
-            doublings += len(shared_with(there))
-        weights.append(ldexp(weight, doublings))
+def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
+    """What each place's vote counts: by its match, by its surroundings, and by where it is."""
+    longest = max([some[0] for some in voters])
+    weights: list[float] = []
+    for match, ends, source, weight in voters:
+        alone = ldexp(weight, LENGTH_LOG2 * (match - longest))
+        if match >= CLEAR_MATCH:
+            weights += [alone] * len(ends)
+            continue
+        ids, reach = source.ids, match + SURROUNDINGS
+        shared_with = set(last[match:reach]).intersection
+        weights += [
+            alone * DOUBLED[len(shared_with(ids[end - reach if end > reach else 0 : end - match]))]
+            for end in ends
+        ]
     return weights
+
+
+def _who_chose(
+    token: int, voters: Sequence[Voters], firsts: Sequence[int], weights: Sequence[float]
+) -> tuple[list[Voter], list[float], int]:
+    """Voters for a first token with their weights, the weightiest ones, and how many there were."""
+    chosen: list[Voter] = []
+    at = 0
+    for match, ends, source, _ in voters:
+        there = firsts[at : at + len(ends)]
+        at += len(ends)
+        if token in there:
+            together = zip(ends, there, strict=True)
+            chosen += [(match, end, source) for end, first in together if first == token]
+    their = [weight for first, weight in zip(firsts, weights, strict=True) if first == token]
+    num_chosen = len(chosen)
+    if num_chosen > MOST_PATHS:
+        heaviest = sorted(range(num_chosen), key=their.__getitem__, reverse=True)[:MOST_PATHS]
+        chosen, their = [chosen[i] for i in heaviest], [their[i] for i in heaviest]
+    return chosen, their, num_chosen
+
+
+def _most_alike(voters: Sequence[Voters]) -> Sequence[Voters]:
+    """The voters that match longest, as many as are followed."""
+    if sum([len(ends) for _, ends, _, _ in voters]) <= MOST_PATHS:
+        return voters
+    left = MOST_PATHS
+    chosen: list[Voters] = []
+    for match, ends, source, weight in sorted(voters, key=_first_of, reverse=True):
+        chosen.append((match, ends[:left], source, weight))
+        left -= len(chosen[-1][1])
+        if not left:
+            break
+    return chosen
 
 
 def _winner(tokens: Sequence[int], weights: Sequence[float]) -> tuple[int, float]:
@@ -202,7 +240,7 @@ def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evi
 
 
 _weight_of = attrgetter("weight")
-_match_of = itemgetter(0)
+_first_of = itemgetter(0)
 
 
 def _evidence(match: int, places: int, of_places: int, share: float) -> Evidence:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
-from specdec_mlx.drafters.ngram_table import NGramTable
+from specdec_mlx.drafters.ngram_table import NGramTable, as_table
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.types import Draft, DraftContext, Evidence, Guess
 
@@ -57,7 +57,9 @@ class NGramDrafter:
         can, takes no further continuation.)
 
     table: counts that are kept from generation to generation, looked up where this text's own know
-        no context as long; what is written is counted there at its end. Not with `stochastic`.
+        no context as long; what is written is counted there at its end. An `NGramTable`, or the
+        path of its file, which is made if there is none and saved when the process ends. Not with
+        `stochastic`.
 
     Memory: a pair costs at most 640 bytes, so that tables stay below
     640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults. In a text that
@@ -73,7 +75,7 @@ class NGramDrafter:
     stochastic: bool = False
     discount: float = 0.75
     max_entries: int = 65_536
-    table: NGramTable | None = None
+    table: NGramTable | str | None = None
 
     def __post_init__(self) -> None:
         """Refuse arguments that mean nothing."""
@@ -110,10 +112,11 @@ class NGramDrafter:
             self.table,
             "None with stochastic=True: its distribution is that of one text's counts",
         )
+        object.__setattr__(self, "table", as_table(self.table, self.max_order, self.min_order))
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
-        if self.table is not None and context.tokenizer is not None:
+        if isinstance(self.table, NGramTable) and context.tokenizer is not None:
             self.table.check_tokenizer(context.tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
@@ -152,6 +155,7 @@ class NGramSession:
         self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
         self._num_prompt = len(prompt)
+        self._table = config.table if isinstance(config.table, NGramTable) else None
         self._written: list[int] = []
         self._learn(prompt)
 
@@ -186,18 +190,18 @@ class NGramSession:
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
         self._learn(tokens)
-        if self._config.table is not None:
+        if self._table is not None:
             self._written += tokens
 
     def close(self, length: int) -> None:
         """Count what was written, up to `length` tokens of prompt and output, in the table."""
-        if self._config.table is not None:
-            self._config.table.add(self._written[: length - self._num_prompt])
+        if self._table is not None:
+            self._table.add(self._written[: length - self._num_prompt])
             self._written = []
 
     def _longest(self, context: Context) -> Continuation | None:
         """What follows the longest context that is known, by the text's own counts if as long."""
-        own, table = self._counts.continuation(context), self._config.table
+        own, table = self._counts.continuation(context), self._table
         if table is None or (own is not None and own.width == self._config.max_order - 1):
             return own
         kept = table.continuation(context)

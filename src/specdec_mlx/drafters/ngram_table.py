@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
-from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
-from specdec_mlx.memory.file import damaged, file_id, locked, read_file, write_file
-from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
-
-KIND = "n-grams"
-"""Of the files of tables."""
+from specdec_mlx.memory.file import damaged, read_file, write_file
+from specdec_mlx.memory.kept import Kept, opened
 
 
-class NGramTable:
+class NGramTable(Kept):
     """What followed each context of a few tokens, for `NGramDrafter(table=...)`; thread-safe.
 
     It keeps counts and no texts.
@@ -29,6 +24,9 @@ class NGramTable:
         are forgotten.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
     """
+
+    kind: ClassVar[str] = "n-grams"
+    what: ClassVar[str] = "table"
 
     def __init__(
         self,
@@ -44,11 +42,8 @@ class NGramTable:
                 f"NGramTable: orders {min_order} to {max_order} with {max_entries} entries, "
                 "expected 1 <= min_order <= max_order and an entry at least."
             )
+        super().__init__(tokenizer)
         self.max_order, self.min_order, self.max_entries = max_order, min_order, max_entries
-        self.tokenizer = _fingerprint(tokenizer)
-        self.path: Path | None = None
-        self._saved_as = ""
-        self._lock = RLock()
         self._counts = self._empty()
         self._unsaved: Counter[Context] = Counter()
 
@@ -67,6 +62,7 @@ class NGramTable:
             for end in range(len(tokens)):
                 for order in range(self.min_order, min(self.max_order, end + 1) + 1):
                     self._add(tuple(tokens[end + 1 - order : end + 1]), 1)
+            self.save_now_and_then()
 
     def merge(self, other: NGramTable) -> None:
         """Add the counts of another table of the same tokenizer, as far as the orders are equal.
@@ -86,47 +82,33 @@ class NGramTable:
         with self._lock:
             return self._counts.continuation(context)
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise TokenizerMismatchError unless the table is of this tokenizer, or of none yet."""
-        found = _fingerprint(tokenizer)
-        if self.tokenizer is None:
-            self.tokenizer = found
-        if self.tokenizer != found:
-            raise TokenizerMismatchError(
-                f"The table counts token ids of tokenizer {self.tokenizer}, the target's is "
-                f"{found}. Give a table that was counted with this model's tokenizer."
-            )
+    def prune(self, max_entries: int) -> None:
+        """Forget contexts until an order has at most so many pairs, those not seen for longest."""
+        with self._lock:
+            self.max_entries = max_entries
+            self._recount(self.counts())
+
+    def facts(self) -> Mapping[str, str]:
+        """Orders, and the number of n-grams."""
+        orders = f"{self.min_order} to {self.max_order}"
+        return {"orders": orders, "n-grams": f"{len(self.counts()):,}"}
 
     def save(self, path: Path | str | None = None) -> None:
-        """Write the file, or leave the old one as it is; see `Memory.save`.
+        """As `Memory.save`; every text counts once, whoever has saved it."""
+        with self._lock:
+            super().save(path)
+            self._unsaved.clear()
 
-        What another process saved there in the meantime is added to, so that every text counts
-        once.
-
-        Args:
-            path: of the file; None: the one that it was loaded from.
-
-        Raises:
-            MemoryFileError: what stands there is no table, is damaged, or is another tokenizer's.
-            ValueError: no path was given, and it was loaded from none.
-        """
-        path = path or self.path
-        if path is None:
-            raise ValueError("This table was loaded from no file. Give save(path).")
-        path = Path(path)
-        with self._lock, locked(path):
-            if path.exists() and file_id(path) != self._saved_as:
-                self._take_over(path)
-            rows = sorted(self._counts.ngrams(), key=lambda row: len(row[0]))  # stable
-            numbers = np.array([n for ngram, times in rows for n in (*ngram, times)], np.int32)
-            orders = Counter(len(ngram) for ngram, _ in rows)
-            header = {
-                "tokenizer": self.tokenizer,
-                "bounds": [self.max_order, self.min_order, self.max_entries],
-                "orders": sorted(orders.items()),
-            }
-            self._saved_as = write_file(path, KIND, header, [numbers])
-            self.path, self._unsaved = path, Counter()
+    def _write(self, path: Path, *, in_public: bool = False) -> str:
+        rows = sorted(self._counts.ngrams(), key=lambda row: len(row[0]))  # stable
+        numbers = np.array([n for ngram, times in rows for n in (*ngram, times)], np.int32)
+        orders = Counter(len(ngram) for ngram, _ in rows)
+        header = {
+            "tokenizer": self.tokenizer,
+            "bounds": [self.max_order, self.min_order, self.max_entries],
+            "orders": sorted(orders.items()),
+        }
+        return write_file(path, self.kind, header, [numbers])
 
     @classmethod
     def load(cls, path: Path | str) -> NGramTable:
@@ -137,7 +119,7 @@ class NGramTable:
             FileNotFoundError: there is no such file.
         """
         path = Path(path)
-        header, data = read_file(path, KIND)
+        header, data = read_file(path, cls.kind)
         try:
             table = cls(*map(int, header["bounds"]), tokenizer=header["tokenizer"])
             at = 0
@@ -162,23 +144,28 @@ class NGramTable:
     def _empty(self) -> NGramCounts:
         return NGramCounts(self.min_order, self.max_order, self.max_entries)
 
-    def _take_over(self, path: Path) -> None:
-        """Count what another process saved, and what was counted here since the last saving."""
-        saved = NGramTable.load(path)
-        if None not in (saved.tokenizer, self.tokenizer) and saved.tokenizer != self.tokenizer:
-            raise MemoryFileError(
-                f"{path} is the table of tokenizer {saved.tokenizer}, this one is of "
-                f"{self.tokenizer}: it was left as it is. Save to another file."
-            )
-        mine = self._unsaved if path == self.path else self.counts()
+    def _take_over(self, saved: NGramTable, *, is_own: bool) -> None:
+        mine = self._unsaved if is_own else self.counts()
+        self._recount(saved.counts(), mine)
+
+    def _recount(self, *counts: Mapping[Context, int]) -> None:
+        """Count anew, the oldest first."""
         self._counts = self._empty()
-        for ngram, times in (*saved.counts().items(), *mine.items()):
-            self._counts.add_times(ngram, times)
-        self.tokenizer = self.tokenizer or saved.tokenizer
+        for part in counts:
+            for ngram, times in part.items():
+                self._counts.add_times(ngram, times)
 
 
-def _fingerprint(tokenizer: Any) -> str | None:
-    """A tokenizer's fingerprint, or the one that is given."""
-    if tokenizer is None or isinstance(tokenizer, str):
-        return tokenizer
-    return tokenizer_fingerprint(tokenizer)
+def as_table(
+    table: NGramTable | Path | str | None, max_order: int, min_order: int
+) -> NGramTable | None:
+    """The table that is meant: itself, or that of a file; see `opened`.
+
+    Args:
+        table: a table, the path of its file, or None for none.
+        max_order: of a table that is made, where there is no such file.
+        min_order: of the same.
+    """
+    if table is None or isinstance(table, NGramTable):
+        return table
+    return opened(table, NGramTable, lambda: NGramTable(max_order, min_order))

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.drafters.election import Source, Voter, elect, guesses, weigh
+from specdec_mlx.drafters.election import Source, Voters, elect, guesses, weigh
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
@@ -20,6 +20,9 @@ from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Guess
 
 MOST_PLACES = 24
 """Places that are asked of each index: 16 lose 0.3% of the tokens a pass, 32 gain 0.1%."""
+
+FEWER_PLACES = 8
+"""Of those, the ones that match shorter than the longest; without this bound nothing is gained."""
 
 WITHIN = 1
 """By how many tokens a match may be shorter than the longest one and still vote."""
@@ -118,12 +121,13 @@ class SuffixSession:
         self._config = config
         self._memory = config.memory if isinstance(config.memory, Memory) else None
         indexes = self._memory.indexes() if self._memory is not None else ()
-        self._remembered: list[tuple[Source, float]] = [
-            (index, MEMORY_WEIGHT) for index in reversed(indexes)
-        ]
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
-        self._places: tuple[list[Voter], list[float], list[tuple[int, ...]]] | None = None
+        self._sources: list[tuple[Source, float]] = [
+            (self._text, 1.0),
+            *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
+        ]
+        self._places: tuple[list[int], list[float], list[tuple[int, ...]]] | None = None
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the places that match best."""
@@ -146,9 +150,12 @@ class SuffixSession:
         if self._places is None:
             context = self._text.context()
             voters = self._voters(context)
+            matches = [match for match, ends, _, _ in voters for _ in ends]
             weights = weigh(voters, context.last) if voters else []
-            followed = [source.following(end, DEEPEST) for _, end, source, _ in voters]
-            self._places = voters, weights, followed
+            followed = [
+                source.following(end, DEEPEST) for _, ends, source, _ in voters for end in ends
+            ]
+            self._places = matches, weights, followed
         return guesses(*self._places, path)
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -177,18 +184,16 @@ class SuffixSession:
             length = min(length, int(self._config.per_match * longest))
         return elect(voters, context.last, length, more)
 
-    def _voters(self, context: Context) -> list[Voter]:
+    def _voters(self, context: Context) -> list[Voters]:
         """The places that match best, in the text and in the memory."""
         least = self._config.min_match
-        text = self._text
-        voters: list[Voter] = []
-        sources: list[tuple[Source, float]] = [(text, 1.0)]
-        for index, weight in sources + self._remembered:
-            places = index.nearest(context, MOST_PLACES, WITHIN, least)
-            if places:
-                least = max(least, places[0][0] - WITHIN)
-                voters += [(match, end, index, weight) for match, end in places]
-        return [voter for voter in voters if voter[0] >= least] if self._remembered else voters
+        voters: list[Voters] = []
+        for source, weight in self._sources:
+            rings = source.nearest(context, MOST_PLACES, WITHIN, least, FEWER_PLACES)
+            if rings:
+                least = max(least, rings[0][0] - WITHIN)
+                voters += [(match, ends, source, weight) for match, ends in rings]
+        return [some for some in voters if some[0] >= least]
 
 
 def _check(holds: bool, name: str, got: object, expected: str) -> None:

@@ -102,10 +102,7 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
     """
     header, start = _header(path)
     if header["kind"] != kind:
-        raise MemoryFileError(
-            f"{path} holds {header['kind']!r}, expected {kind!r}. A memory of texts is for "
-            "SuffixDrafter and --memory, a table of n-grams for NGramDrafter(table=...)."
-        )
+        raise other_kind(path, header["kind"], kind)
     size = path.stat().st_size - start
     if size != header["size"]:
         raise damaged(path, f"{size} bytes behind the header, expected {header['size']}")
@@ -120,6 +117,19 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
 def file_id(path: Path) -> str:
     """The id of the saving that a file is of; MemoryFileError as `read_file`."""
     return str(_header(path)[0]["id"])
+
+
+def file_kind(path: Path) -> str:
+    """What a file says that it holds; MemoryFileError as `read_file`."""
+    return str(_header(path)[0]["kind"])
+
+
+def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
+    """The error that says that a file keeps something else."""
+    return MemoryFileError(
+        f"{path} holds {got!r}, expected {expected!r}. A memory of texts is for SuffixDrafter and "
+        "--memory, a table of n-grams for NGramDrafter(table=...) and --drafter ngram:table=FILE."
+    )
 
 
 def damaged(path: Path, what: str) -> MemoryFileError:

@@ -1,52 +1,67 @@
-"""Memories on the Hugging Face Hub: a file and a card that says whose token ids they are."""
+"""Memories and tables on the Hugging Face Hub: a file, and a card that says whose ids it holds."""
 
 from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import HfApi, hf_hub_download
 
 from specdec_mlx.errors import MemoryFileError
-from specdec_mlx.memory.store import Memory
+from specdec_mlx.memory.kept import Kept, fingerprint_of
 
-FILE_NAME = "memory.specdec"
+FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}
+"""By kind; a repository holds one of them."""
+
 REPO_TYPE = "dataset"
 
 CARD = """\
 ---
 license: {licence}
 tags:
-- specdec-mlx-memory
+- specdec-mlx-{what}
 ---
 
-# A memory for speculative decoding
+# A {what} for speculative decoding
 
-Texts as token ids, to draft from with [specdec-mlx](https://github.com/specdec-mlx/specdec-mlx).
-Whoever has this file can read the texts.
+{about}
 
 | | |
 |---|---|
 | tokenizer's fingerprint | `{tokenizer}` |
 | source | {source} |
 | licence | {licence} |
-| texts | {texts} |
-| tokens | {tokens} |
+{facts}
 | bytes | {size} |
 
 ```
 specdec-mlx memory pull {repo} FILE --tokenizer MODEL
-specdec-mlx generate --model MODEL --memory FILE
+specdec-mlx generate --model MODEL {option}
 ```
 """
+
+PROJECT = "[specdec-mlx](https://github.com/specdec-mlx/specdec-mlx)"
+
+ABOUT = {
+    "texts": f"Texts as token ids, to draft from with {PROJECT}.\n"
+    "Whoever has this file can read the texts.",
+    "n-grams": f"Counts of which token followed which few, to draft from with {PROJECT}.\n"
+    "Whoever has this file can read those few words at a time.",
+}
+
+OPTION = {"texts": "--memory FILE", "n-grams": "--drafter ngram:table=FILE"}
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
 
+K = TypeVar("K", bound=Kept)
+
+
 def push(
-    memory: Memory,
+    kept: Kept,
     repo: str,
     *,
     source: str,
@@ -55,12 +70,12 @@ def push(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Put a memory on the Hub, as a dataset, and a card beside it.
+    """Put a memory or a table on the Hub, as a dataset, and a card beside it.
 
     The names of files that it was built from stay here.
 
     Args:
-        memory: with a tokenizer.
+        kept: with a tokenizer.
         repo: OWNER/NAME, made if there is none.
         source: where its texts are from, in words.
         licence: as the Hub names it, such as "mit" or "other".
@@ -72,34 +87,47 @@ def push(
         The address of the commit.
 
     Raises:
-        ValueError: the memory says no tokenizer, there is no source, or the licence is no name.
-        MemoryFileError: the repository holds another tokenizer's memory.
+        ValueError: it says no tokenizer, there is no source, or the licence is no name.
+        MemoryFileError: the repository holds another tokenizer's, or something else.
         OSError: the Hub cannot be reached, or refuses.
     """
-    if memory.tokenizer is None or not source.strip() or not LICENCE.fullmatch(licence):
+    if kept.tokenizer is None or not source.strip() or not LICENCE.fullmatch(licence):
         raise ValueError(
-            f"A memory is pushed with its tokenizer, source and licence; got {memory.tokenizer!r}, "
-            f"{source!r} and {licence!r}. Build it with --tokenizer, and give --source and "
-            "--licence (mit, apache-2.0, other)."
+            f"A {kept.what} is pushed with its tokenizer, source and licence; got "
+            f"{kept.tokenizer!r}, {source!r} and {licence!r}. Build it with --tokenizer, and give "
+            "--source and --licence (mit, apache-2.0, other)."
         )
     api = HfApi(endpoint=endpoint, token=token)
     api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
-    if api.file_exists(repo, FILE_NAME, repo_type=REPO_TYPE):
-        _refuse_another(_fetched(repo, endpoint, token), memory.tokenizer, repo)
+    found = _kind_in(api, repo)
+    if found == kept.kind:
+        there = _fetched(repo, type(kept), endpoint, token)
+        _refuse_another(there, kept.tokenizer, repo)
+    elif found is not None:
+        raise MemoryFileError(
+            f"{repo} holds {found!r}, and is to hold {kept.kind!r}: it was left as it is. Push to "
+            "another repository."
+        )
     with tempfile.TemporaryDirectory() as folder:
-        size = memory.export(Path(folder, FILE_NAME))
+        size = kept.export(Path(folder, FILE_NAMES[kept.kind]))
         card = CARD.format(
             repo=repo,
             licence=licence,
             source=" ".join(source.split()).replace("|", "\\|"),
-            tokenizer=memory.tokenizer,
-            texts=len(memory.texts()),
-            tokens=len(memory),
+            tokenizer=kept.tokenizer,
+            facts="\n".join(f"| {name} | {value} |" for name, value in kept.facts().items()),
             size=size,
+            what=kept.what,
+            about=ABOUT[kept.kind],
+            option=OPTION[kept.kind],
         )
         Path(folder, "README.md").write_text(card, encoding="utf-8")
         done = api.upload_folder(
-            repo_id=repo, repo_type=REPO_TYPE, folder_path=folder, commit_message="Memory"
+            repo_id=repo,
+            repo_type=REPO_TYPE,
+            folder_path=folder,
+            allow_patterns=["README.md", FILE_NAMES[kept.kind]],  # not the lock
+            commit_message=kept.what.capitalize(),
         )
     return str(done.commit_url)
 
@@ -108,42 +136,64 @@ def pull(
     repo: str,
     path: Path | str,
     tokenizer: Any,
+    kinds: Sequence[type[K]],
     *,
     endpoint: str | None = None,
     token: str | None = None,
-) -> Memory:
-    """A memory of the Hub, put into a file here: a new one, or merged with what stands there.
+) -> K:
+    """A memory or a table of the Hub, put into a file here: new, or merged with what stands there.
 
     Args:
         repo: OWNER/NAME.
         path: of the file.
         tokenizer: of the model that is to be drafted for.
+        kinds: what it may be.
         endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
         token: of the Hub; None: the one that is logged in.
 
     Raises:
-        MemoryFileError: it is another tokenizer's memory, or none.
+        MemoryFileError: it is another tokenizer's, or none of these.
         OSError: the Hub cannot be reached, or has no such repository.
     """
-    memory = _fetched(repo, endpoint, token)
-    _refuse_another(memory, Memory(tokenizer=tokenizer).tokenizer, repo)
-    memory.save(path)
-    return memory
+    found = _kind_in(HfApi(endpoint=endpoint, token=token), repo)
+    kind = next((kind for kind in kinds if kind.kind == found), None)
+    if kind is None:
+        raise MemoryFileError(
+            f"{repo} holds {found or 'nothing to draft from'!r}, expected "
+            f"{' or '.join(repr(kind.kind) for kind in kinds)}. Name a repository that was made "
+            "with specdec-mlx memory push."
+        )
+    kept = _fetched(repo, kind, endpoint, token)
+    _refuse_another(kept, fingerprint_of(tokenizer), repo)
+    kept.save(path)
+    return kept
 
 
-def _fetched(repo: str, endpoint: str | None, token: str | None) -> Memory:
-    """The memory of a repository, of which no copy stays on the disk."""
+def _kind_in(api: HfApi, repo: str) -> str | None:
+    """What a repository holds; None: nothing that is known."""
+    there = (
+        kind
+        for kind, name in FILE_NAMES.items()
+        if api.file_exists(repo, name, repo_type=REPO_TYPE)
+    )
+    return next(there, None)
+
+
+def _fetched(repo: str, kind: type[K], endpoint: str | None, token: str | None) -> K:
+    """What a repository holds, of which no copy stays on the disk."""
+    name = FILE_NAMES[kind.kind]
     with tempfile.TemporaryDirectory() as folder:
         found = hf_hub_download(
-            repo, FILE_NAME, repo_type=REPO_TYPE, local_dir=folder, endpoint=endpoint, token=token
+            repo, name, repo_type=REPO_TYPE, local_dir=folder, endpoint=endpoint, token=token
         )
-        return Memory.load(found)
+        return kind.load(found)
 
 
-def _refuse_another(memory: Memory, tokenizer: str | None, repo: str) -> None:
-    """Raise MemoryFileError for a memory of another tokenizer."""
-    if memory.tokenizer != tokenizer:
+def _refuse_another(kept: Kept, tokenizer: str | None, repo: str) -> None:
+    """Raise MemoryFileError for what is of another tokenizer."""
+    if kept.tokenizer != tokenizer:
         raise MemoryFileError(
-            f"{repo} holds the memory of tokenizer {memory.tokenizer}, expected {tokenizer}: token "
-            "ids mean something else there. Take one that was made with your model's tokenizer."
+            f"{repo} holds the {kept.what} of tokenizer {kept.tokenizer}, expected {tokenizer}: "
+            "token ids mean something else there. Take one that was made with your model's "
+            "tokenizer."
         )

@@ -18,17 +18,21 @@ import numpy as np
 from jaxtyping import Int
 
 from specdec_mlx.memory.packing import (
+    KNOWN,
     LEVELS,
     MAX_MATCH,
+    NEAREST,
     PER_PACK,
     SEPARATOR,
     agreement,
     bounds,
+    key_of,
     pack_text,
+    packs_of,
 )
 
-Place = tuple[int, int]
-"""A match: how many tokens before a place agree with the context, and the place."""
+Ring = tuple[int, Sequence[int]]
+"""Places that match equally long: how many tokens before each agree with the context, and where."""
 
 
 MOST_DEEP = 8
@@ -38,18 +42,19 @@ MOST_DEEP = 8
 class Context(NamedTuple):
     """The end of a text that a continuation is looked for.
 
-    packs: [LEVELS] the last 12 tokens, packed. last: up to 64 tokens, the nearest one first.
+    key: the last 12 tokens as one number. packs: [LEVELS] the same, three by three. last: up to 64
+    tokens, the nearest one first.
     """
 
+    key: int
     packs: tuple[int, ...]
     last: Sequence[int]
 
     @classmethod
     def of(cls, tokens: Sequence[int]) -> Context:
         """The context at the end of `tokens` [n]."""
-        packs = pack_text(np.array(tokens[-LEVELS * PER_PACK :], np.int64))[::-1].tolist()
-        found = packs[: LEVELS * PER_PACK : PER_PACK]
-        return cls((*found, *(0,) * (LEVELS - len(found))), tokens[: -MAX_MATCH - 1 : -1])
+        key = key_of(tokens)
+        return cls(key, packs_of(key), tokens[: -MAX_MATCH - 1 : -1])
 
 
 @dataclass(frozen=True)
@@ -63,23 +68,30 @@ class ContextIndex:
 
     tokens: Int[np.ndarray, " n"]
     order: Int[np.ndarray, " m"]
-    ids: Sequence[int] = field(init=False, repr=False)
+    ids: tuple[int, ...] = field(init=False, repr=False)
     largest: int = field(init=False, repr=False)
+    _starts: Sequence[int] = field(init=False, repr=False)
     _places: Sequence[int] = field(init=False, repr=False)
     _levels: tuple[Sequence[int], ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Gather the packs of the sorted places: 32 bytes a token, which bisection reads in C.
 
-        Elements of an `array` are read in a fifth of the time of a memoryview's or of NumPy's.
+        Elements of an `array` are read in a fifth of the time of a memoryview's or of NumPy's, and
+        those of a tuple, 8 bytes each where equal tokens are one object, in half of that.
+        Where the places behind each token begin takes 4 bytes for every id up to the largest.
         """
         packs = pack_text(self.tokens)
+        nearest = packs[self.order] >> NEAREST  # a token's id + 1, 0 for nothing
+        starts = np.cumsum(np.bincount(nearest), dtype=np.int32)
+        object.__setattr__(self, "_starts", array("i", starts.tobytes()))
         levels = []
         for level in range(LEVELS):
             at = np.maximum(self.order - PER_PACK * level, 0)  # nothing stands before place 0
             levels.append(array("q", packs[at].tobytes()))
         object.__setattr__(self, "largest", int(self.tokens.max(initial=SEPARATOR)))
-        object.__setattr__(self, "ids", array("i", self.tokens.tobytes()))
+        ids, one_of_each = self.tokens.tolist(), dict[int, int]()
+        object.__setattr__(self, "ids", tuple(map(one_of_each.setdefault, ids, ids)))
         object.__setattr__(self, "_places", array("i", self.order.tobytes()))
         object.__setattr__(self, "_levels", tuple(levels))
 
@@ -93,7 +105,9 @@ class ContextIndex:
         """n, separators included."""
         return len(self.tokens)
 
-    def nearest(self, context: Context, most: int, within: int, least: int = 1) -> list[Place]:
+    def nearest(
+        self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
+    ) -> list[Ring]:
         """Places with the longest matches, longest first.
 
         Args:
@@ -101,22 +115,27 @@ class ContextIndex:
             most: how many at most; of more that match equally long, a sample in equal steps.
             within: by how many tokens a match may be shorter than the longest one.
             least: the shortest match that counts, at least 1.
+            fewer: how many that match shorter than the longest one; None: as many as `most` leaves.
         """
-        packs, last = context
-        low, high = 0, len(self._places)
-        parents = [(low, high)]
-        for keys, pack in zip(self._levels, packs, strict=True):
+        _, packs, last = context
+        if not last or last[0] + 1 >= len(self._starts):
+            return []
+        low, high = self._starts[last[0]], self._starts[last[0] + 1]
+        if low == high:
+            return []
+        intervals = [(low, high)]  # of matches of at least 1 token, of 3, of 6 and so on
+        for level, (keys, pack) in enumerate(zip(self._levels, packs, strict=True), start=1):
             start = bisect_left(keys, pack, low, high)
-            known = len(last) >= PER_PACK * len(parents)
-            if not known or start == high or keys[start] != pack:
-                longest = PER_PACK * (len(parents) - 1)
+            if start == high or keys[start] != pack or len(last) < PER_PACK * level:
+                longest = PER_PACK * (level - 1)
                 longest += max(
                     agreement(keys[start], pack) if start < high else 0,
                     agreement(keys[start - 1], pack) if start > low else 0,
                 )
+                intervals.append((start, start))
                 break
-            low, high = start, bisect_right(keys, pack, start, high)
-            parents.append((low, high))
+            low, high = start, _end_of_run(keys, pack, start, high)
+            intervals.append((low, high))
         else:
             start = self._deeper(context, low, high) if high - low > MOST_DEEP else low
             first = max(low, min(start - MOST_DEEP // 2, high - MOST_DEEP))
@@ -128,23 +147,22 @@ class ContextIndex:
 
         def agreeing(length: int) -> tuple[int, int]:
             level, more = divmod(length, PER_PACK)
-            if not more:
-                return parents[level]
-            keys, (low, high) = self._levels[level], parents[level]
+            if not more or length == 1:
+                return intervals[level]
+            keys, (low, high), inner = self._levels[level], intervals[level], intervals[level + 1]
             lower, upper = bounds(packs[level], more)
-            first = bisect_left(keys, lower, low, high)
-            return first, bisect_left(keys, upper, first, high)
+            return bisect_left(keys, lower, low, inner[0]), bisect_left(keys, upper, inner[1], high)
 
-        return ringed(self._places, agreeing, longest, most, max(least, longest - within))
+        return rings(self._places, agreeing, longest, most, max(least, longest - within), fewer)
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
         """The tokens from a place on, at most `length`, to the end of its text."""
-        tokens = tuple(self.ids[place : place + length])
+        tokens = self.ids[place : place + length]
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
 
     def _deeper(self, context: Context, low: int, high: int) -> int:
         """Where the context belongs among places that agree with all of its packs."""
-        depth, ids = LEVELS * PER_PACK, self.ids
+        depth, ids = KNOWN, self.ids
         return bisect_left(
             self._places,
             list(context.last[depth:]),
@@ -154,13 +172,14 @@ class ContextIndex:
         )
 
 
-def ringed(
+def rings(
     places: Sequence[int],
     agreeing: Callable[[int], tuple[int, int]],
     longest: int,
     most: int,
     least: int,
-) -> list[Place]:
+    fewer: int | None = None,
+) -> list[Ring]:
     """Places by the lengths of their matches, which run from `longest` down to `least`.
 
     Args:
@@ -169,32 +188,34 @@ def ringed(
         longest: length of the longest match, at most 11.
         most: how many places at most.
         least: the shortest match that counts.
+        fewer: how many that match shorter than that, within `most`.
     """
-    found: list[Place] = []
-    inner_low, inner_high = 0, 0
-    for length in range(longest, least - 1, -1):
-        low, high = agreeing(length)
-        if length == longest:
-            inner_low = inner_high = high
-        step = -(-(high - low - (inner_high - inner_low)) // (most - len(found)))
-        if step:
-            found += [(length, end) for end in places[low:inner_low:step]]
-            found += [(length, end) for end in places[inner_high:high:step]]
-        if len(found) >= most:
-            return found[:most]
+    low, high = agreeing(longest)
+    found: list[Ring] = [(longest, places[low : high : -(-(high - low) // most)])]
+    left = most - len(found[0][1])
+    if fewer is not None and left > fewer:
+        left = fewer
+    for length in range(longest - 1, least - 1, -1):
         inner_low, inner_high = low, high
+        low, high = agreeing(length)
+        more = high - low - (inner_high - inner_low)
+        if more and left > 0:
+            step = -(-more // left)
+            ring = [*places[low:inner_low:step], *places[inner_high:high:step]][:left]
+            found.append((length, ring))
+            left -= len(ring)
     return found
 
 
 def deepest(
     ids: Sequence[int], ends: Iterable[int], context: Context, within: int, least: int
-) -> list[Place]:
+) -> list[Ring]:
     """Places that agree in all packs, measured on the text itself, the longest match first."""
-    depth = LEVELS * PER_PACK
-    found = [(matched(ids, end, context.last, depth), end) for end in ends]
-    found.sort(key=lambda place: -place[0])
-    shortest = max(least, found[0][0] - within)
-    return [place for place in found if place[0] >= shortest]
+    found: dict[int, list[int]] = {}
+    for end in ends:
+        found.setdefault(matched(ids, end, context.last, KNOWN), []).append(end)
+    shortest = max(least, max(found) - within)
+    return sorted([ring for ring in found.items() if ring[0] >= shortest], reverse=True)
 
 
 def matched(ids: Sequence[int], end: int, last: Sequence[int], length: int) -> int:
@@ -204,6 +225,18 @@ def matched(ids: Sequence[int], end: int, last: Sequence[int], length: int) -> i
     while length < most and ids[end - 1 - length] == last[length]:
         length += 1
     return length
+
+
+NEAR = 16
+"""Neighbours among which the end of a run is looked for first: most runs are short."""
+
+
+def _end_of_run(keys: Sequence[int], pack: int, start: int, high: int) -> int:
+    """The first index behind `start` at which the keys, sorted, are no longer `pack`."""
+    near = start + NEAR
+    if near < high and keys[near] != pack:
+        high = near
+    return bisect_right(keys, pack, start, high)
 
 
 def _before(ids: Sequence[int], end: int, depth: int) -> list[int]:

@@ -6,6 +6,8 @@ runs in C.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from jaxtyping import Int
 
@@ -20,13 +22,34 @@ PER_PACK = 3
 LEVELS = 4
 """Packs that are compared, 12 tokens; longer agreement is read from the text itself."""
 
+KNOWN = LEVELS * PER_PACK
+
+NEAREST = BITS * (PER_PACK - 1)
+"""By how many bits a pack is shifted to leave its nearest token, + 1."""
+
+PACK = BITS * PER_PACK
+MASK = (1 << PACK) - 1
+
 MAX_MATCH = 64
 """How far back a match is measured, tokens; what agrees for so long goes on in the same way."""
 
 
-def push(pack: int, token: int) -> int:
-    """The pack one token later: `token` comes nearest, the third one is dropped."""
-    return (token + 1) << (2 * BITS) | pack >> BITS
+def push(key: int, token: int) -> int:
+    """The key of a context one token later: `token` comes nearest, the twelfth one is dropped."""
+    return (token + 1) << (BITS * (KNOWN - 1)) | key >> BITS
+
+
+def key_of(tokens: Sequence[int]) -> int:
+    """The last 12 tokens as one number, the nearest one on top; what is not there counts as 0."""
+    key = 0
+    for token in tokens[-KNOWN:]:
+        key = push(key, token)
+    return key
+
+
+def packs_of(key: int) -> tuple[int, ...]:
+    """The packs [LEVELS] of a context, the nearest one first."""
+    return key >> 3 * PACK, key >> 2 * PACK & MASK, key >> PACK & MASK, key & MASK
 
 
 def pack_text(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n+1"]:
@@ -43,15 +66,14 @@ def pack_text(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " n+1"]:
     return packs
 
 
-def agreement(one: int, other: int) -> int:
-    """In how many tokens two packs agree, counted from the nearest one, 0 to 3."""
-    difference = one ^ other
-    return PER_PACK - (difference.bit_length() + BITS - 1) // BITS
+def agreement(one: int, other: int, of: int = PER_PACK) -> int:
+    """In how many tokens two packs, or keys of `of` tokens, agree, from the nearest one on."""
+    return of - ((one ^ other).bit_length() + BITS - 1) // BITS
 
 
-def bounds(pack: int, length: int) -> tuple[int, int]:
-    """Packs p that agree with `pack` in `length` tokens, 1 to 3, are lower <= p < upper."""
-    shift = BITS * (PER_PACK - length)
+def bounds(pack: int, length: int, of: int = PER_PACK) -> tuple[int, int]:
+    """Packs, or keys of `of` tokens, that agree in `length` are lower <= p < upper; length >= 1."""
+    shift = BITS * (of - length)
     lower = pack >> shift << shift
     return lower, lower + (1 << shift)
 

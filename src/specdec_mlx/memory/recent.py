@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Place, deepest, ringed
+from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Ring, deepest, rings
 from specdec_mlx.memory.packing import (
-    LEVELS,
+    KNOWN,
     MAX_MATCH,
-    PER_PACK,
     agreement,
     bounds,
-    pack_text,
+    key_of,
+    packs_of,
     push,
 )
 
@@ -34,21 +34,18 @@ class GrowingIndex:
     def __init__(self, tokens: Sequence[int]) -> None:
         """Index `tokens` [n]."""
         self.ids = list(tokens)
-        array = np.array(self.ids, np.int64)
-        packs: list[int] = pack_text(array).tolist()
-        self._packs = [0] * (LEVELS * PER_PACK) + packs  # so that the text may begin anywhere
-        self._index = ContextIndex.build(array)
-        self._keys: list[tuple[int, ...]] = []
+        self._key = key_of(self.ids)
+        self._index = ContextIndex.build(np.array(self.ids, np.int64))
+        self._keys: list[int] = []
         self._ends: list[int] = []
 
     def append(self, tokens: Sequence[int]) -> None:
         """Write on: what stood before each token is a place now."""
         for token in tokens:
-            key = self._key()
-            place = bisect_left(self._keys, key)  # before its equals: the latest comes first
-            self._keys.insert(place, key)
+            place = bisect_left(self._keys, self._key)  # before its equals: the latest comes first
+            self._keys.insert(place, self._key)
             self._ends.insert(place, len(self.ids))
-            self._packs.append(push(self._packs[-1], token))
+            self._key = push(self._key, token)
             self.ids.append(token)
         if len(self._keys) >= MOST_RECENT:
             self._index = ContextIndex.build(np.array(self.ids, np.int64))
@@ -58,18 +55,20 @@ class GrowingIndex:
         """The end of the text, or of the text and `more` behind it, which is not noted."""
         if more:
             return Context.of([*self.ids[-MAX_MATCH:], *more])
-        return Context(self._key(), self.ids[: -MAX_MATCH - 1 : -1])
+        return Context(self._key, packs_of(self._key), self.ids[: -MAX_MATCH - 1 : -1])
 
-    def nearest(self, context: Context, most: int, within: int, least: int = 1) -> list[Place]:
+    def nearest(
+        self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
+    ) -> list[Ring]:
         """As `ContextIndex.nearest`; of equally long matches the latest places come first."""
-        latest = self._latest(context, most, within, least)
+        latest = self._latest(context, most, within, least, fewer)
         if latest:
             least = max(least, latest[0][0] - within)
-        older = self._index.nearest(context, most, within, least)
+        older = self._index.nearest(context, most, within, least, fewer)
         if not (latest and older) or latest[0][0] >= older[0][0]:
             return latest + older
         shortest = older[0][0] - within
-        return older + [place for place in latest if place[0] >= shortest]
+        return older + [ring for ring in latest if ring[0] >= shortest]
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
         """The `length` tokens from a place on; behind the end, the copy is copied again.
@@ -80,36 +79,23 @@ class GrowingIndex:
         known = (*self.ids[place : place + length], *more)[:length]
         return known if len(known) == length else (known * -(-length // len(known)))[:length]
 
-    def _latest(self, context: Context, most: int, within: int, least: int) -> list[Place]:
+    def _latest(
+        self, context: Context, most: int, within: int, least: int, fewer: int | None
+    ) -> list[Ring]:
         """The same among the places in the list."""
-        keys, packs = self._keys, context.packs
-        start = bisect_left(keys, packs)
+        keys, key = self._keys, context.key
+        start = bisect_left(keys, key)
         around = keys[max(0, start - 1) : start + 1]
-        longest = min(max((_agreement(key, packs) for key in around), default=0), len(context.last))
-        if longest == LEVELS * PER_PACK:  # as in `ContextIndex`
-            high = bisect_right(keys, packs, start)
-            ends = self._ends[start : min(high, start + MOST_DEEP)]
+        longest = max([agreement(near, key, KNOWN) for near in around], default=0)
+        longest = min(longest, len(context.last))
+        if longest < least:
+            return []
+        if longest == KNOWN:  # as in `ContextIndex`
+            ends = self._ends[start : min(bisect_right(keys, key, start), start + MOST_DEEP)]
             return deepest(self.ids, ends, context, within, least)
 
         def agreeing(length: int) -> tuple[int, int]:
-            level = (length - 1) // PER_PACK
-            lower, upper = bounds(packs[level], length - PER_PACK * level)
-            first = bisect_left(keys, (*packs[:level], lower))
-            return first, bisect_left(keys, (*packs[:level], upper), first)
+            lower, upper = bounds(key, length, KNOWN)
+            return bisect_left(keys, lower, 0, start), bisect_left(keys, upper, start)
 
-        return ringed(self._ends, agreeing, longest, most, max(least, longest - within))
-
-    def _key(self) -> tuple[int, ...]:
-        """The packs of the last 12 tokens."""
-        packs = self._packs
-        return packs[-1], packs[-4], packs[-7], packs[-10]
-
-
-def _agreement(one: Sequence[int], other: Sequence[int]) -> int:
-    """In how many tokens two contexts [LEVELS] agree, 0 to 12."""
-    length = 0
-    for a, b in zip(one, other, strict=True):
-        length += agreement(a, b)
-        if a != b:
-            break
-    return length
+        return rings(self._ends, agreeing, longest, most, max(least, longest - within), fewer)

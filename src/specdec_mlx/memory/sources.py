@@ -62,15 +62,24 @@ def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Updat
     texts = []
     skipped = 0
     for name in changed:
-        state, content = _state(name), _content(name)
-        skipped += content is None
-        tokens = tokenizer.encode(content, add_special_tokens=False) if content else []
-        text = np.array(tokens, np.int32)
+        state, tokens = _state(name), _tokens(name, tokenizer)
+        skipped += tokens is None
+        text = np.array(tokens or [], np.int32)
         sources[name] = (state, text_digest(text) if len(text) >= 2 else "")
         texts.append(text)
     memory.replace(lost, texts)
     memory.sources = sources
     return Update(len(changed) - skipped, len(there) - len(changed), len(gone), skipped)
+
+
+def texts_of(paths: Sequence[Path | str], tokenizer: Any) -> Iterator[list[int] | None]:
+    """The token ids of each file, as `update` reads them; None for one that is skipped.
+
+    Raises FileNotFoundError for a path that does not exist.
+    """
+    for path in paths:
+        for file in _files(Path(path).expanduser().absolute()):
+            yield _tokens(str(file), tokenizer)
 
 
 def _files(root: Path) -> Iterator[Path]:
@@ -92,6 +101,14 @@ def _state(name: str) -> str:
     """Size and time of a file, which change when it is written."""
     found = os.stat(name)
     return f"{found.st_size}:{found.st_mtime_ns}"
+
+
+def _tokens(name: str, tokenizer: Any) -> list[int] | None:
+    """The token ids of a file; None for what is large or no text."""
+    content = _content(name)
+    if content is None:
+        return None
+    return list(tokenizer.encode(content, add_special_tokens=False)) if content else []
 
 
 def _content(name: str) -> str | None:

@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
-import atexit
 import hashlib
-import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from threading import RLock
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
 
-from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
-from specdec_mlx.memory.file import damaged, file_id, locked, read_file, write_file
+from specdec_mlx.memory.file import damaged, read_file, write_file
 from specdec_mlx.memory.index import ContextIndex
+from specdec_mlx.memory.kept import Kept, opened
 from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
-from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
 
-BYTES_PER_TOKEN = 48
-"""In memory: token and place, 4 bytes each, as NumPy and as Python reads them; 4 packs of 8."""
+BYTES_PER_TOKEN = 52
+"""In memory: token and place, 4 bytes each, the same as Python reads them, 8 and 4; 4 packs of 8.
 
-KIND = "texts"
-"""Of the files of memories."""
+Beside them an index takes 4 bytes for each id of the vocabulary."""
 
 YOUNG = 8192
 """Tokens up to which an index is sorted anew for every text that joins it: 4 milliseconds."""
-
-SAVE_EVERY = 60.0
-"""Seconds between two savings of a memory that is kept in a file: what a killed process loses."""
 
 KEPT = 15 / 16
 """Share of the bound that is left after the oldest texts went, so that not every text evicts."""
 
 
-class Memory:
+class Memory(Kept):
     """What was written so far, for a `SuffixDrafter` to draft from; safe with many threads.
 
     Texts stand in a few immutable indexes, oldest first. A new text joins the youngest one, and
@@ -44,11 +36,14 @@ class Memory:
     sorted a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 48 bytes.
+        takes 52 bytes.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
     remember_prompts: whether what a generation was given is kept beside what it wrote.
     sources: what `specdec-mlx memory build` has read, by name. path: where it was loaded from.
     """
+
+    kind: ClassVar[str] = "texts"
+    what: ClassVar[str] = "memory"
 
     def __init__(
         self,
@@ -64,19 +59,12 @@ class Memory:
                 f"Memory: max_tokens is {max_tokens} and max_bytes {max_bytes}, expected at least "
                 f"1 token and {BYTES_PER_TOKEN} bytes. To remember nothing, leave the memory out."
             )
+        super().__init__(tokenizer)
         self.remember_prompts = remember_prompts
         self.max_tokens = max_tokens
         if max_bytes is not None:
             self.max_tokens = min(max_tokens, max_bytes // BYTES_PER_TOKEN)
-        self.tokenizer: str | None = None
-        if tokenizer is not None:
-            is_fingerprint = isinstance(tokenizer, str)
-            self.tokenizer = tokenizer if is_fingerprint else tokenizer_fingerprint(tokenizer)
         self.sources: dict[str, tuple[Any, ...]] = {}
-        self.path: Path | None = None
-        self._saved_as = ""
-        self._save_at = float("inf")
-        self._lock = RLock()
         self._indexes: tuple[ContextIndex, ...] = ()
 
     def __len__(self) -> int:
@@ -105,18 +93,6 @@ class Memory:
         """The largest token id, -1 where nothing is held."""
         return max((index.largest for index in self._indexes), default=-1)
 
-    def check_tokenizer(self, tokenizer: Any) -> None:
-        """Raise TokenizerMismatchError unless the memory is of this tokenizer, or of none yet."""
-        found = tokenizer if isinstance(tokenizer, str) else tokenizer_fingerprint(tokenizer)
-        if self.tokenizer is None:
-            self.tokenizer = found
-        if self.tokenizer != found:
-            raise TokenizerMismatchError(
-                f"The memory holds token ids of tokenizer {self.tokenizer}, the target's is "
-                f"{found}. Give a memory that was written with this model's tokenizer, or make "
-                "one: specdec-mlx memory build --tokenizer MODEL FILES."
-            )
-
     def add(self, tokens: Sequence[int]) -> None:
         """Remember a text [n]; nothing where n < 2, since nothing follows a single token.
 
@@ -128,9 +104,7 @@ class Memory:
         if len(text) >= 2:
             with self._lock:
                 self._extend([text.astype(np.int32)])
-                if self.path is not None and time.monotonic() >= self._save_at:
-                    self._save_at = time.monotonic() + SAVE_EVERY
-                    self.save()
+                self.save_now_and_then()
 
     def merge(self, other: Memory) -> None:
         """Take over the texts of another memory that this one lacks, as the younger ones.
@@ -175,46 +149,20 @@ class Memory:
                 together = np.concatenate([index.tokens for index in self._indexes])
                 self._indexes = (ContextIndex.build(together),)
 
-    def save(self, path: Path | str | None = None) -> None:
-        """Write the file, or leave the old one as it is: by a new file that takes its place.
+    def facts(self) -> Mapping[str, str]:
+        """Numbers of texts and tokens."""
+        return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
 
-        What another process saved there in the meantime is merged first, under a lock, so that
-        neither loses anything.
-
-        Args:
-            path: of the file; None: the one that it was loaded from.
-
-        Raises:
-            MemoryFileError: what stands there is no memory, is damaged, or is another tokenizer's.
-            ValueError: no path was given, and it was loaded from none.
-        """
-        path = path or self.path
-        if path is None:
-            raise ValueError("This memory was loaded from no file. Give save(path).")
-        path = Path(path)
-        with self._lock, locked(path):
-            if path.exists() and file_id(path) != self._saved_as:
-                self._take_over(path)
-            self._saved_as = self._write(path, self.sources)
-            self.path = path
-
-    def export(self, path: Path) -> int:
-        """Write a new file without the names of the sources; returns its size in bytes."""
-        with self._lock, locked(path):
-            self._write(path, {})
-        return path.stat().st_size
-
-    def _write(self, path: Path, sources: dict[str, tuple[Any, ...]]) -> str:
-        """Write a file, under its lock; returns the id of this saving."""
+    def _write(self, path: Path, *, in_public: bool = False) -> str:
         header = {
             "tokenizer": self.tokenizer,
             "max_tokens": self.max_tokens,
             "remember_prompts": self.remember_prompts,
             "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
-            "sources": sources,
+            "sources": {} if in_public else self.sources,
         }
         arrays = [array for index in self._indexes for array in (index.tokens, index.order)]
-        return write_file(path, KIND, header, arrays)
+        return write_file(path, self.kind, header, arrays)
 
     @classmethod
     def load(cls, path: Path | str) -> Memory:
@@ -225,7 +173,7 @@ class Memory:
             FileNotFoundError: there is no such file.
         """
         path = Path(path)
-        header, data = read_file(path, KIND)
+        header, data = read_file(path, cls.kind)
         try:
             memory = cls(
                 int(header["max_tokens"]),
@@ -239,19 +187,11 @@ class Memory:
         memory.path, memory._saved_as = path, header["id"]
         return memory
 
-    def _take_over(self, path: Path) -> None:
-        """Put what another process saved before what this one has."""
-        saved = Memory.load(path)
-        if None not in (saved.tokenizer, self.tokenizer) and saved.tokenizer != self.tokenizer:
-            raise MemoryFileError(
-                f"{path} is the memory of tokenizer {saved.tokenizer}, this one is of "
-                f"{self.tokenizer}: it was left as it is. Save to another file."
-            )
+    def _take_over(self, saved: Memory, *, is_own: bool) -> None:
         bound, sources = self.max_tokens, self.sources
         saved.max_tokens = bound
         saved.merge(self)
         self._indexes = _bounded(saved._indexes, bound)
-        self.tokenizer = self.tokenizer or saved.tokenizer
         self.sources = saved.sources | sources
 
     def _extend(self, texts: Sequence[Int[np.ndarray, " n"]]) -> None:
@@ -270,27 +210,11 @@ PROCESS = "process"
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
     """The memory that is meant: itself, or that of a file, one in a process for each file.
 
-    A file that does not exist is made, and every file named here is saved when the process ends,
-    and once a minute while it is written to. `PROCESS` is an empty one of no file.
+    `PROCESS` is an empty one of no file; see `opened` for those of files.
     """
     if memory is None or isinstance(memory, Memory):
         return memory
-    if memory == PROCESS:
-        return Memory()
-    path = Path(memory).expanduser().absolute()
-    with _opening:
-        if path not in _open:
-            memory = Memory.load(path) if path.exists() else Memory()
-            memory.path, memory._save_at = path, time.monotonic() + SAVE_EVERY
-            atexit.register(memory.save)
-            _open[path] = memory
-    return _open[path]
-
-
-_open: dict[Path, Memory] = {}
-"""Memories by file, of those that were named by their path."""
-
-_opening = RLock()
+    return Memory() if memory == PROCESS else opened(memory, Memory, Memory)
 
 
 def join(texts: Sequence[Int[np.ndarray, " n"]]) -> Int[np.ndarray, " m"]:

@@ -35,6 +35,8 @@ class Evidence(NamedTuple):
     confidence: largest probability in the draft model's distribution at this position; None:
         nothing known. It is known before the token is drawn, and says nothing about the draw.
     is_drawn: whether the token is drawn from that distribution, and is not its likeliest one.
+    agreement: what other drafts say to it, a class out of `draft_length.agreement`, which drafters
+        leave at 0; 0: nothing known.
     """
 
     match: int = 0
@@ -42,6 +44,7 @@ class Evidence(NamedTuple):
     after_two: int = 0
     confidence: float | None = None
     is_drawn: bool = False
+    agreement: int = 0
 
 
 class Step(Enum):
