@@ -20,12 +20,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.batch.rows import Request, Row, RowToken
+from specdec_mlx.batch.pace import Pace
+from specdec_mlx.batch.rows import Passes, Request, Row, Rounds, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -56,10 +56,6 @@ from specdec_mlx.types import (
     all_drafters,
 )
 
-_Rounds = list[tuple[Row, Round]]
-"""A pass under way, row by row."""
-
-
 @dataclass
 class BatchGeneration:
     """Several texts of one model, written together; texts may be added and taken out at any time.
@@ -82,6 +78,7 @@ class BatchGeneration:
     probe: bool = True
     returns_caches: bool = False
     stream: Any = generation_stream
+    pace: Pace = field(default_factory=Pace)
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     num_rounds: int = 0
@@ -93,13 +90,12 @@ class BatchGeneration:
 
     def __post_init__(self) -> None:
         """See whether the texts can be rows of one batch."""
-        self._passes = self._as_rows()
+        self._passes = self.make_passes()
         self._shared: SharedLength | None = None
         if self._passes is not None and self.draft_length == "auto":
             self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
-        self._pace = _Pace()
 
-    def _as_rows(self) -> RowPasses | None:
+    def make_passes(self) -> Passes | None:
         """The passes over all rows; None where texts have to be written one by one."""
         reading = [part for part in all_drafters(self.drafter) if isinstance(part, ReadsTarget)]
         if reading:
@@ -152,9 +148,9 @@ class BatchGeneration:
                 close_all(*(row.generation.finish for row in self._rows))
             self._rows = []
 
-    def _run_rows(self, passes: RowPasses) -> Generator[RowToken, None, None]:
+    def _run_rows(self, passes: Passes) -> Generator[RowToken, None, None]:
         """The algorithm of `loop`, with one pass for all rows."""
-        current: _Rounds = []
+        current: Rounds = []
         while True:
             if not current:
                 self._admit(passes)
@@ -175,12 +171,12 @@ class BatchGeneration:
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
-            self._pace.away = perf_counter() - handed_over
+            self.pace.away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
             current = self._still_there(passes, following)
 
-    def _follow(self, passes: RowPasses, ahead: _Rounds) -> _Rounds:
+    def _follow(self, passes: Passes, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             there = {row.uid for row in self._rows}
@@ -192,10 +188,10 @@ class BatchGeneration:
             return []
         return self._verify(passes, self._propose())
 
-    def _admit(self, passes: RowPasses) -> None:
+    def _admit(self, passes: Passes) -> None:
         """Read the prompts of those that wait, as long as there are places."""
         while self._waiting and len(self._rows) < self.max_rows:
-            row = self._begin(*self._waiting.popleft())
+            row = self.begin_row(*self._waiting.popleft())
             with mx.stream(self.stream):
                 self._prefill(row)
                 passes.add(row.verifier)
@@ -209,7 +205,7 @@ class BatchGeneration:
         self.prompt_tokens += generation.sequence.prompt_length
         self.prompt_seconds += generation.stats.prefill_seconds
 
-    def _begin(self, uid: int, request: Request) -> Row:
+    def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
         prompt = check_prompt(request.prompt, None, self.drafter)
         given = copy.deepcopy(request.prompt_cache)
@@ -225,14 +221,14 @@ class BatchGeneration:
         check_fits(self.drafter, context)
         sequence = SequenceState(prompt, len(prompt), request.max_tokens)
         drafting = Drafting(
-            self.drafter, self._length(), verifier, sequence, keeps_cache=False, stream=self.stream
+            self.drafter, self.draft_length_of_row(), verifier, sequence, keeps_cache=False, stream=self.stream
         )
         generation = Generation(
             verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
         )
         return Row(uid, generation, verifier, context)
 
-    def _length(self) -> DraftLength:
+    def draft_length_of_row(self) -> DraftLength:
         """The draft length of one text."""
         if self._shared is not None:
             return self._shared.of_row()
@@ -242,7 +238,7 @@ class BatchGeneration:
     def _propose(self) -> list[Draft]:
         """A draft for each row; the first token of a text waits for none."""
         if self._shared is not None:
-            self._shared.num_rows = len(self._rows)
+            self._shared.rows_are(self._left(self._rows), len(self._rows))
         drafts = []
         for row in self._rows:
             is_first = row.generation.sequence.num_generated == 0
@@ -258,7 +254,13 @@ class BatchGeneration:
             ]
         )
 
-    def _verify(self, passes: RowPasses, drafts: Sequence[Draft]) -> _Rounds:
+    def _left(self, rows: Sequence[Row]) -> list[int] | None:
+        """Most tokens that each row may still get; None if others wait, or there is no limit."""
+        left = [row.generation.sequence.num_wanted() for row in rows]
+        known = [number for number in left if number is not None]
+        return known if len(known) == len(left) and not self._waiting else None
+
+    def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
         to_verify = []
         for row, draft in zip(self._rows, drafts, strict=True):
@@ -269,7 +271,7 @@ class BatchGeneration:
             to_verify.append(ToVerify(pending, draft, generation.sequence.num_generated))
         return self._launch(passes, to_verify, is_ahead=False)
 
-    def _verify_ahead(self, passes: RowPasses, current: _Rounds) -> _Rounds:
+    def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
         """In pipelined mode, start the pass after this one before its tokens are known."""
         may_join = bool(self._waiting) and len(self._rows) < self.max_rows
         if may_join or self.returns_caches or not all(map(_may_run_ahead, current)):
@@ -284,8 +286,8 @@ class BatchGeneration:
         return self._launch(passes, to_verify, is_ahead=True)
 
     def _launch(
-        self, passes: RowPasses, to_verify: Sequence[ToVerify], *, is_ahead: bool
-    ) -> _Rounds:
+        self, passes: Passes, to_verify: Sequence[ToVerify], *, is_ahead: bool
+    ) -> Rounds:
         """One pass for all rows."""
         for row in self._rows:
             row.generation.clock.launch_begins()
@@ -304,12 +306,14 @@ class BatchGeneration:
             for row, pass_ in zip(self._rows, under_way, strict=True)
         ]
 
-    def _accept(self, current: _Rounds, ahead: _Rounds) -> list[tuple[Row, Outcome]]:
+    def _accept(self, current: Rounds, ahead: Rounds) -> list[tuple[Row, Outcome]]:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
         with mx.stream(self.stream):
             wait_for([round_.under_way for _, round_ in current])
-        self._pace.was_read(current, ahead)
+        self.pace.was_read(current, ahead)
         next_of = {row.uid: round_ for row, round_ in ahead}
+        if self._shared is not None:
+            self._shared.rows_are(self._left([row for row, _ in current]), len(current))
         outcomes = []
         for row, round_ in current:
             outcome = row.generation.accept(round_, next_of.get(row.uid))
@@ -319,12 +323,11 @@ class BatchGeneration:
             outcomes.append((row, outcome))
         if self._shared is not None:
             width = max(len(round_.draft) for _, round_ in current)
-            emitted = sum(len(outcome.tokens) for _, outcome in outcomes)
-            pace = self._pace
-            self._shared.record(width, emitted, pace.seconds, steady=pace.is_steady)
+            tokens = [len(outcome.tokens) for _, outcome in outcomes]
+            self._shared.record(width, tokens, self.pace.seconds, steady=self.pace.is_steady)
         return outcomes
 
-    def _leave(self, passes: RowPasses) -> None:
+    def _leave(self, passes: Passes) -> None:
         """Take out the rows that end with the tokens that are known."""
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
         for i, row in enumerate(self._rows):
@@ -340,14 +343,14 @@ class BatchGeneration:
             self._leaving = [row for row in self._rows if row.finish_reason is not None]
             self._rows = [self._rows[i] for i in staying]
 
-    def _still_there(self, passes: RowPasses, following: _Rounds) -> _Rounds:
+    def _still_there(self, passes: Passes, following: Rounds) -> Rounds:
         """The pass under way, without the rows that were taken out while tokens were handed out."""
         if any(row.finish_reason is not None for row in self._rows):
             self._leave(passes)
         return [pair for pair in following if pair[0].finish_reason is None]
 
     def _emit(
-        self, current: _Rounds, outcomes: list[tuple[Row, Outcome]], following: _Rounds
+        self, current: Rounds, outcomes: list[tuple[Row, Outcome]], following: Rounds
     ) -> Iterator[RowToken]:
         """Hand out the tokens of a round, while the next one is under way."""
         next_of = {row.uid: round_ for row, round_ in following}
@@ -363,7 +366,7 @@ class BatchGeneration:
     def _run_alone(self) -> Generator[RowToken, None, None]:
         """The texts one by one, each by the loop."""
         while self._waiting:
-            row = self._begin(*self._waiting.popleft())
+            row = self.begin_row(*self._waiting.popleft())
             self._rows = [row]
             if self.returns_caches:
                 row.prompt_cache = list(row.verifier.rollback.caches)
@@ -385,31 +388,6 @@ class BatchGeneration:
                 yield RowToken(
                     row.uid, last.token, last.finish_reason or "length", row.prompt_cache
                 )
-
-
-@dataclass
-class _Pace:
-    """What a pass over all rows takes, in seconds, from one reading to the next.
-
-    is_steady: whether they are the seconds of one pass with the rows of the one before it, and the
-    caller was not busy with its tokens for most of the time. away: how long it was.
-    """
-
-    seconds: float = 0.0
-    is_steady: bool = False
-    away: float = 0.0
-    _read_at: float = 0.0
-    _uids: tuple[int, ...] = ()
-
-    def was_read(self, current: _Rounds, ahead: _Rounds) -> None:
-        """A pass was read."""
-        now = perf_counter()
-        self.seconds, self._read_at = now - self._read_at, now
-        uids = tuple(row.uid for row, _ in current)
-        in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
-        undisturbed = self.away < self.seconds / 2
-        self.is_steady = uids == self._uids and in_step and undisturbed
-        self._uids = uids
 
 
 def _may_run_ahead(pair: tuple[Row, Round]) -> bool:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
 from specdec_mlx.loop import Generation, Token
+from specdec_mlx.rounds.clock import Round
 from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.row_pass import ToVerify
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import DraftContext, LogitsProcessor, Outcome
+from specdec_mlx.types import DraftContext, LogitsProcessor, Outcome, PendingPass
 
 
 @dataclass
@@ -67,3 +70,26 @@ class Row:
                 del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
                 outcome.tokens = tokens[: i + 1]
                 return
+
+
+Rounds = list[tuple[Row, Round]]
+"""A pass under way, row by row."""
+
+
+class Passes(Protocol):
+    """The target of all rows: `target.row_pass.RowPasses`, or texts that are known already."""
+
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text that was read alone; from now on it goes with the others."""
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
+
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """Start a pass over all rows; what is to be read of each."""
+
+    def settle(self) -> None:
+        """Go back where rows asked to."""
+
+    def extract(self, row: int) -> Rollback:
+        """What the caches hold of a row, in caches of its own."""
