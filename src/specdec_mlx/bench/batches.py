@@ -25,7 +25,13 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.bench.machine import describe_machine
-from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat, read_prompts
+from specdec_mlx.bench.prompts import (
+    Task,
+    builtin_prompts,
+    encode_chat,
+    groups_of,
+    read_prompts,
+)
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.models import load_model
@@ -138,14 +144,6 @@ def our_batch(
             yield response.index, response.token, response.num_rounds
 
     return start
-
-
-def groups_of(tasks: Sequence[Task], num_rows: int, count: int | None) -> list[Sequence[Task]]:
-    """At most `count` groups of neighbours, at equal distances; what is left over is left out."""
-    starts = range(0, len(tasks) - num_rows + 1, num_rows)
-    if count is not None and count < len(starts):
-        starts = [starts[i * len(starts) // count] for i in range(count)]  # type: ignore[assignment]
-    return [tasks[start : start + num_rows] for start in starts]
 
 
 def race(

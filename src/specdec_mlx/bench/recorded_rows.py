@@ -1,12 +1,16 @@
-"""A batch of recorded texts: the rows of `batch`, with texts that are known in place of a model."""
+"""Batches of recorded texts, scored offline: the rows of `batch`, with known texts for a target.
+
+Groups of texts are written together as `batch_generate` would; of the target only what its passes
+cost is left. Rows are padded to the longest draft, so that a pass of R rows and width m costs
+c(R m), and the plain batch of R rows c(R).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from itertools import chain, zip_longest
-from typing import Any, cast
+from typing import cast
 
 import mlx.nn as nn
 
@@ -14,9 +18,11 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.pace import Pace
 from specdec_mlx.batch.rows import Passes, Request, Row, Rounds
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.bench.prompts import groups_of
+from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
-from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
@@ -167,12 +173,89 @@ def plain_seconds(lengths: Sequence[int], cost: CostCurve) -> float:
     )
 
 
-def groups_of(texts: Sequence[Any], num_rows: int) -> Iterator[tuple[Any, ...]]:
-    """Groups of `num_rows`, the categories taken in turn; what is left over is left out."""
-    by_category: dict[str, list[Any]] = {}
-    for text in texts:
-        by_category.setdefault(text.category, []).append(text)
-    rounds = zip_longest(*by_category.values())
-    in_turn = [text for text in chain.from_iterable(rounds) if text is not None]
-    starts = range(0, len(in_turn) - num_rows + 1, num_rows)
-    return (tuple(in_turn[start : start + num_rows]) for start in starts)
+@dataclass(frozen=True)
+class RowsScore:
+    """One way of drafting in batches of one size, under one cost curve.
+
+    speedup: seconds of the plain batch over modelled ones, sums over the groups. least: of a group.
+    """
+
+    cost: str
+    rows: int
+    drafter: str
+    draft_length: str
+    groups: int
+    tokens: int
+    target_passes: int
+    drafted: int
+    accepted: int
+    speedup: float
+    least: float
+
+
+def score_rows(
+    record: Record,
+    drafters: Mapping[str, Callable[[], Drafter | None]],
+    draft_lengths: Sequence[str],
+    num_rows: Sequence[int],
+    cost: CostCurve,
+) -> list[RowsScore]:
+    """Every drafter with every draft length, in batches of every size.
+
+    Args:
+        record: of a benchmark; its texts are taken in groups of neighbours.
+        drafters: name -> what makes the drafter.
+        draft_lengths: numbers and policies, as on the command line.
+        num_rows: texts of a group.
+        cost: c(m), in seconds; see the module.
+    """
+    return [
+        _score(record, name, make(), length, rows, cost)
+        for rows in num_rows
+        for name, make in drafters.items()
+        for length in draft_lengths
+    ]
+
+
+def _score(
+    record: Record, name: str, drafter: Drafter | None, length: str, rows: int, cost: CostCurve
+) -> RowsScore:
+    memory = nn.Module()
+    done = [
+        replay_rows(
+            group,
+            drafter,
+            parse_draft_length(length),
+            cost,
+            vocab_size=int(record.settings["vocab_size"]),
+            memory=memory,
+        )
+        for group in groups_of(record.texts, rows)
+    ]
+    return RowsScore(
+        cost.name,
+        rows,
+        name,
+        length,
+        groups=len(done),
+        tokens=sum(m.tokens for m in done),
+        target_passes=sum(m.passes for m in done),
+        drafted=sum(m.drafted for m in done),
+        accepted=sum(m.accepted for m in done),
+        speedup=sum(m.plain_seconds for m in done) / sum(m.seconds for m in done),
+        least=min(m.plain_seconds / m.seconds for m in done),
+    )
+
+
+def format_rows(scores: Sequence[RowsScore]) -> str:
+    """A table in Markdown."""
+    header = ["rows", "drafter", "K", "groups", "speed", "least", "tok/pass", "accepted"]
+    cells = [
+        [
+            *(str(s.rows), s.drafter, s.draft_length, str(s.groups)),
+            *(f"{s.speedup:.2f}", f"{s.least:.2f}", f"{s.tokens / s.target_passes:.2f}"),
+            f"{s.accepted / s.drafted:.2f}" if s.drafted else "-",
+        ]
+        for s in scores
+    ]
+    return markdown_table(header, cells, num_text_columns=3)
