@@ -21,6 +21,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.pace import Pace
+from specdec_mlx.batch.reading import Reading
 from specdec_mlx.batch.rows import Passes, Request, Row, Rounds, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
@@ -28,6 +29,7 @@ from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
+from specdec_mlx.rounds.pipeline import LOW_HIT_RATE
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -87,10 +89,12 @@ class BatchGeneration:
     _leaving: list[Row] = field(default_factory=list)
     """Rows that have ended, and whose last tokens are being handed out."""
     _num_inserted: int = 0
+    _is_pipelined: bool = False
 
     def __post_init__(self) -> None:
         """See whether the texts can be rows of one batch."""
         self._passes = self.make_passes()
+        self._reading = Reading(self.stream)
         self._shared: SharedLength | None = None
         if self._passes is not None and self.draft_length == "auto":
             self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
@@ -128,12 +132,12 @@ class BatchGeneration:
     @property
     def num_open(self) -> int:
         """Texts that are being written, and those that wait."""
-        return len(self._rows) + len(self._waiting)
+        return len(self._rows) + len(self._reading.rows) + len(self._waiting)
 
     def remove(self, uid: int) -> None:
         """Take a text out; none of its tokens comes after those of the round that is under way."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != uid)
-        for row in (*self._rows, *self._leaving):
+        for row in (*self._rows, *self._reading.rows, *self._leaving):
             if row.uid == uid:
                 row.finish_reason = "removed"
 
@@ -145,7 +149,7 @@ class BatchGeneration:
         finally:
             rows.close()
             with mx.stream(self.stream):
-                close_all(*(row.generation.finish for row in self._rows))
+                close_all(*(row.generation.finish for row in self._rows), self._reading.close)
             self._rows = []
 
     def _run_rows(self, passes: Passes) -> Generator[RowToken, None, None]:
@@ -154,6 +158,8 @@ class BatchGeneration:
         while True:
             if not current:
                 self._admit(passes)
+                while not self._rows and self.num_open:
+                    self._admit(passes)
                 if not self._rows:
                     return
                 current = self._verify(passes, self._propose())
@@ -180,30 +186,32 @@ class BatchGeneration:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             there = {row.uid for row in self._rows}
-            for row, round_ in ahead:
-                if row.uid in there:
-                    row.generation.stay_ahead(round_)
+            self._choose_mode(self._would_draft())
             return [pair for pair in ahead if pair[0].uid in there]
-        if not self._rows or (self._waiting and len(self._rows) < self.max_rows):
+        if not self._rows or self._may_join:
             return []
         return self._verify(passes, self._propose())
 
+    @property
+    def _has_place(self) -> bool:
+        """Whether there is one for another text."""
+        return len(self._rows) + len(self._reading.rows) < self.max_rows
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether a text waits for a place that is there, or is being read."""
+        return bool(self._reading.rows) or (bool(self._waiting) and self._has_place)
+
     def _admit(self, passes: Passes) -> None:
-        """Read the prompts of those that wait, as long as there are places."""
-        while self._waiting and len(self._rows) < self.max_rows:
-            row = self.begin_row(*self._waiting.popleft())
+        """Read on in the prompts of those that wait, as far as there are places."""
+        while self._waiting and self._has_place and self._reading.has_room:
+            self._reading.begin(self.begin_row(*self._waiting.popleft()))
+        for row in self._reading.go_on():
+            self.prompt_tokens += row.generation.sequence.prompt_length
+            self.prompt_seconds += row.generation.stats.prefill_seconds
             with mx.stream(self.stream):
-                self._prefill(row)
                 passes.add(row.verifier)
             self._rows.append(row)
-
-    def _prefill(self, row: Row) -> None:
-        """Read a prompt but for its last token, alone."""
-        generation = row.generation
-        generation.drafting.begin(row.context)
-        generation.prefill()
-        self.prompt_tokens += generation.sequence.prompt_length
-        self.prompt_seconds += generation.stats.prefill_seconds
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
@@ -262,19 +270,33 @@ class BatchGeneration:
 
     def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
+        self._choose_mode(any(map(len, drafts)))
         to_verify = []
         for row, draft in zip(self._rows, drafts, strict=True):
             generation = row.generation
-            has_cheap_part = generation.drafting.has_cheap_part
-            generation.pipeline.choose(len(draft) > 0, has_cheap_part)
             pending = generation.sequence.tokens[generation.target.rollback.position :]
             to_verify.append(ToVerify(pending, draft, generation.sequence.num_generated))
         return self._launch(passes, to_verify, is_ahead=False)
 
+    def _would_draft(self) -> bool:
+        """Whether there would be a draft now, were no pass ahead of it."""
+        draftings = [row.generation.drafting for row in self._rows]
+        if all(drafting.is_free for drafting in draftings):
+            return any(map(len, self._propose()))
+        return any(drafting.has_draft() for drafting in draftings)
+
+    def _choose_mode(self, found: bool) -> None:
+        """Pipelined while there is no draft, and little chance of one; see `rounds.pipeline`."""
+        hits = [
+            row.generation.pipeline.draft_hit_rate * row.generation.drafting.has_cheap_part
+            for row in self._rows
+        ]
+        self._is_pipelined = not found and max(hits, default=0.0) < LOW_HIT_RATE
+
     def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
         """In pipelined mode, start the pass after this one before its tokens are known."""
-        may_join = bool(self._waiting) and len(self._rows) < self.max_rows
-        if may_join or self.returns_caches or not all(map(_may_run_ahead, current)):
+        may_not = self._may_join or self.returns_caches or not self._is_pipelined
+        if may_not or not all(map(_may_run_ahead, current)):
             return []
         to_verify = []
         with mx.stream(self.stream):
@@ -395,8 +417,7 @@ def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
     row, round_ = pair
     generation = row.generation
     waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
-    may = generation.pipeline.is_on and not len(round_.draft) and not waits
-    return may and generation.sequence.wants_more(besides=1)
+    return not len(round_.draft) and not waits and generation.sequence.wants_more(besides=1)
 
 
 def _whole_caches(row: Row, alone: Rollback) -> list[Any]:

@@ -50,7 +50,11 @@ class RowToken(NamedTuple):
 
 @dataclass
 class Row:
-    """A text that is being written. finish_reason: why it ends with the tokens that are known."""
+    """A text that is being written.
+
+    finish_reason: why it ends with the tokens that are known. reading_seconds: of its prompt's
+    steps but for the last one.
+    """
 
     uid: int
     generation: Generation
@@ -58,6 +62,7 @@ class Row:
     context: DraftContext
     finish_reason: str | None = None
     prompt_cache: list[Any] | None = None
+    reading_seconds: float = 0.0
 
     def cut_at(self, stop_tokens: frozenset[int], outcome: Outcome) -> None:
         """End with the first stop token of a round, or with the last token wanted."""

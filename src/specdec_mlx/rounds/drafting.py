@@ -98,6 +98,11 @@ class Drafting:
             self.has_cheap_part = any(part.is_cheap for group in self._groups for part in group)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether all parts may be asked for drafts that are thrown away."""
+        return all(part.is_cheap for group in self._groups for part in group)
+
     def _part(self, key: str, session: DraftSession) -> _Part:
         return _Part(key, session, is_cheap(session), self._way_to_ask(key, session))
 
