@@ -245,7 +245,11 @@ def test_texts_may_come_and_go_at_any_time(
     of its own tokens after which it is taken out.
     """
     batch = BatchGeneration(
-        model("qwen2"), Oracles.of("qwen2"), draft_length=draft_length, max_rows=max_rows
+        model("qwen2"),
+        Oracles.of("qwen2"),
+        draft_length=draft_length,
+        max_rows=max_rows,
+        prefill_step_size=5,
     )
     waiting = sorted(arrivals, key=lambda arrival: arrival[2])
     inserted: list[tuple[int, int, int, int | None]] = []
@@ -274,6 +278,56 @@ def test_texts_may_come_and_go_at_any_time(
         expected = whole if leaves_after is None else whole[:leaves_after]
         assert text == expected
         assert (reasons[uid] == "length") == (len(expected) == len(whole))
+
+
+LONG = [*BLOCK, 21] * 7
+"""A prompt of 49 tokens: 10 steps of 5, of which the last is read with the first token."""
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str) -> None:
+    """Each of its steps keeps them waiting once; both texts are what they are alone."""
+    target = model(name)
+    expected = [t.token for t in sd.speculate(target, LONG, max_tokens=6)]
+    batch = BatchGeneration(target, prefill_step_size=5)
+    batch.insert(Request(PROMPTS[0], 40))
+    rows = batch.run()
+    texts: list[list[int]] = [[next(rows).token.token], []]
+    batch.insert(Request(LONG, 6))
+    order = []
+    for row in rows:
+        order.append(row.uid)
+        texts[row.uid].append(row.token.token)
+    assert texts == [alone(name)[0], expected]
+    assert 9 <= order.index(1) <= 11
+
+
+@pytest.mark.parametrize("leaves", ["is removed", "with all others"])
+def test_a_text_may_leave_while_its_prompt_is_read(leaves: str) -> None:
+    """No token of it comes, its drafter's session is closed, and the others go on."""
+    sessions: list[ScriptedSession] = []
+
+    class Noting(Oracles):
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+            sessions.append(ScriptedSession(lambda start, limit: []))
+            return sessions[-1]
+
+    batch = BatchGeneration(model("qwen2"), Noting({}), prefill_step_size=5)
+    batch.insert(Request(PROMPTS[0], 40))
+    rows = batch.run()
+    text = [next(rows).token.token]
+    batch.insert(Request(LONG, 6))
+    text += [next(rows).token.token for _ in range(4)]
+    assert batch.num_open == 2
+    if leaves == "is removed":
+        batch.remove(1)
+        text += [row.token.token for row in rows]
+    else:
+        rows.close()
+    assert text == alone("qwen2")[0][: len(text)]
+    assert len(text) == (40 if leaves == "is removed" else 5)
+    assert [session.closed_at is not None for session in sessions] == [True, True]
+    assert batch.num_open == 0
 
 
 def test_processors_and_stop_tokens_are_each_rows_own() -> None:

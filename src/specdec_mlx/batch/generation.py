@@ -22,14 +22,14 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.pace import Pace
 from specdec_mlx.batch.reading import Reading
-from specdec_mlx.batch.rows import Passes, Request, Row, Rounds, RowToken
+from specdec_mlx.batch.rows import Passes, Request, Rounds, Row, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.clock import Round
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
-from specdec_mlx.rounds.pipeline import LOW_HIT_RATE
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -57,6 +57,7 @@ from specdec_mlx.types import (
     ReadsTarget,
     all_drafters,
 )
+
 
 @dataclass
 class BatchGeneration:
@@ -186,7 +187,7 @@ class BatchGeneration:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             there = {row.uid for row in self._rows}
-            self._choose_mode(self._would_draft())
+            self._is_pipelined = not self._would_draft()
             return [pair for pair in ahead if pair[0].uid in there]
         if not self._rows or self._may_join:
             return []
@@ -229,7 +230,12 @@ class BatchGeneration:
         check_fits(self.drafter, context)
         sequence = SequenceState(prompt, len(prompt), request.max_tokens)
         drafting = Drafting(
-            self.drafter, self.draft_length_of_row(), verifier, sequence, keeps_cache=False, stream=self.stream
+            self.drafter,
+            self.draft_length_of_row(),
+            verifier,
+            sequence,
+            keeps_cache=False,
+            stream=self.stream,
         )
         generation = Generation(
             verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
@@ -270,7 +276,7 @@ class BatchGeneration:
 
     def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
-        self._choose_mode(any(map(len, drafts)))
+        self._is_pipelined = not any(map(len, drafts))
         to_verify = []
         for row, draft in zip(self._rows, drafts, strict=True):
             generation = row.generation
@@ -285,16 +291,12 @@ class BatchGeneration:
             return any(map(len, self._propose()))
         return any(drafting.has_draft() for drafting in draftings)
 
-    def _choose_mode(self, found: bool) -> None:
-        """Pipelined while there is no draft, and little chance of one; see `rounds.pipeline`."""
-        hits = [
-            row.generation.pipeline.draft_hit_rate * row.generation.drafting.has_cheap_part
-            for row in self._rows
-        ]
-        self._is_pipelined = not found and max(hits, default=0.0) < LOW_HIT_RATE
-
     def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
-        """In pipelined mode, start the pass after this one before its tokens are known."""
+        """Start the pass after this one before its tokens are known, where nothing is drafted.
+
+        A draft that is found while it runs begins one token later. That costs its row a part of a
+        token; to wait for it would cost all rows the host's time in every pass.
+        """
         may_not = self._may_join or self.returns_caches or not self._is_pipelined
         if may_not or not all(map(_may_run_ahead, current)):
             return []
@@ -307,9 +309,7 @@ class BatchGeneration:
                 to_verify.append(ToVerify(token, NO_DRAFT, position))
         return self._launch(passes, to_verify, is_ahead=True)
 
-    def _launch(
-        self, passes: Passes, to_verify: Sequence[ToVerify], *, is_ahead: bool
-    ) -> Rounds:
+    def _launch(self, passes: Passes, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
         """One pass for all rows."""
         for row in self._rows:
             row.generation.clock.launch_begins()

@@ -69,8 +69,9 @@ class Run:
     def go_on(self, num_tokens: int) -> bool:
         """Write so many tokens more, all rows together; whether there were as many."""
         started, count = time.perf_counter(), 0
-        for index, token, self.passes in islice(self.stream, num_tokens):
+        for index, token, passes in islice(self.stream, num_tokens):
             self.tokens[index].append(token)
+            self.passes = passes
             count += 1
         mx.synchronize(generation_stream)
         self.seconds += time.perf_counter() - started
@@ -269,8 +270,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _line(groups: Sequence[Group]) -> str:
     """One group's speeds, as it is done."""
-    (row, *others) = summarize(len(groups[0].ids), groups)
-    speeds = ", ".join(f"{r.contender} {r.with_prompts:.2f} ({r.speed:.2f})" for r in (row, *others))
+    rows = summarize(len(groups[0].ids), groups)
+    speeds = ", ".join(f"{r.contender} {r.with_prompts:.2f} ({r.speed:.2f})" for r in rows)
     return f"{speeds}; {'+'.join(groups[0].categories)}; same {[g.same for g in groups]}"
 
 

@@ -16,7 +16,7 @@ import mlx.nn as nn
 
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.pace import Pace
-from specdec_mlx.batch.rows import Passes, Request, Row, Rounds
+from specdec_mlx.batch.rows import Passes, Request, Rounds, Row
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import groups_of
 from specdec_mlx.bench.record import Record, RecordedText

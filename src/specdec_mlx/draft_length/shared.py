@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from statistics import median
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -43,9 +42,9 @@ from specdec_mlx.types import Draft, Evidence, RoundRecord
 class SharedCosts:
     """What a width costs, by the number of rows; and what may be lost in finding it out.
 
-    slope: the prior cost of a position, in plain passes of one row. costs: (key of the drafter, ""
-    for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by the same
-    key, what may still be lost, in plain passes.
+    slope: the prior cost of a position or row, in plain passes of one row. costs: (key of the
+    drafter, "" for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by
+    the same key, what may still be lost, in plain passes.
     """
 
     slope: float = 0.05
@@ -69,21 +68,6 @@ class SharedCosts:
         """Cost of a position in every row, in plain passes of so many."""
         return num_rows * self.slope / (1 + self.slope * (num_rows - 1))
 
-    @property
-    def row_cost(self) -> float:
-        """Cost of a further row, in plain passes of one: by what was measured, or the prior."""
-        plain = {
-            num_rows: median(known.plain)
-            for (kind, num_rows), known in self.costs.items()
-            if not kind and known.plain
-        }
-        if len(plain) < 2:
-            return self.slope
-        few, many = min(plain), max(plain)
-        per_row = (plain[many] - plain[few]) / (many - few)
-        single = plain[few] - per_row * (few - 1)
-        return min(1.0, max(0.0, per_row / single)) if single > 0 else 1.0
-
 
 @dataclass
 class SharedLength:
@@ -101,7 +85,6 @@ class SharedLength:
     _tokens: float = 0.0
     _cost: float = 0.0
     _kind: str = ""
-    _row_cost: float = 0.0
 
     def of_row(self) -> RowLength:
         """What one row's drafts are asked and cut by."""
@@ -135,7 +118,6 @@ class SharedLength:
     def rows_are(self, left: Sequence[int] | None, num_rows: int) -> None:
         """Note what the next pass is for; see `left`."""
         self.left, self.num_rows = left, num_rows
-        self._row_cost = self.costs.row_cost
 
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """What of each row's draft is verified.
@@ -176,8 +158,12 @@ class SharedLength:
         return best
 
     def _progress(self, tokens: Sequence[float]) -> float:
-        """What tokens of each row save; `time_left.progress`."""
-        return progress(self.left, tokens, self._row_cost)
+        """What tokens of each row save; `time_left.progress`.
+
+        With the prior cost of a row: passes over other numbers of rows were made at other times,
+        and the machine's pace changes from one to the other.
+        """
+        return progress(self.left, tokens, self.costs.slope)
 
     def record(self, width: int, tokens: Sequence[int], seconds: float, *, steady: bool) -> None:
         """Learn from a pass.

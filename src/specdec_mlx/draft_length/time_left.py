@@ -38,7 +38,7 @@ def progress(left: Sequence[int] | None, tokens: Sequence[float], row_cost: floa
         return total
     longest = max(left)
     tau = SHARPEST + longest * longest / (longest + 2 * LIKELY_END)
-    now = [math.exp((l - longest) / tau) for l in left]
+    now = [math.exp((most - longest) / tau) for most in left]
     then = sum(x * math.exp(-n / tau) for x, n in zip(now, tokens, strict=True))
     saved = row_cost * total + (1 - row_cost) * tau * math.log(sum(now) / then)
     return len(left) * saved / (1 + row_cost * (len(left) - 1))
