@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,14 +19,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.batch.rows import Request, Row, RowToken
+from specdec_mlx.batch.pace import Pace
+from specdec_mlx.batch.reading import Reading
+from specdec_mlx.batch.rows import (
+    Passes,
+    Request,
+    Rounds,
+    Row,
+    RowDrafting,
+    RowToken,
+    shared_drafts,
+)
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
+from specdec_mlx.draft_length.shared import SharedLength, shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -42,8 +51,6 @@ from specdec_mlx.target.inputs import (
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.row_pass import RowPasses, ToVerify, wait_for
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import (
@@ -56,9 +63,6 @@ from specdec_mlx.types import (
     all_drafters,
 )
 
-_Rounds = list[tuple[Row, Round]]
-"""A pass under way, row by row."""
-
 
 @dataclass
 class BatchGeneration:
@@ -67,7 +71,10 @@ class BatchGeneration:
     model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
     `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
     end a text. max_rows: texts that are written at a time; more of them wait. returns_caches:
-    whether a text's caches are handed out with its last token.
+    whether a text's caches are handed out with its last token; completes_caches: with all of it
+    fed, and not as its last pass left them. is_open: whether more texts may come at any time, so
+    that nothing is known of when all have ended. on_error: told of a text, by its uid, that cannot
+    go on, while the others do; None to raise what happened.
     """
 
     model: nn.Module
@@ -81,7 +88,11 @@ class BatchGeneration:
     tokenizer: Any = None
     probe: bool = True
     returns_caches: bool = False
+    completes_caches: bool = True
+    is_open: bool = False
+    on_error: Callable[[int, Exception], None] | None = None
     stream: Any = generation_stream
+    pace: Pace = field(default_factory=Pace)
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     num_rounds: int = 0
@@ -90,16 +101,17 @@ class BatchGeneration:
     _leaving: list[Row] = field(default_factory=list)
     """Rows that have ended, and whose last tokens are being handed out."""
     _num_inserted: int = 0
+    _is_pipelined: bool = False
 
     def __post_init__(self) -> None:
         """See whether the texts can be rows of one batch."""
-        self._passes = self._as_rows()
+        self._passes = self.make_passes()
+        self._reading = Reading(self.stream)
         self._shared: SharedLength | None = None
         if self._passes is not None and self.draft_length == "auto":
             self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
-        self._pace = _Pace()
 
-    def _as_rows(self) -> RowPasses | None:
+    def make_passes(self) -> Passes | None:
         """The passes over all rows; None where texts have to be written one by one."""
         reading = [part for part in all_drafters(self.drafter) if isinstance(part, ReadsTarget)]
         if reading:
@@ -110,17 +122,7 @@ class BatchGeneration:
             )
             return None
         with mx.stream(self.stream):
-            if not can_hold_rows(self.model):
-                return None
-            caches = RowCaches.like(make_prompt_cache(self.model, max_kv_size=self.max_kv_size))
-        if caches is None:
-            warnings.warn(
-                "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are "
-                "written one by one. Leave it out to have them written together.",
-                stacklevel=4,
-            )
-            return None
-        return RowPasses(self.model, caches)
+            return RowPasses.of(self.model, self.max_kv_size)
 
     def insert(self, request: Request) -> int:
         """Add a text; the uid that its tokens come with."""
@@ -130,14 +132,20 @@ class BatchGeneration:
         return uid
 
     @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of the caches of all rows."""
+        passes = self._passes
+        return passes.caches.num_bytes if isinstance(passes, RowPasses) else 0
+
+    @property
     def num_open(self) -> int:
         """Texts that are being written, and those that wait."""
-        return len(self._rows) + len(self._waiting)
+        return len(self._rows) + len(self._reading.rows) + len(self._waiting)
 
     def remove(self, uid: int) -> None:
         """Take a text out; none of its tokens comes after those of the round that is under way."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != uid)
-        for row in (*self._rows, *self._leaving):
+        for row in (*self._rows, *self._reading.rows, *self._leaving):
             if row.uid == uid:
                 row.finish_reason = "removed"
 
@@ -149,15 +157,17 @@ class BatchGeneration:
         finally:
             rows.close()
             with mx.stream(self.stream):
-                close_all(*(row.generation.finish for row in self._rows))
+                close_all(*(row.generation.finish for row in self._rows), self._reading.close)
             self._rows = []
 
-    def _run_rows(self, passes: RowPasses) -> Generator[RowToken, None, None]:
+    def _run_rows(self, passes: Passes) -> Generator[RowToken, None, None]:
         """The algorithm of `loop`, with one pass for all rows."""
-        current: _Rounds = []
+        current: Rounds = []
         while True:
             if not current:
                 self._admit(passes)
+                while not self._rows and self.num_open:
+                    self._admit(passes)
                 if not self._rows:
                     return
                 current = self._verify(passes, self._propose())
@@ -168,111 +178,153 @@ class BatchGeneration:
             following, failure = ahead, None
             try:
                 for row, _ in outcomes:
-                    row.generation.drafting.observe()
+                    with self._alone(row.uid, row):
+                        row.generation.drafting.observe()
                 self._leave(passes)
                 following = self._follow(passes, ahead)
             except Exception as error:  # of a drafter; what was accepted is emitted first
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
-            self._pace.away = perf_counter() - handed_over
+            self.pace.away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
             current = self._still_there(passes, following)
 
-    def _follow(self, passes: RowPasses, ahead: _Rounds) -> _Rounds:
+    def _follow(self, passes: Passes, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             there = {row.uid for row in self._rows}
-            for row, round_ in ahead:
-                if row.uid in there:
-                    row.generation.stay_ahead(round_)
+            self._is_pipelined = not self._would_draft()
             return [pair for pair in ahead if pair[0].uid in there]
-        if not self._rows or (self._waiting and len(self._rows) < self.max_rows):
+        if not self._rows or self._may_join:
             return []
         return self._verify(passes, self._propose())
 
-    def _admit(self, passes: RowPasses) -> None:
-        """Read the prompts of those that wait, as long as there are places."""
-        while self._waiting and len(self._rows) < self.max_rows:
-            row = self._begin(*self._waiting.popleft())
+    @property
+    def _has_place(self) -> bool:
+        """Whether there is one for another text."""
+        return len(self._rows) + len(self._reading.rows) < self.max_rows
+
+    @property
+    def _may_join(self) -> bool:
+        """Whether a text waits for a place that is there, or is being read."""
+        return bool(self._reading.rows) or (bool(self._waiting) and self._has_place)
+
+    def _admit(self, passes: Passes) -> None:
+        """Read on in the prompts of those that wait, as far as there are places."""
+        while self._waiting and self._has_place and self._reading.has_room:
+            uid, request = self._waiting.popleft()
+            with self._alone(uid):
+                self._reading.begin(self.begin_row(uid, request))
+        for row in self._reading.go_on():
+            self.prompt_tokens += row.generation.sequence.prompt_length
+            self.prompt_seconds += row.generation.stats.prefill_seconds
             with mx.stream(self.stream):
-                self._prefill(row)
                 passes.add(row.verifier)
             self._rows.append(row)
 
-    def _prefill(self, row: Row) -> None:
-        """Read a prompt but for its last token, alone."""
-        generation = row.generation
-        generation.drafting.begin(row.context)
-        generation.prefill()
-        self.prompt_tokens += generation.sequence.prompt_length
-        self.prompt_seconds += generation.stats.prefill_seconds
-
-    def _begin(self, uid: int, request: Request) -> Row:
+    def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
-        prompt = check_prompt(request.prompt, None, self.drafter)
-        given = copy.deepcopy(request.prompt_cache)
+        own = request.drafting or RowDrafting(self.drafter, self.rule)
+        prompt = check_prompt(request.prompt, None, own.drafter)
+        given = request.prompt_cache
+        if self._passes is None or request.num_read < len(prompt) - 1:  # else a row is a copy
+            given = copy.deepcopy(given)
         caches, _ = split_cache(self.model, given, self.max_kv_size)
         options = CacheOptions(self.max_kv_size, self.prefill_step_size)
-        probe = self.probe and self.drafter is not None
-        model_pass = ModelPass(self.model, Rollback(caches), options, probe=probe)
+        probe = self.probe and own.drafter is not None
+        rollback = Rollback(caches, request.num_read)
+        model_pass = ModelPass(self.model, rollback, options, probe=probe)
         noise = Noise.from_global_state() if request.seed is None else Noise(request.seed)
         next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
-        verifier = Verifier(model_pass, next_token, self.rule)
+        verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
-        check_fits(self.drafter, context)
-        sequence = SequenceState(prompt, len(prompt), request.max_tokens)
+        check_fits(own.drafter, context)
+        said = request.num_said
+        sequence = SequenceState(
+            prompt, len(prompt) - said, request.max_tokens, num_handed_out=said
+        )
+        length = self.draft_length_of_row(own.draft_length)
         drafting = Drafting(
-            self.drafter, self._length(), verifier, sequence, keeps_cache=False, stream=self.stream
+            own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream
         )
+        stats = request.stats or SpeculationStats()
         generation = Generation(
-            verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
+            verifier, sequence, drafting, stats, self.stream, self.prefill_step_size
         )
-        return Row(uid, generation, verifier, context)
+        return Row(uid, generation, verifier, context, request.matcher)
 
-    def _length(self) -> DraftLength:
-        """The draft length of one text."""
-        if self._shared is not None:
+    def draft_length_of_row(self, own: int | str | DraftLength | None = None) -> DraftLength:
+        """The draft length of one text: its own, or that of the batch."""
+        if own is None and self._shared is not None:
             return self._shared.of_row()
-        choice = copy.deepcopy(self.draft_length)
+        choice = copy.deepcopy(self.draft_length if own is None else own)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
         """A draft for each row; the first token of a text waits for none."""
         if self._shared is not None:
-            self._shared.num_rows = len(self._rows)
+            self._shared.rows_are(self._left(self._rows), len(self._rows))
         drafts = []
         for row in self._rows:
-            is_first = row.generation.sequence.num_generated == 0
-            drafts.append(NO_DRAFT if is_first else row.generation.propose())
-        if self._shared is None:
-            return drafts
-        draftings = [row.generation.drafting for row in self._rows]
-        return self._shared.share(
-            [
-                (drafting.length, drafting.part, draft)
-                for drafting, draft in zip(draftings, drafts, strict=True)
-                if isinstance(drafting.length, RowLength)
-            ]
-        )
+            draft = NO_DRAFT
+            if row.generation.sequence.num_generated > 0:
+                with self._alone(row.uid, row):
+                    proposed = row.generation.propose()
+                    if self.on_error is not None:  # else the pass refuses what is no draft
+                        proposed = row.verifier.chain_of(proposed)
+                    draft = proposed
+            drafts.append(draft)
+        return drafts if self._shared is None else shared_drafts(self._shared, self._rows, drafts)
 
-    def _verify(self, passes: RowPasses, drafts: Sequence[Draft]) -> _Rounds:
+    @contextmanager
+    def _alone(self, uid: int, row: Row | None = None) -> Iterator[None]:
+        """What goes wrong with one text ends it alone, if there is somebody to be told."""
+        try:
+            yield
+        except Exception as error:
+            if self.on_error is None:
+                raise
+            if row is None or row.finish_reason != "removed":
+                self.on_error(uid, error)
+            if row is not None:
+                row.finish_reason = "removed"
+
+    def _left(self, rows: Sequence[Row]) -> list[int] | None:
+        """Most tokens that each row may still get; None if others wait, or there is no limit."""
+        if self.is_open:
+            return None
+        left = [row.generation.sequence.num_wanted() for row in rows]
+        known = [number for number in left if number is not None]
+        return known if len(known) == len(left) and not self._waiting else None
+
+    def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
+        self._is_pipelined = not any(map(len, drafts))
         to_verify = []
         for row, draft in zip(self._rows, drafts, strict=True):
             generation = row.generation
-            has_cheap_part = generation.drafting.has_cheap_part
-            generation.pipeline.choose(len(draft) > 0, has_cheap_part)
             pending = generation.sequence.tokens[generation.target.rollback.position :]
             to_verify.append(ToVerify(pending, draft, generation.sequence.num_generated))
         return self._launch(passes, to_verify, is_ahead=False)
 
-    def _verify_ahead(self, passes: RowPasses, current: _Rounds) -> _Rounds:
-        """In pipelined mode, start the pass after this one before its tokens are known."""
-        may_join = bool(self._waiting) and len(self._rows) < self.max_rows
-        if may_join or self.returns_caches or not all(map(_may_run_ahead, current)):
+    def _would_draft(self) -> bool:
+        """Whether there would be a draft now, were no pass ahead of it."""
+        draftings = [row.generation.drafting for row in self._rows]
+        if all(drafting.is_free for drafting in draftings):
+            return any(map(len, self._propose()))
+        return any(drafting.has_draft() for drafting in draftings)
+
+    def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
+        """Start the pass after this one before its tokens are known, where nothing is drafted.
+
+        A draft that is found while it runs begins one token later. That costs its row a part of a
+        token; to wait for it would cost all rows the host's time in every pass.
+        """
+        may_not = self._may_join or not self._is_pipelined
+        if may_not or not all(row.may_run_ahead(round_) for row, round_ in current):
             return []
         to_verify = []
         with mx.stream(self.stream):
@@ -283,9 +335,7 @@ class BatchGeneration:
                 to_verify.append(ToVerify(token, NO_DRAFT, position))
         return self._launch(passes, to_verify, is_ahead=True)
 
-    def _launch(
-        self, passes: RowPasses, to_verify: Sequence[ToVerify], *, is_ahead: bool
-    ) -> _Rounds:
+    def _launch(self, passes: Passes, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
         """One pass for all rows."""
         for row in self._rows:
             row.generation.clock.launch_begins()
@@ -304,33 +354,39 @@ class BatchGeneration:
             for row, pass_ in zip(self._rows, under_way, strict=True)
         ]
 
-    def _accept(self, current: _Rounds, ahead: _Rounds) -> list[tuple[Row, Outcome]]:
+    def _accept(self, current: Rounds, ahead: Rounds) -> list[tuple[Row, Outcome]]:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
         with mx.stream(self.stream):
             wait_for([round_.under_way for _, round_ in current])
-        self._pace.was_read(current, ahead)
+        self.pace.was_read(current, ahead)
         next_of = {row.uid: round_ for row, round_ in ahead}
+        if self._shared is not None:
+            self._shared.rows_are(self._left([row for row, _ in current]), len(current))
         outcomes = []
         for row, round_ in current:
-            outcome = row.generation.accept(round_, next_of.get(row.uid))
+            outcome = Outcome(range(0), [])
+            with self._alone(row.uid, row):
+                outcome = row.generation.accept(round_, next_of.get(row.uid))
             if row.finish_reason is None:
                 row.cut_at(self.stop_tokens, outcome)
             row.generation.roll_back(round_, outcome)
             outcomes.append((row, outcome))
         if self._shared is not None:
             width = max(len(round_.draft) for _, round_ in current)
-            emitted = sum(len(outcome.tokens) for _, outcome in outcomes)
-            pace = self._pace
-            self._shared.record(width, emitted, pace.seconds, steady=pace.is_steady)
+            tokens = [len(outcome.tokens) for _, outcome in outcomes]
+            self._shared.record(width, tokens, self.pace.seconds, steady=self.pace.is_steady)
         return outcomes
 
-    def _leave(self, passes: RowPasses) -> None:
+    def _leave(self, passes: Passes) -> None:
         """Take out the rows that end with the tokens that are known."""
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
         for i, row in enumerate(self._rows):
             if self.returns_caches and row.finish_reason in ("stop", "length"):
                 with mx.stream(self.stream):
-                    row.prompt_cache = _whole_caches(row, passes.extract(i))
+                    alone = passes.extract(i)
+                    if self.completes_caches:
+                        row.complete(alone)
+                row.prompt_cache, row.num_cached = alone.caches, alone.position
         if len(staying) < len(self._rows):
             with mx.stream(self.stream):
                 passes.keep(staying)
@@ -340,14 +396,14 @@ class BatchGeneration:
             self._leaving = [row for row in self._rows if row.finish_reason is not None]
             self._rows = [self._rows[i] for i in staying]
 
-    def _still_there(self, passes: RowPasses, following: _Rounds) -> _Rounds:
+    def _still_there(self, passes: Passes, following: Rounds) -> Rounds:
         """The pass under way, without the rows that were taken out while tokens were handed out."""
         if any(row.finish_reason is not None for row in self._rows):
             self._leave(passes)
         return [pair for pair in following if pair[0].finish_reason is None]
 
     def _emit(
-        self, current: _Rounds, outcomes: list[tuple[Row, Outcome]], following: _Rounds
+        self, current: Rounds, outcomes: list[tuple[Row, Outcome]], following: Rounds
     ) -> Iterator[RowToken]:
         """Hand out the tokens of a round, while the next one is under way."""
         next_of = {row.uid: round_ for row, round_ in following}
@@ -358,12 +414,13 @@ class BatchGeneration:
                     break
                 left -= 1
                 reason = None if left else row.finish_reason
-                yield RowToken(row.uid, token, reason, row.prompt_cache if reason else None)
+                caches = row.prompt_cache if reason else None
+                yield RowToken(row.uid, token, reason, caches, row.num_cached)
 
     def _run_alone(self) -> Generator[RowToken, None, None]:
         """The texts one by one, each by the loop."""
         while self._waiting:
-            row = self._begin(*self._waiting.popleft())
+            row = self.begin_row(*self._waiting.popleft())
             self._rows = [row]
             if self.returns_caches:
                 row.prompt_cache = list(row.verifier.rollback.caches)
@@ -385,46 +442,3 @@ class BatchGeneration:
                 yield RowToken(
                     row.uid, last.token, last.finish_reason or "length", row.prompt_cache
                 )
-
-
-@dataclass
-class _Pace:
-    """What a pass over all rows takes, in seconds, from one reading to the next.
-
-    is_steady: whether they are the seconds of one pass with the rows of the one before it, and the
-    caller was not busy with its tokens for most of the time. away: how long it was.
-    """
-
-    seconds: float = 0.0
-    is_steady: bool = False
-    away: float = 0.0
-    _read_at: float = 0.0
-    _uids: tuple[int, ...] = ()
-
-    def was_read(self, current: _Rounds, ahead: _Rounds) -> None:
-        """A pass was read."""
-        now = perf_counter()
-        self.seconds, self._read_at = now - self._read_at, now
-        uids = tuple(row.uid for row, _ in current)
-        in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
-        undisturbed = self.away < self.seconds / 2
-        self.is_steady = uids == self._uids and in_step and undisturbed
-        self._uids = uids
-
-
-def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
-    """Whether a row's next token may be fed before it is known."""
-    row, round_ = pair
-    generation = row.generation
-    waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
-    may = generation.pipeline.is_on and not len(round_.draft) and not waits
-    return may and generation.sequence.wants_more(besides=1)
-
-
-def _whole_caches(row: Row, alone: Rollback) -> list[Any]:
-    """Caches of one text, brought to its end."""
-    row.verifier.model_pass.rollback = alone
-    sequence = row.generation.sequence
-    while (left := len(sequence.tokens) - alone.position) > 0:
-        row.generation.feed(left)
-    return alone.caches

@@ -8,7 +8,14 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching, top_rows
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Closes, Drafter, DraftSession, Forks, SeesTarget, session_parts
+from specdec_mlx.types import (
+    Closes,
+    Drafter,
+    DraftSession,
+    ProposesTrees,
+    SeesTarget,
+    session_parts,
+)
 
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
 
@@ -62,7 +69,7 @@ def length_oracle(
 
 def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
-    if not isinstance(session, Forks):
+    if not isinstance(session, ProposesTrees):
         return num_matching(to_list(session.propose(most).tokens), coming)
     chains = [to_list(part.propose(most).tokens) for _, part in session_parts(session, "")]
     for n, token in enumerate(coming[:most]):

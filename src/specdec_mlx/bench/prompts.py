@@ -29,7 +29,8 @@ class Task:
     prompt: list[int]
 
 
-Kind = TypeVar("Kind", Prompt, Task)
+Kind = TypeVar("Kind")
+WithCategory = TypeVar("WithCategory", Prompt, Task)
 
 
 def builtin_prompts() -> list[Prompt]:
@@ -51,10 +52,10 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
 
 def choose(
-    prompts: Iterable[Kind],
+    prompts: Iterable[WithCategory],
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
-) -> list[Kind]:
+) -> list[WithCategory]:
     """Some of the prompts, evenly spread over each category, in file order.
 
     Args:
@@ -65,7 +66,7 @@ def choose(
     Raises:
         ValueError: for a category that no prompt has.
     """
-    by_category: dict[str, list[Kind]] = {}
+    by_category: dict[str, list[WithCategory]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
     for name in categories or ():
@@ -74,6 +75,20 @@ def choose(
             raise ValueError(f"Unknown category {name!r}. The prompts have: {known}.")
     wanted = list(by_category) if categories is None else list(categories)
     return [prompt for name in wanted for prompt in _spread(by_category[name], per_category)]
+
+
+def groups_of(
+    texts: Sequence[Kind], num_rows: int, count: int | None = None
+) -> list[Sequence[Kind]]:
+    """Groups of neighbours; what is left over is left out.
+
+    Args:
+        texts: in order.
+        num_rows: texts of a group.
+        count: most groups, at equal distances; all if None.
+    """
+    starts = list(range(0, len(texts) - num_rows + 1, num_rows))
+    return [texts[start : start + num_rows] for start in _spread(starts, count)]
 
 
 def encode_chat(tokenizer: Any, text: str) -> list[int]:
@@ -91,7 +106,7 @@ def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> li
     return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
 
 
-def _spread(prompts: list[Kind], count: int | None) -> list[Kind]:
+def _spread(prompts: list[Any], count: int | None) -> list[Any]:
     """`count` of the prompts at equal distances, from the first on."""
     if count is None or count >= len(prompts):
         return prompts

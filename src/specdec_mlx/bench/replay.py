@@ -8,6 +8,8 @@ Two bounds show how far a drafter is from what could be had. The length oracle h
 but knows how many of its tokens will be accepted, and drafts exactly those. The text oracle knows
 the text, and cuts it into passes in the cheapest way.
 
+With `--rows` groups of texts are written together, as in a batch; see `recorded_rows`.
+
 With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
 on with what the texts before have left it.
 """
@@ -29,6 +31,7 @@ from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.recorded_drafts import load_drafts
+from specdec_mlx.bench.recorded_rows import RowsScore, format_rows, score_rows
 from specdec_mlx.bench.scores import (
     LENGTH_ORACLE,
     TEXT_ORACLE,
@@ -44,6 +47,7 @@ from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
+from specdec_mlx.options import argument, positive_int
 from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
@@ -167,6 +171,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="most tokens that the oracles draft; 0 leaves them out (%(default)s)",
     )
+    add(
+        "--rows",
+        action="append",
+        type=argument(positive_int),
+        metavar="N",
+        help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
+        "c(N m)",
+    )
     add("--json", metavar="FILE", help="write the scores")
 
 
@@ -178,19 +190,20 @@ def main(args: argparse.Namespace) -> int:
     }
     default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
     costs = [parse_cost(text, record.cost) for text in args.cost or default_costs]
-    everything: list[Score] = []
+    lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
+    everything: list[Score | RowsScore] = []
     for cost in costs:
+        what = f"{len(record.texts)} texts, cost {cost.name}:\n"
+        if args.rows:
+            of_rows = score_rows(record, drafters, lengths, args.rows, cost)
+            everything += of_rows
+            print(f"Modelled speedup over the plain batch, {what}\n{format_rows(of_rows)}\n")
+            continue
         scores = score_record(
-            record,
-            drafters,
-            args.draft_length or DEFAULT_DRAFT_LENGTHS,
-            cost,
-            draft_cost=args.draft_cost,
-            longest=args.longest,
+            record, drafters, lengths, cost, draft_cost=args.draft_cost, longest=args.longest
         )
         everything += scores
-        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
-        print(f"{format_scores(scores)}\n")
+        print(f"Modelled speedup, {what}\n{format_scores(scores)}\n")
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(s) for s in everything], indent=1))
     return 0

@@ -34,7 +34,10 @@ RECENT_MEMORY = 0.7
 VARIANCE = 0.1
 """Of each prior log-odds around what it is for one model and one kind of text."""
 
-LEAST_VARIANCE = 0.02
+FITTED_VARIANCE = 0.05
+"""The same of look-ups, whose priors were fitted on texts of many kinds."""
+
+LEAST_VARIANCE = 0.015
 """What is left of it after any number of trials: texts change."""
 
 PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
@@ -101,7 +104,8 @@ class AcceptanceHistory:
     @classmethod
     def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
         """What is believed of a look-up before it was tried; kind: its class, if it is known."""
-        history = cls()
+        fitted = {name: [FITTED_VARIANCE] * len(odds) for name, odds in PRIOR_LOG_ODDS.items()}
+        history = cls(variances=fitted)
         odds_of_kind = LOOK_UPS.get(kind, LOOK_UPS["PromptLookupDrafter"])
         history.weights.update({name: list(odds) for name, odds in odds_of_kind.items()})
         return history

@@ -1,13 +1,13 @@
 """Draft lengths of several rows that share their passes: one width, as long as it pays for all.
 
 Rows are padded to the longest of them, so that what a pass costs follows from the longest draft,
-and a position that one row drafts is there for the others too. Width K is worth the tokens that all
-rows together are expected to bring,
+and a position that one row drafts is there for the others too. Width K is expected to bring row r
 
-    sum over rows of 1 + a_1 + a_1 a_2 + ... + a_1..a_k,  k = min(K, the row's draft),
+    e_r = 1 + a_1 + a_1 a_2 + ... + a_1..a_k  tokens,  k = min(K, the row's draft).
 
-less what a pass of that width costs at the going rate: the value rule of `auto`, over all rows. At
-K = 0 it is the plain batch.
+Its value is what these save of the time until all texts have ended (`time_left`), less what a pass
+of that width costs at the going rate: the value rule of `auto`, over all rows. At K = 0 it is the
+plain batch.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import (
+    CHOICES,
     EXPENSIVE_BUDGET,
     EXPLORATION_SHARE,
     LARGEST_BUDGET,
-    LENGTHS,
     LONGEST,
+    LONGEST_COPY,
+    SURE,
     TRIAL_SHARE,
     ScoredDraft,
 )
 from specdec_mlx.draft_length.auto import RATE_MEMORY
 from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.time_left import progress
 from specdec_mlx.draft_length.tuning import FIRST_BUDGET, Tuning
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.types import Draft, Evidence, RoundRecord
@@ -39,9 +42,9 @@ from specdec_mlx.types import Draft, Evidence, RoundRecord
 class SharedCosts:
     """What a width costs, by the number of rows; and what may be lost in finding it out.
 
-    slope: the prior cost of a position, in plain passes of one row. costs: (key of the drafter, ""
-    for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by the same
-    key, what may still be lost, in plain passes.
+    slope: the prior cost of a position or row, in plain passes of one row. costs: (key of the
+    drafter, "" for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by
+    the same key, what may still be lost, in plain passes.
     """
 
     slope: float = 0.05
@@ -53,7 +56,7 @@ class SharedCosts:
         key = kind, num_rows
         if key not in self.costs:
             known = [rows for name, rows in self.costs if name == kind]
-            made = RoundCosts(slope=self.slope * min(num_rows, 4))
+            made = RoundCosts(slope=self._prior(num_rows))
             if known:
                 nearest = min(known, key=lambda rows: abs(rows - num_rows))
                 ratios = self.costs[kind, nearest].ratios
@@ -61,17 +64,24 @@ class SharedCosts:
             self.costs[key] = made
         return self.costs[key]
 
+    def _prior(self, num_rows: int) -> float:
+        """Cost of a position in every row, in plain passes of so many."""
+        return num_rows * self.slope / (1 + self.slope * (num_rows - 1))
+
 
 @dataclass
 class SharedLength:
     """The one draft length of all rows; see the module.
 
     costs: what is known of passes. tuning: what is known of drafters, and of their acceptance.
+    num_rows: rows of the present pass. left: most tokens that each may still get; None where that
+    says nothing of when all have ended.
     """
 
     costs: SharedCosts
     tuning: Tuning
     num_rows: int = 1
+    left: Sequence[int] | None = None
     _tokens: float = 0.0
     _cost: float = 0.0
     _kind: str = ""
@@ -82,7 +92,7 @@ class SharedLength:
 
     @property
     def rate(self) -> float:
-        """Tokens that the time of a plain pass has lately brought, at least one a row."""
+        """Progress that the time of a plain pass has lately brought, at least a token a row."""
         lately = self._tokens / self._cost if self._cost else 0.0
         return max(float(self.num_rows), lately)
 
@@ -104,6 +114,10 @@ class SharedLength:
         return (
             not self.needs_plain("") and self._best([reach] * self.num_rows, "", FIRST_BUDGET) > 0
         )
+
+    def rows_are(self, left: Sequence[int] | None, num_rows: int) -> None:
+        """Note what the next pass is for; see `left`."""
+        self.left, self.num_rows = left, num_rows
 
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """What of each row's draft is verified.
@@ -128,12 +142,14 @@ class SharedLength:
         """The width of the largest value that can be afforded; 0 if none beats the plain batch."""
         costs, rate = self.costs.of(kind, self.num_rows), self.rate
         left = self.costs.budgets.setdefault(kind, budget)
-        expected, best, best_value = float(self.num_rows), 0, self.num_rows - rate
+        tokens, best, best_value = [1.0] * len(reaches), 0, self.num_rows - rate
         longest = max(map(len, reaches))
         for width in range(1, longest + 1):
-            expected += sum(reach[width - 1] for reach in reaches if len(reach) >= width)
-            if width not in LENGTHS and width < longest:
+            for row, reach in enumerate(reaches):
+                tokens[row] += reach[width - 1] if len(reach) >= width else 0.0
+            if width not in CHOICES and width < longest:
                 continue
+            expected = self._progress(tokens)
             value = expected - rate * costs.optimistic_ratio(width)
             is_known = costs.is_measured(width) and not costs.is_stale
             loss = costs.worst_ratio(width) - expected / self.num_rows
@@ -141,12 +157,20 @@ class SharedLength:
                 best, best_value = width, value
         return best
 
-    def record(self, width: int, emitted: int, seconds: float, *, steady: bool) -> None:
+    def _progress(self, tokens: Sequence[float]) -> float:
+        """What tokens of each row save; `time_left.progress`.
+
+        With the prior cost of a row: passes over other numbers of rows were made at other times,
+        and the machine's pace changes from one to the other.
+        """
+        return progress(self.left, tokens, self.costs.slope)
+
+    def record(self, width: int, tokens: Sequence[int], seconds: float, *, steady: bool) -> None:
         """Learn from a pass.
 
         Args:
             width: tokens of its longest draft.
-            emitted: tokens that it brought, of all rows.
+            tokens: how many it brought to each row.
             seconds: from one reading to the next.
             steady: whether those are the seconds of one pass with all its rows.
         """
@@ -159,7 +183,7 @@ class SharedLength:
             for (_, num_rows), known in self.costs.costs.items():
                 if num_rows == self.num_rows:
                     known.add(0, seconds)
-        cost = costs.ratio(width)
+        cost, emitted = costs.ratio(width), self._progress(tokens)
         self._tokens = RATE_MEMORY * self._tokens + emitted
         self._cost = RATE_MEMORY * self._cost + cost
         budgets = self.costs.budgets
@@ -192,7 +216,9 @@ class RowLength:
                     learned.acceptance.weights, learned.acceptance.variances
                 )
             self._histories[part] = history
-        return LONGEST if cheap else self.shared.limit_of_model(part, self._histories[part])
+        if cheap:
+            return LONGEST_COPY if self._histories[part].recent >= SURE else LONGEST
+        return self.shared.limit_of_model(part, self._histories[part])
 
     def cut(self, part: str, draft: Draft) -> int:
         """All of it, unless it would not even pay if all rows had one like it."""
@@ -230,8 +256,8 @@ class RowLength:
 def _reach(history: AcceptanceHistory, evidence: Sequence[Evidence | int]) -> list[float]:
     """For each token the chance that it and all before it are accepted."""
     reach, chances = 1.0, []
-    for i, kind in enumerate(evidence):
-        reach *= history.chance(kind, i)
+    for chance in history.chances(evidence):
+        reach *= chance
         chances.append(reach)
     return chances
 

@@ -69,7 +69,7 @@ class TreeOfSession(FirstOfSession):
     def propose_tree(
         self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
     ) -> Draft:
-        """What is worth verifying of all that they know; see `types.Forks`."""
+        """What is worth verifying of all that they know; see `types.ProposesTrees`."""
         proposed = [
             (key, part.propose(min(limit, depth, grows.limit(key, True))))
             for key, part in self.parts

@@ -23,8 +23,8 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
-    Forks,
     GrowsTrees,
+    ProposesTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
@@ -103,13 +103,18 @@ class Drafting:
             self.has_cheap_part = any(part.is_cheap for group in self._groups for part in group)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
 
+    @property
+    def is_free(self) -> bool:
+        """Whether all parts may be asked for drafts that are thrown away."""
+        return all(part.is_cheap for group in self._groups for part in group)
+
     def _part(self, key: str, session: DraftSession) -> _Part:
-        grows = isinstance(session, Forks) and isinstance(self.length, GrowsTrees)
+        grows = isinstance(session, ProposesTrees) and isinstance(self.length, GrowsTrees)
         return _Part(key, session, is_cheap(session), self._way_to_ask(key, session), grows)
 
     def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
         """Step by step or node by node, where session and draft length can; else up to a limit."""
-        if isinstance(session, Forks) and isinstance(self.length, GrowsTrees):
+        if isinstance(session, ProposesTrees) and isinstance(self.length, GrowsTrees):
             grows = self.length
             grows.begin_tree(key, [name for name, _ in session.guessers])
             return lambda limit: session.propose_tree(

@@ -8,7 +8,7 @@ Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a r
 with their defaults.
 """
 
-from specdec_mlx.types.branching import Branches, Forks, GrowsTrees, Guess, TakesTrees
+from specdec_mlx.types.branching import Branches, GrowsTrees, Guess, ProposesTrees, TakesTrees
 from specdec_mlx.types.drafting import (
     NO_DRAFT,
     ROOT,
@@ -32,6 +32,7 @@ from specdec_mlx.types.optional import (
     Closes,
     DrafterParts,
     DraftsAtOnce,
+    Forks,
     Keyed,
     NeedsNoDistribution,
     ProposesAhead,
@@ -107,6 +108,7 @@ __all__ = [
     "Outcome",
     "PendingPass",
     "ProposesAhead",
+    "ProposesTrees",
     "Randomness",
     "ReadsCache",
     "ReadsTarget",

@@ -71,7 +71,7 @@ class GrowsTrees(Protocol):
 
 
 @runtime_checkable
-class Forks(Protocol):
+class ProposesTrees(Protocol):
     """A session whose drafts may be grown to trees; default: it proposes what it proposes.
 
     guessers: its parts that have several guesses at a place, each with its drafter's key.

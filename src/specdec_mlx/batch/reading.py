@@ -1,0 +1,70 @@
+"""Prompts on their way into a batch: read a step at a time, between the passes of the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+import mlx.core as mx
+
+from specdec_mlx.batch.rows import Row
+
+MOST_AT_ONCE = 8
+"""Prompts that are read at the same time, as in mlx-lm's batches."""
+
+
+@dataclass
+class Reading:
+    """Prompts that are being read, each alone.
+
+    A step is what one pass may have of a prompt. So those that are written wait for a new prompt no
+    longer than in mlx-lm, however long it is.
+    """
+
+    stream: Any
+    rows: list[Row] = field(default_factory=list)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether another prompt may be begun."""
+        return len(self.rows) < MOST_AT_ONCE
+
+    def begin(self, row: Row) -> None:
+        """Take up a text of which nothing is read."""
+        row.generation.drafting.begin(row.context)
+        self.rows.append(row)
+
+    def go_on(self) -> list[Row]:
+        """Read a step of each; the texts of which all but the last token of the prompt is read."""
+        for row in self.rows:
+            if row.finish_reason is not None:
+                row.generation.drafting.close(0)
+        self.rows = [row for row in self.rows if row.finish_reason is None]
+        with mx.stream(self.stream):
+            done = [row for row in self.rows if _is_read(row)]
+        self.rows = [row for row in self.rows if not row.generation.is_prefilled]
+        return done
+
+    def close(self) -> None:
+        """Leave off; the caches are nobody's."""
+        for row in self.rows:
+            row.generation.drafting.close(0)
+        self.rows = []
+
+
+def _is_read(row: Row) -> bool:
+    """Read a step; whether it was the last one."""
+    generation = row.generation
+    caches = generation.target.rollback
+    left = generation.sequence.prompt_length - 1 - caches.position
+    if left > generation.prefill_step_size:
+        started = perf_counter()
+        generation.feed(left)
+        mx.eval([cache.state for cache in caches.caches])
+        mx.clear_cache()
+        row.reading_seconds += perf_counter() - started
+        return False
+    generation.prefill()
+    generation.stats.prefill_seconds += row.reading_seconds
+    return True

@@ -1,0 +1,261 @@
+"""Batches of recorded texts, scored offline: the rows of `batch`, with known texts for a target.
+
+Groups of texts are written together as `batch_generate` would; of the target only what its passes
+cost is left. Rows are padded to the longest draft, so that a pass of R rows and width m costs
+c(R m), and the plain batch of R rows c(R).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import cast
+
+import mlx.nn as nn
+
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.pace import Pace
+from specdec_mlx.batch.rows import Passes, Request, Rounds, Row
+from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.prompts import groups_of
+from specdec_mlx.bench.record import Record, RecordedText
+from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
+from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
+from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.row_pass import ToVerify
+from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.types import Drafter, PendingPass
+
+
+@dataclass
+class RecordedRows:
+    """Passes over recorded texts, which take no time; see `batch.rows.Passes`."""
+
+    targets: list[RecordedTarget] = field(default_factory=list)
+
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text."""
+        self.targets.append(cast(RecordedTarget, verifier))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        self.targets = [self.targets[row] for row in rows]
+
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """A pass over all rows."""
+        return [
+            target.launch(round_.pending, round_.draft, round_.position)
+            for target, round_ in zip(self.targets, rounds, strict=True)
+        ]
+
+    def settle(self) -> None:
+        """Each row went back by itself."""
+
+    def extract(self, row: int) -> Rollback:
+        """There are no caches."""
+        return self.targets[row].rollback
+
+
+@dataclass
+class ModelledPace(Pace):
+    """Bills passes by a curve: rows are padded, so that a pass has rows times width positions.
+
+    total: seconds of all passes. num_passes: how many there were.
+    """
+
+    cost: CostCurve = field(kw_only=True)
+    total: float = 0.0
+    num_passes: int = 0
+
+    def was_read(self, current: Rounds, ahead: Rounds) -> None:
+        """A pass was read."""
+        width = max(round_.under_way.num_fed for _, round_ in current)
+        self.seconds, self.is_steady = self.cost(len(current) * width), True
+        self.total += self.seconds
+        self.num_passes += 1
+
+
+@dataclass
+class RecordedBatch(BatchGeneration):
+    """`BatchGeneration` over recorded texts, which come in their order.
+
+    vocab_size: V, as recorded.
+    """
+
+    vocab_size: int = field(kw_only=True)
+    texts: Sequence[RecordedText] = field(kw_only=True)
+
+    def make_passes(self) -> Passes:
+        """Passes that know what comes."""
+        return RecordedRows()
+
+    def begin_row(self, uid: int, request: Request) -> Row:
+        """A text before anything is generated."""
+        text = self.texts[uid]
+        target = RecordedTarget(text, self.vocab_size)
+        sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
+        drafting = Drafting(
+            self.drafter,
+            self.draft_length_of_row(),
+            target,
+            sequence,
+            keeps_cache=False,
+            stream=self.stream,
+        )
+        generation = Generation(target, sequence, drafting, SpeculationStats())
+        return Row(uid, generation, cast(Verifier, target), greedy_context(self.vocab_size))
+
+
+def replay_rows(
+    texts: Sequence[RecordedText],
+    drafter: Drafter | None,
+    length: int | str | DraftLength,
+    cost: CostCurve,
+    *,
+    vocab_size: int,
+    memory: nn.Module,
+) -> Modelled:
+    """Run a batch over recorded texts, all of them together.
+
+    Args:
+        texts: what plain decoding made of prompts.
+        drafter: None for plain decoding.
+        length: as of `BatchGeneration`; learns from the modelled seconds.
+        cost: c(m), in seconds, of a pass over m positions of all rows together.
+        vocab_size: V.
+        memory: stands for the model that what is learned is kept with.
+
+    Returns:
+        The group as one text; plain seconds are those of one pass for a token of every text that
+        has not ended.
+    """
+    pace = ModelledPace(cost=cost)
+    batch = RecordedBatch(
+        memory,
+        drafter,
+        draft_length=length,
+        max_rows=len(texts),
+        pace=pace,
+        vocab_size=vocab_size,
+        texts=texts,
+    )
+    for text in texts:
+        batch.insert(Request(text.prompt, len(text.generated)))
+    written: list[list[int]] = [[] for _ in texts]
+    accepted, stats = 0, {}
+    with closing(batch.run()) as tokens:
+        for row in tokens:
+            written[row.uid].append(row.token.token)
+            accepted += row.token.from_draft
+            stats[row.uid] = row.token.stats
+    assert written == [text.generated for text in texts]
+    return Modelled(
+        category="+".join(sorted({text.category for text in texts})),
+        tokens=sum(map(len, written)),
+        passes=pace.num_passes,
+        drafted=sum(account.drafted for account in stats.values()),
+        accepted=accepted,
+        seconds=pace.total,
+        plain_seconds=plain_seconds([len(text.generated) for text in texts], cost),
+    )
+
+
+def plain_seconds(lengths: Sequence[int], cost: CostCurve) -> float:
+    """Seconds of a batch of texts without drafts: one token of each a pass, until it ends."""
+    return sum(
+        cost(sum(length > step for length in lengths)) for step in range(max(lengths, default=0))
+    )
+
+
+@dataclass(frozen=True)
+class RowsScore:
+    """One way of drafting in batches of one size, under one cost curve.
+
+    speedup: seconds of the plain batch over modelled ones, sums over the groups. least: of a group.
+    """
+
+    cost: str
+    rows: int
+    drafter: str
+    draft_length: str
+    groups: int
+    tokens: int
+    target_passes: int
+    drafted: int
+    accepted: int
+    speedup: float
+    least: float
+
+
+def score_rows(
+    record: Record,
+    drafters: Mapping[str, Callable[[], Drafter | None]],
+    draft_lengths: Sequence[str],
+    num_rows: Sequence[int],
+    cost: CostCurve,
+) -> list[RowsScore]:
+    """Every drafter with every draft length, in batches of every size.
+
+    Args:
+        record: of a benchmark; its texts are taken in groups of neighbours.
+        drafters: name -> what makes the drafter.
+        draft_lengths: numbers and policies, as on the command line.
+        num_rows: texts of a group.
+        cost: c(m), in seconds; see the module.
+    """
+    return [
+        _score(record, name, make(), length, rows, cost)
+        for rows in num_rows
+        for name, make in drafters.items()
+        for length in draft_lengths
+    ]
+
+
+def _score(
+    record: Record, name: str, drafter: Drafter | None, length: str, rows: int, cost: CostCurve
+) -> RowsScore:
+    memory = nn.Module()
+    done = [
+        replay_rows(
+            group,
+            drafter,
+            parse_draft_length(length),
+            cost,
+            vocab_size=int(record.settings["vocab_size"]),
+            memory=memory,
+        )
+        for group in groups_of(record.texts, rows)
+    ]
+    return RowsScore(
+        cost.name,
+        rows,
+        name,
+        length,
+        groups=len(done),
+        tokens=sum(m.tokens for m in done),
+        target_passes=sum(m.passes for m in done),
+        drafted=sum(m.drafted for m in done),
+        accepted=sum(m.accepted for m in done),
+        speedup=sum(m.plain_seconds for m in done) / sum(m.seconds for m in done),
+        least=min(m.plain_seconds / m.seconds for m in done),
+    )
+
+
+def format_rows(scores: Sequence[RowsScore]) -> str:
+    """A table in Markdown."""
+    header = ["rows", "drafter", "K", "groups", "speed", "least", "tok/pass", "accepted"]
+    cells = [
+        [
+            *(str(s.rows), s.drafter, s.draft_length, str(s.groups)),
+            *(f"{s.speedup:.2f}", f"{s.least:.2f}", f"{s.tokens / s.target_passes:.2f}"),
+            f"{s.accepted / s.drafted:.2f}" if s.drafted else "-",
+        ]
+        for s in scores
+    ]
+    return markdown_table(header, cells, num_text_columns=3)
