@@ -207,12 +207,19 @@ class BatchGeneration:
         """Read on in the prompts of those that wait, as far as there are places."""
         while self._waiting and self._has_place and self._reading.has_room:
             self._reading.begin(self.begin_row(*self._waiting.popleft()))
-        for row in self._reading.go_on():
-            self.prompt_tokens += row.generation.sequence.prompt_length
-            self.prompt_seconds += row.generation.stats.prefill_seconds
+        if not self._rows:
+            slope = tuning_for(self.model).slope
+            self._rows = self._note_read(self._reading.read_together(passes, slope))
+        for row in self._note_read(self._reading.go_on()):
             with mx.stream(self.stream):
                 passes.add(row.verifier)
             self._rows.append(row)
+
+    def _note_read(self, rows: list[Row]) -> list[Row]:
+        """Count the prompts of rows that were read."""
+        self.prompt_tokens += sum(row.generation.sequence.prompt_length for row in rows)
+        self.prompt_seconds += sum(row.generation.stats.prefill_seconds for row in rows)
+        return rows
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
