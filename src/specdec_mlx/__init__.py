@@ -8,6 +8,7 @@ except ImportError as _error:
     raise _backends.without_mlx(_error) from None
 
 from specdec_mlx.batch_generation import batch_generate, batch_stream_generate
+from specdec_mlx.beams.generation import BeamSearchResponse, BeamText, beam_search
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.tuning import Tuning
@@ -38,6 +39,7 @@ from specdec_mlx.errors import (
     MissingPackageError,
     ModelFolderError,
     PromptError,
+    RowsError,
     TokenizerMismatchError,
     UnknownNameError,
     UnreadableError,
@@ -60,6 +62,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AcceptanceRule",
+    "BeamSearchResponse",
+    "BeamText",
     "BestOf",
     "Block",
     "CacheRollbackError",
@@ -95,6 +99,7 @@ __all__ = [
     "PromptLookupDrafter",
     "RecyclingDrafter",
     "Rejection",
+    "RowsError",
     "Sampling",
     "Speculation",
     "SpeculationStats",
@@ -111,6 +116,7 @@ __all__ = [
     "VerdictError",
     "batch_generate",
     "batch_stream_generate",
+    "beam_search",
     "check",
     "drafter_names",
     "early_exit",

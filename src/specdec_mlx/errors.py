@@ -28,6 +28,10 @@ class CacheRollbackError(RuntimeError):
     """A cache did not give back what was asked of it."""
 
 
+class RowsError(ValueError):
+    """A model's texts cannot be rows of one batch."""
+
+
 class TokenizerMismatchError(ValueError):
     """Draft and target model do not share a tokenizer."""
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.drafters.drawing import Draws, Pace, draft_to, draft_while, fit_width, time_of
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -171,6 +172,16 @@ class ModelSession:
         """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
         self.rollback.rewind_to(min(self.rollback.position, len(self.tokens) + len(tokens) - 1))
         self.tokens += tokens
+
+    def fork(self) -> ModelSession:
+        """Copy the caches; what cannot be trimmed in the copy is read again."""
+        other, caches = copy.copy(self), self.rollback.caches
+        other.tokens = list(self.tokens)
+        if can_trim_prompt_cache(caches):
+            other.rollback = Rollback(copy.deepcopy(caches), self.rollback.position)
+        else:
+            other.rollback = Rollback(make_prompt_cache(self.model))
+        return other
 
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for the last one or two tokens, which `propose` feeds.

@@ -275,6 +275,15 @@ class Closes(Protocol):
 
 
 @runtime_checkable
+class Forks(Protocol):
+    """A session of which a copy can be had; default: a new session begins with the whole text."""
+
+    def fork(self) -> DraftSession:
+        """A session that has seen the same text, and goes its own way from here."""
+        ...
+
+
+@runtime_checkable
 class TimesRounds(Protocol):
     """A draft length that learns from seconds; default: it does not ask for any.
 

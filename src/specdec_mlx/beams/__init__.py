@@ -1,0 +1,1 @@
+"""Beam search with a drafter: the likeliest continuations of a prompt, several steps a pass."""

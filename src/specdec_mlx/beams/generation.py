@@ -1,0 +1,147 @@
+"""A prompt in, its likeliest continuations out: beam search with a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.beams.guesses import BeamDrafting, guess_length_for
+from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.steps import Beam
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.generation import Prompt, choose_drafter, encode
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.target.inputs import check_fits, check_ids, check_prompt
+from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.types import DraftContext, Drafter, ReadsTarget, all_drafters
+
+
+@dataclass
+class BeamText:
+    """One continuation of the prompt.
+
+    text, tokens: a stop token is among the tokens alone. logprob: the sum of the log-probabilities
+    of the tokens. score: what it is ranked by. finish_reason: "stop" or "length".
+    """
+
+    text: str
+    tokens: list[int]
+    logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass
+class BeamSearchResponse:
+    """What a beam search found.
+
+    beams: the best first. num_passes: passes of the model after the prompt. num_steps: steps of the
+    search, for each of which a plain beam search makes a pass.
+    """
+
+    beams: list[BeamText]
+    prompt_tokens: int
+    num_passes: int
+    num_steps: int
+
+    @property
+    def text(self) -> str:
+        """The best beam's text."""
+        return self.beams[0].text
+
+
+def beam_search(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    num_beams: int = 4,
+    max_tokens: int = 128,
+    drafter: Drafter | str | None = None,
+    draft_model: nn.Module | Drafter | str | Path | None = None,
+    draft_length: int | str = "auto",
+    length_penalty: float = 0.0,
+    prefill_step_size: int = 2048,
+    stream: Any = generation_stream,
+) -> BeamSearchResponse:
+    """Search for the likeliest continuations of a prompt, several steps a pass.
+
+    The beams are those of a plain beam search: a step keeps the `num_beams` likeliest of all beams
+    with one token more, among which finished ones stay as they are. (Leviathan et al. 2023,
+    appendix A.4.)
+
+    Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        prompt: text, token ids or chat messages.
+        num_beams: beams that are kept, and returned.
+        max_tokens: most tokens of each.
+        drafter: a drafter or its name with options; it guesses how each beam goes on. None makes a
+            pass for each step.
+        draft_model: a small model, or the folder or Hugging Face name of one.
+        draft_length: most steps to guess, or "auto" for what pays.
+        length_penalty: beams are ranked by logprob / length ** length_penalty; 0 ranks by
+            log-probability, 1 by that of a token.
+        prefill_step_size: most positions of the prompt in one pass.
+        stream: MLX's stream to run on.
+
+    Returns:
+        The beams, and how many passes they took.
+
+    Raises:
+        RowsError: this model's texts cannot be rows of one batch.
+        UnreadableError: the drafter reads the target's states, which it cannot of several rows.
+        ValueError: for other bad input, and its subclasses as in `generate`.
+    """
+    if num_beams < 1 or max_tokens < 1:
+        raise ValueError(
+            f"num_beams={num_beams}, max_tokens={max_tokens}: expected ints >= 1 for both."
+        )
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    chosen = choose_drafter(drafter, draft_model, model)
+    tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
+    vocab_size = vocab_size_of(model)
+    check_ids(tokens, vocab_size)
+    length = guess_length_for(model, num_beams, draft_length)
+    context = DraftContext(
+        sampling=Sampling(),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        prefill_step_size=prefill_step_size,
+    )
+    drafting = None
+    if chosen is not None:
+        _check_reads_nothing(chosen)
+        check_fits(chosen, context)
+        drafting = BeamDrafting(chosen, tokens, context, stream)
+    with wired_limit(model, [stream]):
+        rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)
+        search = BeamSearch(
+            rows, num_beams, max_tokens, frozenset(tokenizer.eos_token_ids), drafting, length
+        )
+        found = [_as_text(tokenizer, beam, length_penalty) for beam in search.run()]
+    found.sort(key=lambda beam: -beam.score)
+    return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
+
+
+def _check_reads_nothing(drafter: Drafter) -> None:
+    """Raise UnreadableError for a drafter that needs the target's states."""
+    reading = [part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+    if reading:
+        raise UnreadableError(
+            f"{type(reading[0]).__name__} reads the target's states, which it cannot of several "
+            "beams at once. Give a draft model, or a drafter that looks tokens up."
+        )
+
+
+def _as_text(tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float) -> BeamText:
+    tokens = list(beam.tokens)
+    said = tokens[:-1] if beam.is_finished else tokens
+    score = beam.logprob / len(tokens) ** length_penalty
+    reason = "stop" if beam.is_finished else "length"
+    return BeamText(tokenizer.decode(said), tokens, beam.logprob, score, reason)

@@ -1,0 +1,208 @@
+"""Beam search with a drafter: several steps a pass, and the beams of a plain beam search.
+
+For each beam the drafter guesses how it goes on, and one pass of the target over all guesses says
+which continuations of each guessed position are the likeliest. The search then goes step by step,
+and on with the same pass as long as the beams of a step were guessed, or cannot matter (Leviathan
+et al. 2023, appendix A.4). Each guess is a row of a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.beams.guesses import NO_GUESS, BeamDrafting, FixedGuess, GuessLength
+from specdec_mlx.beams.steps import Beam, Continuations, Tokens, next_beams
+from specdec_mlx.errors import LogitsError, RowsError
+from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.row_exactness import can_hold_rows
+
+
+class Guess(NamedTuple):
+    """One row of a pass: a beam, and how it may go on."""
+
+    beam: Tokens
+    tokens: Tokens
+
+
+@dataclass
+class BeamRows:
+    """The target, with a row for each guess.
+
+    num_top: continuations that are wanted of each position.
+    """
+
+    model: nn.Module
+    prompt: Sequence[int]
+    num_top: int
+    prefill_step_size: int = 2048
+    stream: Any = generation_stream
+    caches: RowCaches = field(init=False)
+    _row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
+    """Which row holds the prompt and these tokens but for the last of them."""
+
+    def __post_init__(self) -> None:
+        """Read the prompt but for its last token; RowsError where rows cannot be held."""
+        with mx.stream(self.stream):
+            alone = make_prompt_cache(self.model)
+            rows = RowCaches.like(alone) if can_hold_rows(self.model) else None
+            if rows is None:
+                raise RowsError(
+                    "Beams are rows of one batch, and this model's texts cannot be. Generate "
+                    "one text, or use a model that specdec_mlx.batch_generate writes together."
+                )
+            end = len(self.prompt) - 1
+            for start in range(0, end, self.prefill_step_size):
+                chunk = self.prompt[start : min(end, start + self.prefill_step_size)]
+                self.model(mx.array([chunk]), cache=alone)
+                mx.eval([cache.state for cache in alone])
+            rows.add(alone, end)
+        self.caches = rows
+
+    def verify(self, guesses: Sequence[Guess]) -> dict[Tokens, Continuations]:
+        """One pass: the likeliest continuations of each beam, and of it with each guessed token."""
+        with mx.stream(self.stream):
+            self.caches.keep([self._row_of[guess.beam] for guess in guesses])
+            fed = [self._to_feed(row, guess) for row, guess in enumerate(guesses)]
+            widths = [len(tokens) for tokens in fed]
+            padded = np.zeros((len(fed), max(widths)), np.uint32)
+            for into, tokens in zip(padded, fed, strict=True):
+                into[: len(tokens)] = tokens
+            self.caches.begin(widths)
+            logits = self.model(mx.array(padded), cache=self.caches.caches)
+            self.caches.finish()
+            flat, places = [], []
+            self._row_of = {}
+            for row, guess in enumerate(guesses):
+                for n in range(len(guess.tokens) + 1):
+                    path = (*guess.beam, *guess.tokens[:n])
+                    if path not in self._row_of:
+                        self._row_of[path] = row
+                        first = widths[row] - len(guess.tokens) - 1
+                        flat.append(row * padded.shape[1] + first + n)
+                        places.append(path)
+            tops = likeliest(logits.reshape(-1, logits.shape[-1])[mx.array(flat)], self.num_top)
+        return dict(zip(places, tops, strict=True))
+
+    def _to_feed(self, row: int, guess: Guess) -> list[int]:
+        """What a row lacks of its text, and the guess."""
+        end, num_prompt = self.caches.ends[row], len(self.prompt)
+        before = self.prompt[end:] if end < num_prompt else []
+        return [*before, *guess.beam[max(0, end - num_prompt) :], *guess.tokens]
+
+    def keep(self, beams: Sequence[Beam]) -> None:
+        """Take back what is not part of these beams, of which the last tokens were never fed."""
+        parents = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
+        end = len(self.prompt) + len(beams[0].tokens) - 1
+        with mx.stream(self.stream):
+            self.caches.go_back([min(end, reached) for reached in self.caches.ends])
+        self._row_of = parents
+
+
+def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
+    """The likeliest tokens of each row of logits [n, V], with their log-probabilities.
+
+    Args:
+        logits: of n positions.
+        num_top: how many of each; all, if there are fewer.
+
+    Raises:
+        LogitsError: the logits are not numbers.
+    """
+    logits = logits.astype(mx.float32)
+    scale = mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs, num_top = logits - scale, min(num_top, logits.shape[-1])
+    top = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[:, :num_top]
+    chosen = mx.take_along_axis(logprobs, top, axis=-1)
+    mx.eval(top, chosen, scale)
+    if not np.isfinite(np.array(scale)).all():
+        raise LogitsError(
+            "The target's logits are not finite. Check the weights and the dtype of the model."
+        )
+    rows = zip(np.array(top).tolist(), np.array(chosen).tolist(), strict=True)
+    return [
+        sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        for tokens, values in rows
+    ]
+
+
+@dataclass
+class BeamSearch:
+    """A beam search under way.
+
+    rows: the target. num_beams: beams that are kept. max_tokens: steps, at most. drafting: None for
+    a plain search, a step a pass. length: how many steps to guess.
+    """
+
+    rows: BeamRows
+    num_beams: int
+    max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    drafting: BeamDrafting | None = None
+    length: GuessLength | FixedGuess = NO_GUESS
+    beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    num_passes: int = 0
+    num_steps: int = 0
+    _read_at: float = field(default_factory=perf_counter)
+    _num_rows: int = 0
+
+    def run(self) -> list[Beam]:
+        """The beams, the likeliest first, when all are finished or as long as they may be."""
+        while self._open() and self.num_steps < self.max_tokens:
+            guesses = self._guesses()
+            num_steps = self._advance(self.rows.verify(guesses))
+            self.num_passes += 1
+            self.num_steps += num_steps
+            self._record(guesses, num_steps)
+            if self._open():
+                self.rows.keep(self._open())
+        return self.beams
+
+    def _open(self) -> list[Beam]:
+        return [beam for beam in self.beams if not beam.is_finished]
+
+    def _guesses(self) -> list[Guess]:
+        """The rows of the next pass: for each open beam what is guessed of it, or nothing."""
+        limit = 0
+        if self.drafting is not None:
+            limit = min(self.length.limit(), self.max_tokens - self.num_steps - 1)
+        if self.drafting is None or limit == 0:
+            return [Guess(beam.tokens, ()) for beam in self._open()]
+        self.drafting.follow(self._open())
+        guesses: list[Guess] = []
+        for beam in self._open():
+            paths = [self._to_stop(path) for path in self.drafting.guesses(beam, limit)]
+            guesses += [Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])]
+        return guesses
+
+    def _to_stop(self, path: Tokens) -> Tokens:
+        """A guess as far as a beam could go on behind it."""
+        ends = (i for i, token in enumerate(path) if token in self.stop_tokens)
+        return path[: next(ends, len(path))]
+
+    def _advance(self, known: dict[Tokens, Continuations]) -> int:
+        """Go on as far as the pass says how; the number of steps, at least one."""
+        left, num_steps = self.max_tokens - self.num_steps, 0
+        while num_steps < left and self._open():
+            beams = next_beams(self.beams, known, self.num_beams, self.stop_tokens)
+            if beams is None:
+                break
+            self.beams = beams
+            num_steps += 1
+        return num_steps
+
+    def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
+        """Tell the draft length what the pass cost and brought."""
+        now = perf_counter()
+        num_guessed = max(len(guess.tokens) for guess in guesses)
+        steady = self._num_rows == len(guesses)
+        self.length.record(num_guessed, num_steps, now - self._read_at, steady=steady)
+        self._read_at, self._num_rows = now, len(guesses)

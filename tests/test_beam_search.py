@@ -1,0 +1,301 @@
+"""Beam search with a drafter: the beams of a plain beam search, in fewer passes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import specdec_mlx as sd
+import tiny
+import tiny_text
+from selection import cases
+from specdec_mlx.beams.guesses import (
+    BeamDrafting,
+    FixedGuess,
+    GuessLength,
+    guess_length_for,
+    paths_of,
+)
+from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.steps import Beam, next_beams
+from specdec_mlx.lab.pair import Pair, load_pair
+from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.types import Draft, DraftContext, Drafter, Features
+
+PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
+STEPS = 12
+
+ARCHITECTURES = [
+    *("qwen2", "llama", "phi3", "gpt_oss", "gemma3_text", "cohere2", "olmo3"),
+    *("qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
+]
+
+
+@functools.cache
+def model(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+@functools.cache
+def lab() -> Pair:
+    return load_pair()
+
+
+Found = list[tuple[tuple[int, ...], float]]
+
+
+def plain_search(
+    target: nn.Module,
+    prompt: Sequence[int],
+    num_beams: int,
+    num_steps: int,
+    stop_tokens: frozenset[int] = frozenset(),
+) -> list[Found]:
+    """The beams of each step, by a pass over the whole text of each beam, without caches."""
+    beams: Found = [((), 0.0)]
+    steps = []
+    for _ in range(num_steps):
+        candidates: Found = []
+        for tokens, logprob in beams:
+            if tokens and tokens[-1] in stop_tokens:
+                candidates.append((tokens, logprob))
+                continue
+            logits = target(mx.array([[*prompt, *tokens]]))[0, -1].astype(mx.float32)
+            row = np.array(logits - mx.logsumexp(logits)).astype(np.float64)
+            candidates += [((*tokens, token), logprob + row[token]) for token in range(len(row))]
+        beams = sorted(candidates, key=lambda beam: -beam[1])[:num_beams]
+        steps.append(beams)
+        if all(tokens[-1] in stop_tokens for tokens, _ in beams):
+            break
+    return steps
+
+
+@functools.cache
+def expected(name: str, num_beams: int) -> list[Found]:
+    return plain_search(model(name), PROMPT, num_beams, STEPS)
+
+
+@dataclass(frozen=True, eq=False)
+class BeamOracle:
+    """Guesses the beams of the coming steps as a tree, wrong in every `wrong`th node."""
+
+    steps: list[Found]
+    prompt: Sequence[int]
+    wrong: int = 0
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleSession:
+        return OracleSession(self, list(prompt[len(self.prompt) :]))
+
+
+@dataclass
+class OracleSession:
+    oracle: BeamOracle
+    text: list[int]
+    cheap = True
+
+    def propose(self, limit: int) -> Draft:
+        here = tuple(self.text)
+        coming = self.oracle.steps[len(here) : len(here) + limit]
+        paths = (tokens for step in coming for tokens, _ in step)
+        order = list(dict.fromkeys(path for path in paths if path[: len(here)] == here))
+        parents = [order.index(path[:-1]) if path[:-1] in order else -1 for path in order]
+        wrong = self.oracle.wrong
+        drafted = [
+            (path[-1] + 1) % 50 if wrong and (len(path) + i) % wrong == 0 else path[-1]
+            for i, path in enumerate(order)
+        ]
+        return Draft(drafted, parents=parents)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+
+def searched(
+    target: nn.Module,
+    num_beams: int,
+    drafter: Drafter | None,
+    draft_length: int,
+    stop_tokens: frozenset[int] = frozenset(),
+    prompt: Sequence[int] = PROMPT,
+    num_steps: int = STEPS,
+) -> BeamSearch:
+    """A search that has come to its end."""
+    rows = BeamRows(target, prompt, num_beams, prefill_step_size=4)
+    context = DraftContext(sampling=sd.Sampling(), vocab_size=vocab_size_of(target))
+    drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
+    length = FixedGuess(draft_length)
+    search = BeamSearch(rows, num_beams, num_steps, stop_tokens, drafting, length)
+    search.run()
+    return search
+
+
+def assert_same(beams: Sequence[Beam], found: Found) -> None:
+    assert [beam.tokens for beam in beams] == [tokens for tokens, _ in found]
+    np.testing.assert_allclose(
+        [beam.logprob for beam in beams], [logprob for _, logprob in found], atol=2e-4
+    )
+
+
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next"))
+@pytest.mark.parametrize("num_beams", [1, 2, 3, 4])
+@pytest.mark.parametrize("wrong", [0, 3])
+def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int, wrong: int) -> None:
+    """With no guesses, with right ones, and with a third of them wrong."""
+    steps = expected(name, num_beams)
+    plain = searched(model(name), num_beams, None, 0)
+    assert_same(plain.beams, steps[-1])
+    assert plain.num_passes == plain.num_steps == STEPS
+    oracle = BeamOracle(steps, PROMPT, wrong)
+    guessing = searched(model(name), num_beams, oracle, 3)
+    assert_same(guessing.beams, steps[-1])
+    assert guessing.num_steps == STEPS
+    assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
+
+
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        sd.PromptLookupDrafter(min_ngram=1),
+        sd.NGramDrafter(),
+        sd.SuffixDrafter(),
+        sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()),
+        sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
+    ],
+    ids=["look-up", "n-gram", "suffix", "tree", "first of"],
+)
+def test_every_drafter_leaves_the_beams_alone(drafter: Drafter) -> None:
+    """Of the built-in ones that work on tokens."""
+    assert_same(searched(model("qwen2"), 3, drafter, 3).beams, expected("qwen2", 3)[-1])
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+def test_a_draft_model_goes_two_ways_where_a_beam_does(name: str) -> None:
+    """The target itself guesses each beam's greedy continuation, of a copy of its session too."""
+    drafter = sd.ModelDrafter(model(name))
+    search = searched(model(name), 3, drafter, 3)
+    assert_same(search.beams, expected(name, 3)[-1])
+    assert searched(model(name), 1, drafter, 3).num_passes == STEPS // 4
+
+
+def test_stop_tokens_finish_beams_that_stay() -> None:
+    """A finished beam competes as it is; the search ends when all are finished."""
+    target, num_beams = model("qwen2"), 3
+    steps = expected("qwen2", num_beams)
+    stop = frozenset({steps[2][0][0][-1], steps[4][1][0][-1]})
+    found = plain_search(target, PROMPT, num_beams, STEPS, stop)
+    assert any(tokens[-1] in stop for tokens, _ in found[-1])
+    for drafter in (None, BeamOracle(found, PROMPT), BeamOracle(steps, PROMPT)):
+        assert_same(searched(target, num_beams, drafter, 3, stop).beams, found[-1])
+
+
+@given(
+    logprobs=st.lists(st.lists(st.floats(-9, 0), min_size=3, max_size=3), min_size=3, max_size=3),
+    scores=st.lists(st.floats(-9, 0), min_size=3, max_size=3, unique=True),
+    missing=st.integers(0, 2),
+)
+@settings(deadline=None)
+def test_a_beam_is_done_without_only_where_it_cannot_matter(
+    logprobs: list[list[float]], scores: list[float], missing: int
+) -> None:
+    """What is decided without its continuations is what they would have decided."""
+    beams = [Beam((i,), score) for i, score in enumerate(scores)]
+    known = {(i,): list(enumerate(row)) for i, row in enumerate(logprobs)}
+    whole = next_beams(beams, known, 2, frozenset())
+    del known[missing,]
+    decided = next_beams(beams, known, 2, frozenset())
+    assert decided is None or decided == whole
+
+
+def test_a_tree_is_guessed_path_by_path() -> None:
+    """Each leaf is a row; a cut makes two paths one."""
+    tree = Draft([1, 2, 3, 4], parents=[-1, 0, 0, -1])
+    assert paths_of(tree, 2) == [(1, 2), (1, 3), (4,)]
+    assert paths_of(tree, 1) == [(1,), (4,)]
+    assert paths_of(Draft([7, 8, 9]), 2) == [(7, 8)]
+    assert paths_of(Draft(), 2) == []
+
+
+REPEATING = """class TestCase(unittest.TestCase):
+    def test_one(self):
+        self.assertEqual(function(1), 1)
+
+    def test_two(self):
+        self.assertEqual(function(2), 2)
+
+    def test_three(self):
+"""
+
+
+@pytest.mark.parametrize("num_beams", [1, 2, 4])
+def test_a_repeating_text_takes_fewer_passes(num_beams: int) -> None:
+    """Look-up on the lab target, and its draft model: the same beams, and passes are saved."""
+    target, draft, tokenizer = lab()
+    plain = sd.beam_search(target, tokenizer, REPEATING, num_beams, 30)
+    assert plain.num_passes == plain.num_steps == 30
+    for how in ({"drafter": "prompt-lookup"}, {"draft_model": draft}):
+        sooner = sd.beam_search(target, tokenizer, REPEATING, num_beams, 30, draft_length=4, **how)
+        assert [beam.tokens for beam in sooner.beams] == [beam.tokens for beam in plain.beams]
+        assert sooner.num_steps == plain.num_steps
+        assert sooner.num_passes <= 0.85 * plain.num_passes
+
+
+def test_the_automatic_length_leaves_the_beams_alone_and_learns() -> None:
+    """It measures plain passes first, and goes on with what it learned in the next search."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    prompt = "the cat the cat the cat the"
+    plain = sd.beam_search(target, tokenizer, prompt, 2, 40)
+    for _ in range(2):
+        auto = sd.beam_search(target, tokenizer, prompt, 2, 40, drafter="prompt-lookup")
+        assert [beam.tokens for beam in auto.beams] == [beam.tokens for beam in plain.beams]
+    length = guess_length_for(target, 2, "auto")
+    assert isinstance(length, GuessLength)
+    assert not length.shared.needs_plain("")
+
+
+def test_beams_come_as_texts_ranked_by_score() -> None:
+    """Without the stop token in the text; a length penalty changes the order, not the beams."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    free = sd.beam_search(target, tokenizer, "the cat", 3, 12)
+    stop = free.beams[0].tokens[4]
+    tokenizer = tiny_text.tokenizer(eos_token_ids=[stop])
+    by_sum = sd.beam_search(target, tokenizer, "the cat", 3, 12)
+    by_mean = sd.beam_search(target, tokenizer, "the cat", 3, 12, length_penalty=1.0)
+    assert by_sum.text == by_sum.beams[0].text
+    assert {"stop"} <= {beam.finish_reason for beam in by_sum.beams}
+    for beam in by_sum.beams:
+        said = beam.tokens[:-1] if beam.finish_reason == "stop" else beam.tokens
+        assert beam.text == tokenizer.decode(said)
+        assert beam.score == beam.logprob
+    assert [beam.score for beam in by_mean.beams] == sorted(
+        (beam.logprob / len(beam.tokens) for beam in by_sum.beams), reverse=True
+    )
+
+
+def test_what_cannot_be_searched_is_refused_in_words() -> None:
+    """A model without rows, a drafter that reads the target, numbers that are none."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    with (
+        pytest.warns(UserWarning, match="several texts"),
+        pytest.raises(sd.RowsError, match="rows of one batch"),
+    ):
+        sd.beam_search(tiny.build("mamba"), tokenizer, [1, 2, 3])
+
+    class Reader:
+        features = Features(layers=(0,))
+
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleSession:
+            raise AssertionError("it is not asked")
+
+    with pytest.raises(sd.UnreadableError, match="Reader reads the target's states"):
+        sd.beam_search(target, tokenizer, [1, 2, 3], drafter=Reader())
+    for wrong in ({"num_beams": 0}, {"max_tokens": 0}, {"draft_length": -1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            sd.beam_search(target, tokenizer, [1, 2, 3], **wrong)
