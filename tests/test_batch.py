@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Sequence
@@ -25,7 +27,8 @@ import tiny_text
 from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
 from selection import cases
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.batch.prompts import samples_of
+from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
 from specdec_mlx.target import row_caches
 from specdec_mlx.target.row_pass import RowPasses
 from specdec_mlx.testing import chi_square
@@ -446,6 +449,63 @@ def test_what_a_drafter_raises_comes_after_what_was_accepted() -> None:
         assert text == alone("qwen2")[i][: len(text)]
 
 
+@dataclass(frozen=True)
+class Failing:
+    """A drafter that raises, at a given time, in the text of one prompt."""
+
+    prompt: Sequence[int]
+    when: str
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+        mine = list(prompt) == list(self.prompt)
+        if mine and self.when == "begin":
+            raise RuntimeError("no more")
+        return FailingSession(self.when if mine else "")
+
+
+class FailingSession(ScriptedSession):
+    def __init__(self, when: str) -> None:
+        super().__init__(lambda start, limit: [])
+        self.when = when
+
+    def propose(self, limit: int) -> Draft:
+        late = len(self.observed) >= 3
+        if late and self.when == "propose":
+            raise RuntimeError("no more")
+        return Draft([-1] if late and self.when == "draft" else [])
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        super().observe(tokens)
+        if len(self.observed) >= 3 and self.when == "observe":
+            raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize("when", ["begin", "propose", "draft", "observe", "logits"])
+def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
+    """If somebody is told; the others, later ones too, are what they are alone."""
+    errors: dict[int, Exception] = {}
+    batch = BatchGeneration(
+        model("qwen2"),
+        Failing(PROMPTS[2], when),
+        draft_length=2,
+        max_rows=2,
+        on_error=errors.setdefault,
+    )
+
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * (mx.nan if tokens.shape[0] > len(PROMPTS[2]) + 3 else 1)
+
+    for i in (0, 2, 4):
+        processors = [broken] if when == "logits" and i == 2 else []
+        batch.insert(Request(PROMPTS[i], 20, logits_processors=processors))
+    texts = collected(batch.run(), 3)
+    assert list(errors) == [1]
+    assert texts[0] == alone("qwen2")[0][:20]
+    assert texts[2] == alone("qwen2")[4][:20]
+    assert texts[1] == alone("qwen2")[2][: len(texts[1])]
+    assert len(texts[1]) < 8
+
+
 WORDS = ["the cat the cat sat", "a", "in the thing on the thing on the", "hello"]
 
 
@@ -519,3 +579,106 @@ def test_wrong_numbers_of_tokens_are_refused() -> None:
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     with pytest.raises(ValueError, match="max_tokens=0"):
         sd.batch_generate(target, tokenizer, WORDS, max_tokens=[3, 0, 3, 3])
+
+
+@pytest.mark.parametrize("name", cases([*ARCHITECTURES, "mamba"], "qwen2", "gemma3_text", "lfm2"))
+@pytest.mark.filterwarnings("ignore:specdec_mlx")
+def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
+    """Each is what it is alone; the prompt is read once, also behind caches that were given."""
+    target, prompt, earlier = model(name), PROMPTS[4], PROMPTS[1]
+    given = make_prompt_cache(target)
+    target(mx.array([earlier]), cache=given)
+    sampling = sd.Sampling(temp=1.0)
+    request = Request(prompt, 15, sampling, prompt_cache=given)
+    fed = Counting(target)
+    requests = list(samples_of(fed, request, 3, 8, None, mx.default_stream(mx.default_device())))
+    assert sum(fed.positions) <= len(prompt), "once, and not three times"
+    batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), draft_length=3)
+    for seed, sample in enumerate(requests):
+        batch.insert(dataclasses.replace(sample, seed=seed))
+    expected = [
+        [
+            token.token
+            for token in sd.speculate(
+                target,
+                prompt,
+                max_tokens=15,
+                sampler=sampling,
+                seed=seed,
+                prompt_cache=copy.deepcopy(given),
+            )
+        ]
+        for seed in range(3)
+    ]
+    assert collected(batch.run(), 3) == expected
+    assert expected[0] != expected[1]
+
+
+class Counting(nn.Module):
+    """A model that notes how many positions it was fed."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.positions: list[int] = []
+
+    @property
+    def layers(self) -> list[Any]:
+        return self.inner.layers  # type: ignore[no-any-return]
+
+    def make_cache(self) -> Any:
+        return make_prompt_cache(self.inner)
+
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        self.positions.append(ids.shape[1])
+        return self.inner(ids, cache=cache)
+
+
+def test_samples_come_prompt_by_prompt_with_a_seed_each() -> None:
+    """`num_samples` texts of each prompt, those of the seeds counted through."""
+    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    prompts = WORDS[:2]
+    several = sd.batch_generate(
+        *(target, tokenizer, prompts),
+        max_tokens=12,
+        temp=1.0,
+        seed=7,
+        drafter="ngram",
+        num_samples=3,
+        return_token_ids=True,
+    )
+    alone = [
+        sd.generate(target, tokenizer, prompt, max_tokens=12, temp=1.0, seed=7 + 3 * i + sample)
+        for i, prompt in enumerate(prompts)
+        for sample in range(3)
+    ]
+    ends = tokenizer.eos_token_ids
+    assert several.token_ids == [
+        [token for token in text.tokens if token not in ends] for text in alone
+    ]
+    places = {
+        (response.index, response.sample)
+        for response in sd.batch_stream_generate(
+            target, tokenizer, prompts, max_tokens=2, num_samples=3, temp=1.0
+        )
+    }
+    assert places == {(i, sample) for i in range(2) for sample in range(3)}
+    with pytest.raises(ValueError, match="num_samples=0"):
+        sd.batch_generate(target, tokenizer, prompts, num_samples=0)
+
+
+def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
+    """Its first tokens count: as positions of its noise, and among the most wanted."""
+    target, sampling = narrow.model(), sd.Sampling(temp=1.0)
+    prompt = [1, 2, 3, 1, 2]
+    whole = [
+        token.token
+        for token in sd.speculate(target, prompt, max_tokens=20, sampler=sampling, seed=5)
+    ]
+    own = RowDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
+    batch = BatchGeneration(target)
+    for said in (1, 7, 19):
+        batch.insert(
+            Request([*prompt, *whole[:said]], 20, sampling, 5, num_said=said, drafting=own)
+        )
+    assert collected(batch.run(), 3) == [whole[said:] for said in (1, 7, 19)]

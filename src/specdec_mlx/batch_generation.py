@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, repeat
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowToken
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.generation import Prompt, choose_drafter, choose_sampler, encode
@@ -29,11 +30,12 @@ from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 class BatchStreamResponse(SpeculativeResponse):
     """The response for one token of one of several texts.
 
-    index: which of the prompts it belongs to. num_rounds: passes over all rows so far.
-    prompt_cache: with a text's last token, its caches, if they were asked for.
+    index: which of the prompts it belongs to. sample: which of its texts. num_rounds: passes over
+    all rows so far. prompt_cache: with a text's last token, its caches, if they were asked for.
     """
 
     index: int = 0
+    sample: int = 0
     num_rounds: int = 0
     prompt_cache: list[Any] | None = None
 
@@ -49,6 +51,8 @@ class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
 class _Text:
     """One text as far as it has come. started: when its first token came."""
 
+    index: int
+    sample: int
     detokenizer: Any
     num_prompt: int
     num_tokens: int = 0
@@ -64,6 +68,7 @@ def batch_stream_generate(
     draft_model: nn.Module | Drafter | str | Path | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
+    num_samples: int = 1,
     seed: int | Sequence[int | None] | None = None,
     temp: float | None = None,
     sampler: Sampler | Sampling | None = None,
@@ -89,8 +94,10 @@ def batch_stream_generate(
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round in each row, or "auto" for what pays for all
             rows together; a policy that is an object is copied for each text.
-        seed: makes the draws reproducible: one for each prompt, or a number, to which the prompt's
-            index is added. None takes seeds from MLX's global random state.
+        num_samples: texts of each prompt, which is read once for all of them.
+        seed: makes the draws reproducible: one for each text, or a number, to which the text's
+            place is added, counted prompt by prompt. None takes seeds from MLX's global random
+            state.
         temp: temperature; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, greedy if None.
         logits_processors: mlx-lm's, for all texts.
@@ -128,19 +135,23 @@ def batch_stream_generate(
         stream=stream,
     )
     processors = tuple(logits_processors or ())
-    columns = zip(
-        prompts,
-        _max_tokens(max_tokens),
-        _seeds(seed),
-        prompt_caches or repeat(None),
-        strict=False,
+    columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
+    of_prompts = (
+        Request(encode(tokenizer, prompt), wanted, how, None, processors, cache)
+        for prompt, wanted, cache in columns
+    )
+    texts = (
+        text
+        for request in of_prompts
+        for text in samples_of(model, request, num_samples, prefill_step_size, max_kv_size, stream)
     )
     requests = (
-        Request(encode(tokenizer, prompt), wanted, how, own_seed, processors, cache)
-        for prompt, wanted, own_seed, cache in columns
+        replace(request, seed=own_seed)
+        for request, own_seed in zip(texts, _seeds(seed), strict=False)
     )
     with wired_limit(model, [stream]):
-        yield from _respond(batch, requests, tokenizer, drafter if isinstance(drafter, str) else "")
+        name = drafter if isinstance(drafter, str) else ""
+        yield from _respond(batch, requests, tokenizer, num_samples, name)
 
 
 def batch_generate(
@@ -170,13 +181,14 @@ def batch_generate(
         options: `drafter`, `draft_model` and all that `batch_stream_generate` takes besides.
 
     Returns:
-        mlx-lm's response, with the account of each text in `speculation`.
+        mlx-lm's response, with the account of each text in `speculation`; several samples of a
+        prompt stand one behind the other.
 
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
     started = time.perf_counter()
-    texts: dict[int, _Collected] = {}
+    texts: dict[tuple[int, int], _Collected] = {}
     responses = batch_stream_generate(
         model,
         tokenizer,
@@ -187,8 +199,9 @@ def batch_generate(
         **options,
     )
     for response in responses:
-        texts.setdefault(response.index, _Collected()).add(response, return_logprobs)
-    collected = [texts[i] for i in sorted(texts)]
+        place = response.index, response.sample
+        texts.setdefault(place, _Collected()).add(response, return_logprobs)
+    collected = [texts[place] for place in sorted(texts)]
     result = SpeculativeBatchResponse(
         [tokenizer.decode(text.tokens) for text in collected],
         _stats(collected, time.perf_counter() - started),
@@ -251,7 +264,11 @@ def _print(result: SpeculativeBatchResponse) -> None:
 
 
 def _respond(
-    batch: BatchGeneration, requests: Iterator[Request], tokenizer: TokenizerWrapper, drafter: str
+    batch: BatchGeneration,
+    requests: Iterator[Request],
+    tokenizer: TokenizerWrapper,
+    num_samples: int,
+    drafter: str,
 ) -> Generator[BatchStreamResponse, None, None]:
     """Detokenize each text, and let the next request in where there is a place."""
     texts: dict[int, _Text] = {}
@@ -259,7 +276,8 @@ def _respond(
     def let_in() -> None:
         while batch.num_open < batch.max_rows and (request := next(requests, None)) is not None:
             uid = batch.insert(request)
-            texts[uid] = _Text(tokenizer.detokenizer, len(request.prompt))
+            place = divmod(uid, num_samples)
+            texts[uid] = _Text(*place, tokenizer.detokenizer, len(request.prompt))
 
     let_in()
     with closing(batch.run()) as tokens:
@@ -296,7 +314,8 @@ def _response(
         stats=token.stats,
         origin=token.origin,
         drafter=drafter,
-        index=row.uid,
+        index=text.index,
+        sample=text.sample,
         num_rounds=batch.num_rounds,
         prompt_cache=row.prompt_cache,
     )
@@ -312,7 +331,7 @@ def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
 
 
 def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
-    """One seed for each prompt."""
+    """One seed for each text."""
     if given is None:
         return repeat(None)
     return count(given) if isinstance(given, int) else given

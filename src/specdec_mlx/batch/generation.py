@@ -10,7 +10,8 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -18,16 +19,22 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.pace import Pace
 from specdec_mlx.batch.reading import Reading
-from specdec_mlx.batch.rows import Passes, Request, Rounds, Row, RowToken
+from specdec_mlx.batch.rows import (
+    Passes,
+    Request,
+    Rounds,
+    Row,
+    RowDrafting,
+    RowToken,
+    shared_drafts,
+)
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.shared import RowLength, SharedLength, shared_costs_for
+from specdec_mlx.draft_length.shared import SharedLength, shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -44,8 +51,6 @@ from specdec_mlx.target.inputs import (
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.row_pass import RowPasses, ToVerify, wait_for
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import (
@@ -66,7 +71,10 @@ class BatchGeneration:
     model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
     `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
     end a text. max_rows: texts that are written at a time; more of them wait. returns_caches:
-    whether a text's caches are handed out with its last token.
+    whether a text's caches are handed out with its last token; completes_caches: with all of it
+    fed, and not as its last pass left them. is_open: whether more texts may come at any time, so
+    that nothing is known of when all have ended. on_error: told of a text, by its uid, that cannot
+    go on, while the others do; None to raise what happened.
     """
 
     model: nn.Module
@@ -80,6 +88,9 @@ class BatchGeneration:
     tokenizer: Any = None
     probe: bool = True
     returns_caches: bool = False
+    completes_caches: bool = True
+    is_open: bool = False
+    on_error: Callable[[int, Exception], None] | None = None
     stream: Any = generation_stream
     pace: Pace = field(default_factory=Pace)
     prompt_tokens: int = 0
@@ -111,17 +122,7 @@ class BatchGeneration:
             )
             return None
         with mx.stream(self.stream):
-            if not can_hold_rows(self.model):
-                return None
-            caches = RowCaches.like(make_prompt_cache(self.model, max_kv_size=self.max_kv_size))
-        if caches is None:
-            warnings.warn(
-                "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are "
-                "written one by one. Leave it out to have them written together.",
-                stacklevel=4,
-            )
-            return None
-        return RowPasses(self.model, caches)
+            return RowPasses.of(self.model, self.max_kv_size)
 
     def insert(self, request: Request) -> int:
         """Add a text; the uid that its tokens come with."""
@@ -129,6 +130,12 @@ class BatchGeneration:
         self._num_inserted += 1
         self._waiting.append((uid, request))
         return uid
+
+    @property
+    def num_cache_bytes(self) -> int:
+        """Bytes of the caches of all rows."""
+        passes = self._passes
+        return passes.caches.num_bytes if isinstance(passes, RowPasses) else 0
 
     @property
     def num_open(self) -> int:
@@ -171,7 +178,8 @@ class BatchGeneration:
             following, failure = ahead, None
             try:
                 for row, _ in outcomes:
-                    row.generation.drafting.observe()
+                    with self._alone(row.uid, row):
+                        row.generation.drafting.observe()
                 self._leave(passes)
                 following = self._follow(passes, ahead)
             except Exception as error:  # of a drafter; what was accepted is emitted first
@@ -206,7 +214,9 @@ class BatchGeneration:
     def _admit(self, passes: Passes) -> None:
         """Read on in the prompts of those that wait, as far as there are places."""
         while self._waiting and self._has_place and self._reading.has_room:
-            self._reading.begin(self.begin_row(*self._waiting.popleft()))
+            uid, request = self._waiting.popleft()
+            with self._alone(uid):
+                self._reading.begin(self.begin_row(uid, request))
         if not self._rows:
             slope = tuning_for(self.model).slope
             self._rows = self._note_read(self._reading.read_together(passes, slope))
@@ -223,37 +233,41 @@ class BatchGeneration:
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
-        prompt = check_prompt(request.prompt, None, self.drafter)
-        given = copy.deepcopy(request.prompt_cache)
+        own = request.drafting or RowDrafting(self.drafter, self.rule)
+        prompt = check_prompt(request.prompt, None, own.drafter)
+        given = request.prompt_cache
+        if self._passes is None or request.num_read < len(prompt) - 1:  # else a row is a copy
+            given = copy.deepcopy(given)
         caches, _ = split_cache(self.model, given, self.max_kv_size)
         options = CacheOptions(self.max_kv_size, self.prefill_step_size)
-        probe = self.probe and self.drafter is not None
-        model_pass = ModelPass(self.model, Rollback(caches), options, probe=probe)
+        probe = self.probe and own.drafter is not None
+        rollback = Rollback(caches, request.num_read)
+        model_pass = ModelPass(self.model, rollback, options, probe=probe)
         noise = Noise.from_global_state() if request.seed is None else Noise(request.seed)
         next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
-        verifier = Verifier(model_pass, next_token, self.rule)
+        verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
-        check_fits(self.drafter, context)
-        sequence = SequenceState(prompt, len(prompt), request.max_tokens)
+        check_fits(own.drafter, context)
+        said = request.num_said
+        sequence = SequenceState(
+            prompt, len(prompt) - said, request.max_tokens, num_handed_out=said
+        )
+        length = self.draft_length_of_row(own.draft_length)
         drafting = Drafting(
-            self.drafter,
-            self.draft_length_of_row(),
-            verifier,
-            sequence,
-            keeps_cache=False,
-            stream=self.stream,
+            own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream
         )
+        stats = request.stats or SpeculationStats()
         generation = Generation(
-            verifier, sequence, drafting, SpeculationStats(), self.stream, self.prefill_step_size
+            verifier, sequence, drafting, stats, self.stream, self.prefill_step_size
         )
-        return Row(uid, generation, verifier, context)
+        return Row(uid, generation, verifier, context, request.matcher)
 
-    def draft_length_of_row(self) -> DraftLength:
-        """The draft length of one text."""
-        if self._shared is not None:
+    def draft_length_of_row(self, own: int | str | DraftLength | None = None) -> DraftLength:
+        """The draft length of one text: its own, or that of the batch."""
+        if own is None and self._shared is not None:
             return self._shared.of_row()
-        choice = copy.deepcopy(self.draft_length)
+        choice = copy.deepcopy(self.draft_length if own is None else own)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
@@ -262,21 +276,33 @@ class BatchGeneration:
             self._shared.rows_are(self._left(self._rows), len(self._rows))
         drafts = []
         for row in self._rows:
-            is_first = row.generation.sequence.num_generated == 0
-            drafts.append(NO_DRAFT if is_first else row.generation.propose())
-        if self._shared is None:
-            return drafts
-        draftings = [row.generation.drafting for row in self._rows]
-        return self._shared.share(
-            [
-                (drafting.length, drafting.part, draft)
-                for drafting, draft in zip(draftings, drafts, strict=True)
-                if isinstance(drafting.length, RowLength)
-            ]
-        )
+            draft = NO_DRAFT
+            if row.generation.sequence.num_generated > 0:
+                with self._alone(row.uid, row):
+                    proposed = row.generation.propose()
+                    if self.on_error is not None:  # else the pass refuses what is no draft
+                        proposed = row.verifier.chain_of(proposed)
+                    draft = proposed
+            drafts.append(draft)
+        return drafts if self._shared is None else shared_drafts(self._shared, self._rows, drafts)
+
+    @contextmanager
+    def _alone(self, uid: int, row: Row | None = None) -> Iterator[None]:
+        """What goes wrong with one text ends it alone, if there is somebody to be told."""
+        try:
+            yield
+        except Exception as error:
+            if self.on_error is None:
+                raise
+            if row is None or row.finish_reason != "removed":
+                self.on_error(uid, error)
+            if row is not None:
+                row.finish_reason = "removed"
 
     def _left(self, rows: Sequence[Row]) -> list[int] | None:
         """Most tokens that each row may still get; None if others wait, or there is no limit."""
+        if self.is_open:
+            return None
         left = [row.generation.sequence.num_wanted() for row in rows]
         known = [number for number in left if number is not None]
         return known if len(known) == len(left) and not self._waiting else None
@@ -304,8 +330,8 @@ class BatchGeneration:
         A draft that is found while it runs begins one token later. That costs its row a part of a
         token; to wait for it would cost all rows the host's time in every pass.
         """
-        may_not = self._may_join or self.returns_caches or not self._is_pipelined
-        if may_not or not all(map(_may_run_ahead, current)):
+        may_not = self._may_join or not self._is_pipelined
+        if may_not or not all(row.may_run_ahead(round_) for row, round_ in current):
             return []
         to_verify = []
         with mx.stream(self.stream):
@@ -345,7 +371,9 @@ class BatchGeneration:
             self._shared.rows_are(self._left([row for row, _ in current]), len(current))
         outcomes = []
         for row, round_ in current:
-            outcome = row.generation.accept(round_, next_of.get(row.uid))
+            outcome = Outcome(range(0), [])
+            with self._alone(row.uid, row):
+                outcome = row.generation.accept(round_, next_of.get(row.uid))
             if row.finish_reason is None:
                 row.cut_at(self.stop_tokens, outcome)
             row.generation.roll_back(round_, outcome)
@@ -362,7 +390,10 @@ class BatchGeneration:
         for i, row in enumerate(self._rows):
             if self.returns_caches and row.finish_reason in ("stop", "length"):
                 with mx.stream(self.stream):
-                    row.prompt_cache = _whole_caches(row, passes.extract(i))
+                    alone = passes.extract(i)
+                    if self.completes_caches:
+                        row.complete(alone)
+                row.prompt_cache, row.num_cached = alone.caches, alone.position
         if len(staying) < len(self._rows):
             with mx.stream(self.stream):
                 passes.keep(staying)
@@ -390,7 +421,8 @@ class BatchGeneration:
                     break
                 left -= 1
                 reason = None if left else row.finish_reason
-                yield RowToken(row.uid, token, reason, row.prompt_cache if reason else None)
+                caches = row.prompt_cache if reason else None
+                yield RowToken(row.uid, token, reason, caches, row.num_cached)
 
     def _run_alone(self) -> Generator[RowToken, None, None]:
         """The texts one by one, each by the loop."""
@@ -417,20 +449,3 @@ class BatchGeneration:
                 yield RowToken(
                     row.uid, last.token, last.finish_reason or "length", row.prompt_cache
                 )
-
-
-def _may_run_ahead(pair: tuple[Row, Round]) -> bool:
-    """Whether a row's next token may be fed before it is known."""
-    row, round_ = pair
-    generation = row.generation
-    waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
-    return not len(round_.draft) and not waits and generation.sequence.wants_more(besides=1)
-
-
-def _whole_caches(row: Row, alone: Rollback) -> list[Any]:
-    """Caches of one text, brought to its end."""
-    row.verifier.model_pass.rollback = alone
-    sequence = row.generation.sequence
-    while (left := len(sequence.tokens) - alone.position) > 0:
-        row.generation.feed(left)
-    return alone.caches

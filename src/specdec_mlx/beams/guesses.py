@@ -117,7 +117,7 @@ class GuessLength:
         """
         for i in range(min(num_steps, num_guessed)):
             self.history.learn(0, i, i < num_steps - 1)
-        self.shared.record(num_guessed, num_steps, seconds, steady=steady)
+        self.shared.record(num_guessed, [num_steps], seconds, steady=steady)
 
 
 @dataclass(frozen=True)

@@ -79,9 +79,9 @@ class Grammar:
 class GrammarProcessor:
     """Logits processor that allows only tokens with which the text keeps to a grammar.
 
-    grammar: what the text may be. tokenizer: the target's. The text begins where the tokens of the
-    first call end, so make one for each generation. Once the text is complete and cannot go on, the
-    end token is the only one allowed.
+    grammar: what the text may be. tokenizer: the target's. start: how many tokens stand before the
+    text; None for those of the first call, so make one for each generation. Once the text is
+    complete and cannot go on, the end token is the only one allowed.
 
     It is pure in the sense of the loop: it follows whatever tokens it is shown, backwards too, so
     that calls for rows that are rejected afterwards do no harm. Raises GrammarError for a grammar
@@ -90,11 +90,11 @@ class GrammarProcessor:
 
     pure = True
 
-    def __init__(self, grammar: Grammar, tokenizer: Any) -> None:
+    def __init__(self, grammar: Grammar, tokenizer: Any, start: int | None = None) -> None:
         """Compile the grammar for the tokenizer; seconds for the first one of a large tokenizer."""
         self.grammar = grammar
         self.tokenizer = compiled_tokenizer(tokenizer)
-        self.start: int | None = None
+        self.start = start
         self.place = self.beginning()
 
     def beginning(self) -> Place:
@@ -124,7 +124,11 @@ class GrammarDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
         """Start where the processor starts: the grammar is that of what follows the prompt."""
-        return GrammarSession(_processor(context))
+        processor = _processor(context)
+        session = GrammarSession(processor)
+        if processor.start is not None:  # the text has begun elsewhere
+            session.observe(prompt[processor.start :])
+        return session
 
 
 class GrammarSession:

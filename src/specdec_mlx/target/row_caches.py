@@ -205,6 +205,11 @@ class RowCaches:
         return RowsCache(self._slots.setdefault(window, Slots(window)))
 
     @property
+    def num_bytes(self) -> int:
+        """Of all rows, room included."""
+        return sum(int(cache.nbytes) for cache in self.caches)
+
+    @property
     def window(self) -> int | None:
         """Positions that the smallest window holds; None without windows."""
         return min((window for window in self._slots if window is not None), default=None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.verifier import LazyPass, RowByRowPass, Verifier
 from specdec_mlx.token_ids import to_ids
@@ -75,6 +77,21 @@ class RowPasses:
     caches: RowCaches
     verifiers: list[Verifier] = field(default_factory=list)
     places: list[RowPlace] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, model: nn.Module, max_kv_size: int | None) -> RowPasses | None:
+        """No row yet; None, and a warning, for a model whose texts cannot be rows."""
+        if not can_hold_rows(model):
+            return None
+        caches = RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size))
+        if caches is None:
+            warnings.warn(
+                "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are "
+                "written one by one. Leave it out to have them written together.",
+                stacklevel=5,
+            )
+            return None
+        return cls(model, caches)
 
     def add(self, verifier: Verifier) -> None:
         """Take over a text that was read alone; from now on it goes with the others."""
