@@ -68,6 +68,19 @@ def test_a_missing_client_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> N
         bench.asking("http://127.0.0.1:1", 3)
 
 
+def test_clients_are_timed_to_their_tokens() -> None:
+    """Of each server: the median client's time to a token, and that of the slowest."""
+    phase = Phase("two")
+    phase.answers = {
+        STOCK: [Answer("a", 3, per_token=seconds) for seconds in (0.1, 0.2, 0.6)],
+        OURS: [Answer("a", 3, per_token=0.1), Answer(error="no"), Answer(error="no")],
+    }
+    assert phase.per_token(STOCK) == (0.2, 0.6)
+    assert phase.per_token(OURS) == (0.1, 0.1)
+    row = bench.table([phase]).splitlines()[1].split()
+    assert row[-3:] == ["200.0", "600.0", "0"]
+
+
 @FULL
 def test_both_servers_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """As processes, with a tiny model: the same texts, no errors, and our account."""

@@ -3,7 +3,8 @@
     python -m specdec_mlx.bench.server --prompts FILE.jsonl --num 20 --max-tokens 96
 
 Both serve the same model on the loopback, as processes, and are asked in turn, so that what else
-the machine does hits both: first one request after another, then several clients at once.
+the machine does hits both: first one request after another, then several clients at once, for each
+number of them. Answers are streamed, and each client notes when its tokens come.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from specdec_mlx.bench.machine import describe_machine
@@ -36,12 +38,19 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client got: the text, its length in tokens, our part of the usage, and any error."""
+    """What a client got: the text, its length in tokens, our part of the usage, and any error.
+
+    Attributes:
+        first: seconds to the first token.
+        per_token: seconds to each token after it.
+    """
 
     text: str = ""
     tokens: int = 0
     speculation: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
+    first: float = 0.0
+    per_token: float = 0.0
 
 
 @dataclass
@@ -68,6 +77,11 @@ class Phase:
         """Requests that both answered with the same text."""
         pairs = zip(self.answers[STOCK], self.answers[OURS], strict=True)
         return sum(a.error is b.error is None and a.text == b.text for a, b in pairs)
+
+    def per_token(self, server: str) -> tuple[float, float]:
+        """Seconds to a token as clients see it: of the median client, and of the slowest."""
+        each = [answer.per_token for answer in self.answers[server] if answer.per_token]
+        return (median(each), max(each)) if each else (0.0, 0.0)
 
     @property
     def num_errors(self) -> dict[str, int]:
@@ -110,7 +124,7 @@ def _measure(name: str, servers: dict[str, Ask], groups: Sequence[Sequence[str]]
 
 
 def asking(url: str, max_tokens: int) -> Ask:
-    """A function that asks a server for a greedy answer, with the openai client."""
+    """A function that asks a server for a greedy answer, as a stream, with the openai client."""
     try:
         import openai
     except ImportError as error:
@@ -118,18 +132,28 @@ def asking(url: str, max_tokens: int) -> Ask:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
 
     def ask(prompt: str) -> Answer:
+        started, came, text = time.perf_counter(), [], ""
+        usage: Any = None
         try:
-            reply = client.chat.completions.create(
+            for chunk in client.chat.completions.create(
                 model="default_model",
                 messages=[{"role": "user", "content": prompt}],
                 max_tokens=max_tokens,
                 temperature=0.0,
-            )
+                stream=True,
+                stream_options={"include_usage": True},
+            ):
+                usage = chunk.usage or usage
+                if chunk.choices and chunk.choices[0].delta.content:
+                    text += chunk.choices[0].delta.content
+                    came.append(time.perf_counter())
         except openai.OpenAIError as error:
             return Answer(error=str(error))
-        usage: Any = reply.usage
         account = dict(getattr(usage, "speculation", None) or {})
-        return Answer(reply.choices[0].message.content or "", usage.completion_tokens, account)
+        first, last = (came[0], came[-1]) if came else (started, started)
+        tokens = usage.completion_tokens
+        per_token = (last - first) / max(1, tokens - 1)
+        return Answer(text, tokens, account, None, first - started, per_token)
 
     return ask
 
@@ -180,11 +204,13 @@ def run(
     model: str,
     prompts: Sequence[str],
     num: int,
-    clients: int,
+    clients: Sequence[int],
     max_tokens: int,
     flags: Sequence[str],
 ) -> list[Phase]:
-    """Both phases: `num` prompts one after another, then the next as many, several at once.
+    """All phases: `num` prompts one after another, then as many at once as there are clients.
+
+    The prompts of the later phases are others, if there are enough.
 
     The first answer of each server is not timed: weights are read and kernels compiled then.
 
@@ -192,7 +218,7 @@ def run(
         model: folder or Hugging Face name.
         prompts: user messages.
         num: prompts in each phase.
-        clients: at once, in the second phase.
+        clients: at once; a phase for each number.
         max_tokens: of an answer.
         flags: of our server.
 
@@ -211,7 +237,7 @@ def run(
         later = prompts[num : 2 * num] if len(prompts) >= 2 * num else prompts[:num]
         return [
             one_after_another(servers, prompts[:num]),
-            several_at_once(servers, later, clients),
+            *(several_at_once(servers, later, number) for number in clients),
         ]
 
 
@@ -255,18 +281,24 @@ def table(phases: Sequence[Phase]) -> str:
     """For people to read."""
     lines = [
         f"{'phase':<20}{'server':<20}{'requests':>9}{'tokens':>8}{'seconds':>9}{'ratio':>7}"
-        f"{'errors':>8}{'same text':>11}"
+        f"{'ms/token':>10}{'slowest':>9}{'errors':>8}{'same text':>11}"
     ]
     for phase in phases:
         for name, answers in phase.answers.items():
             ours = name == OURS
+            typical, slowest = phase.per_token(name)
             lines.append(
                 f"{phase.name:<20}{name:<20}{len(answers):>9}"
                 f"{sum(answer.tokens for answer in answers):>8}{phase.seconds[name]:>9.1f}"
-                f"{f'{phase.ratio:.2f}' if ours else '':>7}{phase.num_errors[name]:>8}"
+                f"{f'{phase.ratio:.2f}' if ours else '':>7}"
+                f"{1e3 * typical:>10.1f}{1e3 * slowest:>9.1f}{phase.num_errors[name]:>8}"
                 f"{f'{phase.num_same}/{len(answers)}' if ours else '':>11}"
             )
-    return "\n".join([*lines, "ratio: mlx_lm.server's time over ours; above 1 is sooner."])
+    lines += [
+        "ratio: mlx_lm.server's time over ours; above 1 is sooner.",
+        "ms/token: from a client's first token to its last, of the median client and the slowest.",
+    ]
+    return "\n".join(lines)
 
 
 def record(phases: Sequence[Phase], texts: bool) -> dict[str, Any]:
@@ -291,7 +323,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
     add("--num", type=int, default=20, help="prompts in each phase (%(default)s)")
     add("--max-tokens", type=int, default=96, help="tokens an answer (%(default)s)")
-    add("--clients", type=int, default=8, help="at once, in the second phase (%(default)s)")
+    add("--category", action="append", default=[], help="of prompts, repeatable (default: all)")
+    add("--clients", type=int, nargs="+", default=[2, 4], help="at once (2 4)")
     add("--drafter", action="append", default=[], help="for our server; repeatable")
     add("--draft-model", help="for our server")
     add_lighter_arguments(parser)
@@ -306,6 +339,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status is 1 if a request failed or a text differs."""
     args = make_parser().parse_args(arguments)
     prompts = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
+    if args.category:
+        prompts = [prompt for prompt in prompts if prompt.category in args.category]
     kinds = len({prompt.category for prompt in prompts})
     spread = choose(prompts, per_category=-(-2 * args.num // kinds))
     texts = [prompt.text for prompt in _mixed(spread)]

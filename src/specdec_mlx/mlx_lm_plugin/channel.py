@@ -70,6 +70,12 @@ class Channel:
         """Tokens said in the current service."""
         return len(self.tokens) - self.num_before
 
+    def stop(self) -> None:
+        """End the current service, as a client does that hangs up."""
+        served = self._later or self.context
+        if served is not None:
+            served.stop()
+
     def resume(self, detokenizer: Any, matcher: Any) -> None:
         """Begin to hide that the request is served by others.
 
@@ -129,7 +135,7 @@ class Channel:
         self.queue.put(response)
         hidden = self.is_watched and self._is_alone
         if self._later is not None and not hidden and (stopped or not self.alive):
-            self._later.stop()
+            self.stop()
         if stopped:
             self._finish(None)
 

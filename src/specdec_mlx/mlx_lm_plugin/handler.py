@@ -10,6 +10,7 @@ from typing import Any
 from mlx_lm.server import APIHandler
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.mlx_lm_plugin.choices import Choice, Choices, Usage
 from specdec_mlx.mlx_lm_plugin.openai_fields import check_body, check_messages, check_prompt
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 
@@ -36,6 +37,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     speculation: Requested | None = None
     replying = False
     """Whether the client has the head of a reply."""
+    choice: Choice | None = None
+    """Which of several choices it answers with; the connection is another handler's then."""
 
     def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
         """Handle one connection; the base class does it all in its constructor."""
@@ -64,8 +67,19 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def end_headers(self) -> None:
         """Send the head of a reply."""
-        super().end_headers()
+        if self.choice is None:
+            super().end_headers()
         self.replying = True
+
+    def send_header(self, keyword: str, value: str) -> None:
+        """Add to the head of a reply."""
+        if self.choice is None:
+            super().send_header(keyword, value)
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        """Begin the head of a reply."""
+        if self.choice is None:
+            super().send_response(code, message)
 
     def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
         """Begin a reply, unless the request turned out to be one that cannot be served."""
@@ -113,25 +127,46 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             self.stream_options = None  # mlx-lm looks for the word without asking
 
     def handle_completion(self, request: Any, stop_words: list[str]) -> None:
-        """Answer."""
-        request.speculation = self.speculation
-        super().handle_completion(request, stop_words)
+        """Answer, with several choices if they are asked for."""
+
+        def answer(handler: SpeculatingHandler, own: Any) -> None:
+            own.speculation = handler.speculation
+            APIHandler.handle_completion(handler, own, stop_words)
+
+        num_choices = self.body.get("n") or 1
+        if num_choices == 1:
+            answer(self, request)
+        else:
+            Choices(self, answer).run(request, num_choices)
+
+    def account(self) -> dict[str, Any]:
+        """The `speculation` object of what was answered."""
+        assert self.speculation is not None
+        return self.speculation.usage()
 
     def generate_response(
         self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
-        assert self.speculation is not None
         reply: dict[str, Any] = super().generate_response(text, finish_reason, *args, **kwargs)
+        if self.choice is not None:
+            reply["choices"][0]["index"] = self.choice.index
         if "usage" in reply:
-            reply["usage"]["speculation"] = self.speculation.usage()
+            reply["usage"]["speculation"] = self.account()
         elif finish_reason is not None:
-            reply["speculation"] = self.speculation.usage()
+            reply["speculation"] = self.account()
         return reply
 
-    def completion_usage_response(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def completion_usage_response(
+        self,
+        prompt_token_count: int | None = None,
+        completion_token_count: int | None = None,
+        prompt_cache_count: int | None = None,
+    ) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for the usage."""
-        assert self.speculation is not None
-        reply: dict[str, Any] = super().completion_usage_response(*args, **kwargs)
-        reply["usage"]["speculation"] = self.speculation.usage()
+        counts = prompt_token_count or 0, completion_token_count or 0, prompt_cache_count
+        if self.choice is not None:
+            self.choice.usage = Usage(*counts)
+        reply: dict[str, Any] = super().completion_usage_response(*counts)
+        reply["usage"]["speculation"] = self.account()
         return reply

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import HeadError
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.types import DraftContext, Drafter, DraftSession
+from specdec_mlx.types import DraftContext, Drafter, DraftSession, ReadsTarget, all_drafters
 
 
 class HeadToLoad:
@@ -41,3 +41,12 @@ def with_heads(drafter: Drafter | None, target: nn.Module) -> Drafter | None:
     if isinstance(drafter, FirstOf):
         return drafter.with_each(lambda part: with_heads(part, target) or part)
     return drafter
+
+
+def without_readers(drafter: Drafter | None) -> Drafter | None:
+    """What of a drafter needs no states of the target, which several texts at once do not show."""
+    if isinstance(drafter, FirstOf):
+        parts = [part for part in drafter.drafters if without_readers(part) is not None]
+        return type(drafter)(*parts) if parts else None
+    reads = any(isinstance(part, ReadsTarget) for part in all_drafters(drafter))
+    return None if reads else drafter

@@ -10,6 +10,9 @@ from specdec_mlx.drafters.grammar import Grammar
 NUM_SEEDS = 2**64
 """MLX takes seeds of 64 bits."""
 
+MOST_CHOICES = 32
+"""Most choices of one request: each is a row of a batch."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served, in words for the client."""
@@ -60,6 +63,11 @@ def check_body(body: dict[str, Any]) -> None:
     seed = body.get("seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < NUM_SEEDS):
         raise RequestError(f"seed must be an int from 0 to 2**64 - 1, not {seed!r}")
+    num_choices = body.get("n")
+    if num_choices is not None and (
+        type(num_choices) is not int or not 1 <= num_choices <= MOST_CHOICES
+    ):
+        raise RequestError(f"n must be an int from 1 to {MOST_CHOICES}, not {num_choices!r}")
     bias = body.get("logit_bias")
     for token, value in bias.items() if isinstance(bias, dict) else ():
         if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):

@@ -20,6 +20,7 @@ from specdec_mlx.drafters.registry import (
 )
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.memory import Memory
+from specdec_mlx.mlx_lm_plugin.channel import Channel
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
@@ -51,8 +52,9 @@ class Requested:
         grammar: what the answer may be.
         prediction: a text that the answer is expected to resemble, "" for none.
         stats: the account of the speculative part, None before.
-        batched: whether mlx-lm's batch served it, or its end.
+        batched: whether it was served with others, or its end.
         error: why it turned out to be one that cannot be served.
+        channel: the way to its client, once it is taken up.
     """
 
     drafter: Drafter | None
@@ -64,11 +66,12 @@ class Requested:
     stats: SpeculationStats | None = None
     batched: bool = False
     error: Exception | None = None
+    channel: Channel | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks are told: they draft nothing, but know whether something is drafted."""
         drafter = None if self.drafter is None else PromptLookupDrafter()
-        return {**vars(self), "drafter": drafter, "stats": None, "error": None}
+        return {**vars(self), "drafter": drafter, "stats": None, "error": None, "channel": None}
 
     def usage(self) -> dict[str, Any]:
         """The `speculation` object of a reply."""

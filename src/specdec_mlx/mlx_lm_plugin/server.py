@@ -1,9 +1,10 @@
 """`specdec-mlx server`: mlx-lm's OpenAI-compatible server, with drafters.
 
-A request that is alone is served with speculation. When others arrive it goes on, with them, in
-mlx-lm's batch: there the weights are read once for all of them, which drafts cannot better. What
-mlx-lm never batches (a seed, quantized caches, images) is speculated for throughout, and so is a
-text that is kept to a grammar.
+A request that is alone is served with speculation. When others arrive it goes on, with them, as a
+row of one batch, each drafted for as far as it pays for all of them; also with a seed or a grammar.
+Models whose texts cannot be rows, and models on several ranks, go on in mlx-lm's own batch, without
+drafts, and what that cannot serve is served alone: a seed, a grammar. So are quantized caches and
+images always.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider, ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
+from specdec_mlx.batch.rows import Request, RowDrafting
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
@@ -30,6 +33,7 @@ from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, Incoming, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
 from specdec_mlx.mlx_lm_plugin.conversation import (
     continued,
@@ -46,7 +50,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
-from specdec_mlx.mlx_lm_plugin.heads import with_heads
+from specdec_mlx.mlx_lm_plugin.heads import with_heads, without_readers
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 from specdec_mlx.models import explained
@@ -177,18 +181,64 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
 
 
 class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
-    """Serves a request with speculation while it is alone, and in mlx-lm's batch otherwise."""
+    """Serves a request with speculation while it is alone, and in a batch with others."""
 
     def __init__(self, menu: Menu, *args: Any) -> None:
         """Start the thread that generates."""
         self.menu = menu
         self.channels: list[Channel] = []
+        self._latest: Any = None
         self.draft_caches: LRUPromptCache = args[1]
         if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
             self.draft_caches = LRUPromptCache(args[1].max_size)
         elif menu.tokenizer is not None:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
+
+    def _generate(self) -> None:
+        """As in mlx-lm, which batches with what it finds under this name."""
+        module = importlib.import_module("mlx_lm.server")
+        with replaced_names(module, {"BatchGenerator": self._new_batch}):
+            super()._generate()
+
+    def _new_batch(self, model: nn.Module, *, stream: Any, **sizes: int) -> Any:
+        """Rows that are drafted for, or mlx-lm's own batch where there can be none."""
+        if not self._has_rows():
+            return BatchGenerator(model, stream=stream, **sizes)
+        tokenizer = self.model_provider.tokenizer
+        return SpeculatingBatch(model, self._incoming, tokenizer, stream, **sizes)
+
+    def _has_rows(self) -> bool:
+        """Whether requests that run together are drafted for.
+
+        Not on several ranks, where each would draft as far as its own clock says, nor for models
+        whose texts cannot be rows.
+        """
+        return not self._is_distributed and has_rows(self.model_provider.model)
+
+    def _incoming(self) -> Incoming:
+        """The request that `_tokenize` saw last, which goes into the batch."""
+        args = self._latest
+        requested: Requested = args.speculation
+        assert requested.channel is not None, "it was taken up"
+        top = max(0, args.top_logprobs)
+        finish = partial(self._with_drafts, requested)
+        return Incoming(requested.channel, requested, top, args.seed, finish)
+
+    def _with_drafts(self, requested: Requested, text: Request) -> Request:
+        """A text of the batch, with the request's drafter and grammar."""
+        model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
+        self.menu.check(tokenizer)
+        drafter = without_readers(with_heads(requested.drafter, model))
+        drafter = self._drafter(drafter, requested, tokenizer)
+        processors = list(text.logits_processors)
+        if requested.grammar is not None:
+            start = len(text.prompt) - text.num_said
+            processors.append(GuardedGrammar(requested.grammar, tokenizer, start))
+        own = None if requested.draft_length == "auto" else requested.draft_length
+        how = RowDrafting(drafter, requested.rule, own)
+        sampler = read_sampler(text.sampler) or text.sampler
+        return replace(text, sampler=sampler, logits_processors=processors, drafting=how)
 
     def generate(self, request: Any, generation_args: Any, *args: Any, **kwargs: Any) -> Any:
         """As in mlx-lm; what the request says about speculation goes along with its arguments."""
@@ -212,6 +262,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             channel = Channel(queue, is_watched=self._is_distributed)
         self.channels = [other for other in self.channels if other.alive and other is not channel]
         self.channels.append(channel)
+        args.speculation.channel = channel
         return channel, request, args
 
     def _is_batchable(self, args: Any) -> bool:
@@ -223,21 +274,29 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return self._share_object((value,))[0] if self._is_distributed else value
 
     def _should_batch(self, args: Any) -> bool:
-        if not self._may_be_batched(args):
-            return False
-        if args.speculation.drafter is None:
-            return True
-        return sum(channel.alive for channel in self.channels) > 1 or not self.requests.empty()
+        if args.speculation.drafter is None and not self._is_drawn_alone(args):
+            return self._may_be_batched(args)
+        others = sum(channel.alive for channel in self.channels) > 1 or not self.requests.empty()
+        return (others or self._goes_on(args)) and self._may_be_batched(args)
+
+    def _goes_on(self, args: Any) -> bool:
+        """Whether it is half served, so that its noise goes on in the middle."""
+        channel = args.speculation.channel
+        return channel is not None and channel.num_before > 0 and self._is_drawn_alone(args)
+
+    def _is_drawn_alone(self, args: Any) -> bool:
+        """Whether mlx-lm's batch could not serve it; a grammar's error there would end all."""
+        return args.seed is not None or args.speculation.grammar is not None
 
     def _may_be_batched(self, args: Any) -> bool:
-        """Whether it could be served in a batch, if there were others.
-
-        Not where a grammar is followed: an error there would end the whole batch, and the server.
-        """
-        return bool(super()._is_batchable(args)) and args.speculation.grammar is None
+        """Whether it could be served with others, if there were any."""
+        if not self.model_provider.is_batchable or self.cli_args.kv_bits is not None:
+            return False
+        return not self._is_drawn_alone(args) or self._has_rows()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
         """As in mlx-lm, checked; a continuation has its tokens already."""
+        self._latest = args
         if isinstance(request, Continuation):
             return request.prompt, [request.prompt], ["assistant"], "normal", None
         args.speculation.batched = True  # until it is seen to be served alone
@@ -261,7 +320,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return prompt, segments, kinds, state, vision
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
-        """Serve with speculation; go on in a batch when others come."""
+        """Serve with speculation; go on with others when they come."""
         channel, request, args = taken
         module = importlib.import_module("mlx_lm.server")
         try:
@@ -313,6 +372,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             drafter=continued(drafter, earlier) if earlier else drafter,
             draft_length=requested.draft_length,
             rule=requested.rule,
+            seed=args.seed,
             prompt_cache=prompt_cache,
             sampler=read_sampler(sampler) or sampler,
             logits_processors=processors,
@@ -342,8 +402,9 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _others_wait(self, request: Any, args: Any) -> bool:
         """Whether this request should go on in a batch with others."""
-        may_batch = self._may_be_batched(args) and not any(_image_parts(request.messages))
-        return may_batch and not self.requests.empty()
+        if self.requests.empty() or any(_image_parts(request.messages)):
+            return False
+        return self._may_be_batched(args)
 
     def _hand_over(self, channel: Channel, args: Any) -> None:
         """Queue the rest of a request behind those that wait; its cache was just put away."""

@@ -1,0 +1,376 @@
+"""What mlx-lm's server batches with: rows of one batch, each with drafts of its own.
+
+`mlx_lm.server` makes a `BatchGenerator` when requests run at the same time, puts them in, asks it
+for what is new, and takes out those whose clients have gone. `SpeculatingBatch` stands in its place
+and does the same with a `BatchGeneration`. Prompts are read between the rounds of the others, a
+part at a time.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.prompts import PromptReading
+from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.drafters.grammar import GrammarProcessor
+from specdec_mlx.mlx_lm_plugin.channel import Channel
+from specdec_mlx.mlx_lm_plugin.requests import Requested
+from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.row_exactness import can_hold_rows
+from specdec_mlx.types import LogitsProcessor
+
+
+@dataclass
+class Incoming:
+    """A request to the server, before it is put in.
+
+    channel: the way to its client. requested: how it wants to be served. num_top: likeliest tokens
+    that it wants to see. seed: of its noise, None for any. finish: adds to the text what its drafts
+    and its grammar need; may raise.
+    """
+
+    channel: Channel
+    requested: Requested
+    num_top: int
+    seed: int | None
+    finish: Callable[[Request], Request]
+
+
+@dataclass(eq=False)
+class _Served:
+    """A request in the batch.
+
+    text: what is written. reading: its prompt, which others may wait for too. ends: positions of
+    the prompt at which mlx-lm keeps the caches. begun: position that reading began at. tokens: all
+    that its caches may hold. seconds_before: of reading the prompt, where it was served before.
+    """
+
+    uid: int
+    incoming: Incoming
+    text: Request
+    reading: PromptReading
+    ends: list[int]
+    begun: int
+    tokens: list[int]
+    seconds_before: float = 0.0
+
+    def fail(self, error: Exception) -> None:
+        """Tell the client."""
+        guarded = [f for f in self.text.logits_processors if isinstance(f, GuardedGrammar)]
+        known = [grammar.error for grammar in guarded if grammar.error is not None]
+        self.incoming.channel.put(known[0] if known else error)
+        self.incoming.channel.stop()
+
+    def progress(self, *, end_of_segment: bool, is_read: bool = False) -> Any:
+        """How far the prompt is read, in tokens."""
+        total = len(self.text.prompt) - self.begun
+        done = total if is_read else self.reading.num_read - self.begun
+        return PromptProcessingBatch.Response(self.uid, (done, total), end_of_segment, is_read)
+
+
+class GuardedGrammar(GrammarProcessor):
+    """A grammar that keeps what it raises: the pass that asks it is that of other requests too.
+
+    The logits are no numbers then, which ends its own text alone.
+    """
+
+    error: Exception | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits [1, V]; see `GrammarProcessor`."""
+        try:
+            return super().__call__(tokens, logits)
+        except Exception as error:
+            self.error = error
+            return logits * mx.nan
+
+
+@dataclass(eq=False)
+class SpeculatingBatch:
+    """Stands in for mlx-lm's `BatchGenerator`, with the part of it that the server asks for.
+
+    incoming: tells the request that is put in next.
+    """
+
+    model: nn.Module
+    incoming: Callable[[], Incoming]
+    tokenizer: Any
+    stream: Any
+    completion_batch_size: int = 32
+    prefill_batch_size: int = 8
+    prefill_step_size: int = 2048
+    _batch: BatchGeneration = field(init=False)
+    _tokens: Generator[RowToken, None, None] | None = field(default=None, init=False)
+    _num_inserted: int = field(default=0, init=False)
+    _reading: list[_Served] = field(default_factory=list, init=False)
+    _rows: dict[int, _Served] = field(default_factory=dict, init=False)
+    """By the uids of `_batch`."""
+    _failed: list[_Served] = field(default_factory=list, init=False)
+    _read_in: int = field(default=-1, init=False)
+    _beside: Any = field(default_factory=lambda: mx.new_stream(mx.cpu), init=False)
+    """For what must not wait for a pass."""
+
+    def __post_init__(self) -> None:
+        """No text is there yet."""
+        self._batch = self._new_batch()
+
+    def _new_batch(self) -> BatchGeneration:
+        return BatchGeneration(
+            self.model,
+            max_rows=max(self.completion_batch_size, self.prefill_batch_size),
+            prefill_step_size=self.prefill_step_size,
+            tokenizer=self.tokenizer,
+            returns_caches=True,
+            completes_caches=False,
+            is_open=True,
+            on_error=self._fail,
+            stream=self.stream,
+        )
+
+    def insert_segments(
+        self,
+        segments: Sequence[Sequence[Sequence[int]]],
+        max_tokens: Sequence[int],
+        caches: Sequence[list[Any] | None],
+        all_tokens: Sequence[Sequence[int]],
+        samplers: Sequence[Any],
+        logits_processors: Sequence[Sequence[LogitsProcessor]],
+        stop_sequences: Sequence[Any],
+    ) -> list[int]:
+        """Put a request in; each argument has one entry, as in mlx-lm.
+
+        Args:
+            segments: the parts of the prompt that are not in the caches; these are kept at the end
+                of each.
+            max_tokens: most tokens to generate.
+            caches: what is known of the prompt's beginning, or None.
+            all_tokens: what they hold.
+            samplers: how tokens are drawn.
+            logits_processors: mlx-lm's.
+            stop_sequences: what ends the text.
+
+        Returns:
+            What its tokens come with.
+        """
+        incoming, uid = self.incoming(), self._num_inserted
+        self._num_inserted += 1
+        prompt = [*all_tokens[0], *(token for part in segments[0] for token in part)]
+        num_said = incoming.channel.num_before
+        matcher = stop_sequences[0].matcher()
+        for token in prompt[len(prompt) - num_said :]:
+            matcher.advance(token)
+        text = Request(
+            prompt,
+            max_tokens[0] + num_said,
+            samplers[0],
+            incoming.seed,
+            list(logits_processors[0]),
+            num_said=num_said,
+            matcher=matcher,
+            stats=incoming.requested.stats,
+        )
+        reading = self._reading_of(prompt, caches[0], len(all_tokens[0]))
+        lengths = [len(part) for part in segments[0]]
+        ends = [len(all_tokens[0]) + end for end in accumulate(lengths)]
+        ends[-1] -= 1  # the last token is fed with the first round
+        served = _Served(uid, incoming, text, reading, ends, reading.num_read, list(prompt))
+        if text.stats is not None:
+            served.seconds_before = text.stats.prefill_seconds
+        try:
+            served.text = incoming.finish(text)
+            self._reading.append(served)
+        except Exception as error:  # of a drafter that does not fit, say
+            self._end(served, error)
+        return [uid]
+
+    def _reading_of(
+        self, prompt: list[int], caches: list[Any] | None, num_cached: int
+    ) -> PromptReading:
+        """The reading of a prompt; one that is under way for the same prompt serves them both."""
+        for other in self._reading:
+            if other.reading.prompt == prompt:
+                return other.reading
+        with mx.stream(self.stream):
+            caches = caches or make_prompt_cache(self.model)
+        return PromptReading(self.model, prompt, caches, self.stream, num_cached)
+
+    def next(self) -> tuple[list[Any], list[Any]]:
+        """What is new: parts of prompts that were read, and tokens; nothing when all has ended."""
+        tokens = self._next_token()
+        progress = self._read_prompts()
+        while self._failed:
+            progress.append(self._failed.pop().progress(end_of_segment=False))
+        return progress, tokens
+
+    def _next_token(self) -> list[Any]:
+        """The next token of any row."""
+        if self._tokens is None:
+            if not self._batch.num_open:
+                return []
+            self._tokens = self._batch.run()
+        try:
+            row = next(self._tokens, None)
+        except Exception as error:
+            logging.exception("A batch failed.")
+            self._start_over(error)
+            return []
+        if row is None:
+            self._tokens = None
+            return []
+        served = self._rows.get(row.uid)
+        return [] if served is None else [self._said(served, row)]
+
+    def _said(self, served: _Served, row: RowToken) -> Any:
+        """What mlx-lm is told of a token."""
+        stats = served.incoming.requested.stats = row.token.stats
+        if len(served.tokens) == len(served.text.prompt):
+            stats.prefill_seconds = served.seconds_before + served.reading.seconds
+        served.tokens.append(row.token.token)
+        held = None
+        if row.finish_reason is not None:
+            del self._rows[row.uid]
+            held = served.tokens[: row.num_cached]
+            if row.prompt_cache is not None:
+                mx.async_eval([cache.state for cache in row.prompt_cache])
+        return GenerationBatch.Response(
+            served.uid,
+            row.token.token,
+            row.token.logprobs if served.incoming.num_top > 0 else on_the_host(row, self._beside),
+            row.finish_reason,
+            row.prompt_cache,
+            held,
+        )
+
+    def _read_prompts(self) -> list[Any]:
+        """Let in the texts whose prompts are read; read on in the others, once a round.
+
+        A round waits for as much as one pass may have of a prompt. A prompt has at most one part of
+        it, so that its caches can be had where a part ends.
+        """
+        read = [served for served in self._reading if not served.reading.num_left]
+        news = [self._let_in(served) for served in read]
+        if self._rows and self._batch.num_rounds == self._read_in:
+            return news
+        self._read_in = self._batch.num_rounds
+        left, readings = self.prefill_step_size, set()
+        for served in list(self._reading):
+            if left > 0 and id(served.reading) not in readings:
+                readings.add(id(served.reading))
+                before = served.reading.num_read
+                news += self._read_part(served, left)
+                left -= served.reading.num_read - before
+        return news
+
+    def _read_part(self, served: _Served, most: int) -> list[Any]:
+        """Read on in a prompt, up to the next end of a segment."""
+        reading = served.reading
+        end = next(end for end in served.ends if end > reading.num_read)
+        try:
+            reading.read(min(most, end - reading.num_read))
+        except Exception as error:
+            self._reading.remove(served)
+            self._end(served, error)
+            return []
+        return [served.progress(end_of_segment=reading.num_read == end)]
+
+    def _let_in(self, served: _Served) -> Any:
+        """Make a row of a text."""
+        reading = served.reading
+        text = replace(served.text, prompt_cache=reading.caches, num_read=reading.num_read)
+        served.reading = replace(reading, caches=[])  # the row has a copy
+        self._reading.remove(served)
+        self._rows[self._batch.insert(text)] = served
+        return served.progress(end_of_segment=True, is_read=True)
+
+    def extract_cache(self, uids: Sequence[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """Copies of the caches of prompts that are being read, and what they hold."""
+        return {
+            served.uid: (
+                copy.deepcopy(served.reading.caches),
+                list(served.reading.prompt[: served.reading.num_read]),
+            )
+            for served in self._reading
+            if served.uid in uids
+        }
+
+    def remove(self, uids: Sequence[int]) -> None:
+        """Take requests out, wherever they are."""
+        self._reading = [served for served in self._reading if served.uid not in uids]
+        for row, served in list(self._rows.items()):
+            if served.uid in uids:
+                self._batch.remove(row)
+                del self._rows[row]
+
+    def _fail(self, row: int, error: Exception) -> None:
+        """A row cannot go on; the others do."""
+        if row in self._rows:
+            self._end(self._rows.pop(row), error)
+
+    def _end(self, served: _Served, error: Exception) -> None:
+        """Tell a client why, and mlx-lm with the next news."""
+        served.fail(error)
+        self._failed.append(served)
+
+    def _start_over(self, error: Exception) -> None:
+        """None of the rows can go on."""
+        for row in list(self._rows):
+            self._fail(row, error)
+        self._tokens = None
+        self._batch = self._new_batch()
+
+    @property
+    def prompt_cache_nbytes(self) -> int:
+        """Bytes of all caches."""
+        readings = {id(served.reading): served.reading for served in self._reading}
+        read = sum(cache.nbytes for reading in readings.values() for cache in reading.caches)
+        return int(read + self._batch.num_cache_bytes)
+
+    def close(self) -> None:
+        """Nothing is written any more."""
+        if self._tokens is not None:
+            self._tokens.close()
+        self._tokens, self._rows, self._reading = None, {}, []
+
+
+def on_the_host(row: RowToken, stream: Any) -> Any:
+    """A token's log-probabilities [V], known already, without waiting for the pass under way.
+
+    Args:
+        row: the token.
+        stream: one on which no pass runs.
+    """
+    token = row.token
+    if token.rows.dtype == mx.float32:
+        return np.array(token.rows, copy=False)[token.row]
+    with mx.stream(stream):  # NumPy knows no bfloat16
+        return np.array(token.logprobs.astype(mx.float32))
+
+
+def _say_whether_rows(model: nn.Module) -> bool:
+    """Whether a model's texts can be rows of one batch; a line in the log if not."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        has_rows = can_hold_rows(model)
+    if not has_rows:
+        logging.warning(
+            f"{type(model).__module__}: its texts cannot be rows of one batch. Requests that run "
+            "together are batched by mlx-lm, without drafts."
+        )
+    return has_rows
+
+
+has_rows = PerModel(_say_whether_rows)
+"""Whether requests that run together can be drafted for; found out when first asked for."""
