@@ -249,10 +249,8 @@ class BatchGeneration:
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
         check_fits(own.drafter, context)
-        said = request.num_said
-        sequence = SequenceState(
-            prompt, len(prompt) - said, request.max_tokens, num_handed_out=said
-        )
+        num_said, wanted = request.num_said, request.max_tokens
+        sequence = SequenceState(prompt, len(prompt) - num_said, wanted, None, num_said)
         length = self.draft_length_of_row(own.draft_length)
         drafting = Drafting(
             own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream
