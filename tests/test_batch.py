@@ -30,6 +30,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
 from specdec_mlx.target import row_caches
+from specdec_mlx.target.row_pass import RowPasses
 from specdec_mlx.testing import chi_square
 from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 
@@ -303,6 +304,34 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str) -> No
         texts[row.uid].append(row.token.token)
     assert texts == [alone(name)[0], expected]
     assert 9 <= order.index(1) <= 11
+
+
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gpt_oss", "qwen3_next"))
+def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one padded pass, which leaves each text what it is alone."""
+    read: list[list[int]] = []
+    real = RowPasses.read
+
+    def note(passes: RowPasses, texts: Sequence[Sequence[int]]) -> None:
+        read.append([len(text) for text in texts])
+        real(passes, texts)
+
+    monkeypatch.setattr(RowPasses, "read", note)
+    batch = BatchGeneration(model(name), Oracles.of(name), draft_length=2)
+    for i in (1, 5, 7):
+        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
+    assert collected(batch.run(), 3) == [alone(name)[i] for i in (1, 5, 7)]
+    assert read == [[6, 5, 4]]
+    assert batch.prompt_tokens == 7 + 6 + 5
+
+
+def test_prompts_of_very_different_length_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where padding would take longer than passes of their own."""
+    monkeypatch.setattr(RowPasses, "read", None)
+    batch = BatchGeneration(model("qwen2"))
+    batch.insert(Request(PROMPTS[7], 3))
+    batch.insert(Request(LONG, 3))
+    assert collected(batch.run(), 2)[0] == alone("qwen2")[7][:3]
 
 
 @pytest.mark.parametrize("leaves", ["is removed", "with all others"])

@@ -21,6 +21,7 @@ from specdec_mlx.bench.prompts import Task, groups_of
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.bench.recorded_rows import plain_seconds, replay_rows, score_rows
+from specdec_mlx.draft_length.shared import SharedCosts
 from specdec_mlx.draft_length.time_left import SHARPEST, progress
 from specdec_mlx.types import DraftContext, Drafter
 
@@ -78,6 +79,17 @@ def test_far_from_its_limit_a_lead_says_little() -> None:
     other = progress([4000, 3900], [1, 2], ROW_COST) - 2
     assert last == pytest.approx(other, rel=0.1)
     assert SHARPEST < 10 < 100
+
+
+@given(st.integers(1, 8), st.floats(0.01, 0.4))
+def test_what_a_row_costs_is_measured(num_rows: int, slope: float) -> None:
+    """By positions: what passes of widths 2 and 5 cost in plain ones tells what one row adds."""
+    costs = SharedCosts()
+    assert costs.row_cost(num_rows) == pytest.approx(costs.slope)
+    cost = linear_cost(slope)
+    for width in (1, 2, 5) * 20:
+        costs.of("", num_rows).add(width - 1, cost(width * num_rows))
+    assert costs.row_cost(num_rows) == pytest.approx(slope, rel=0.3)
 
 
 class Guesses:
@@ -236,7 +248,9 @@ def test_speeds_are_medians_over_repeats_and_sums_over_groups() -> None:
     """By hand: two groups, three repeats, prompts of one second."""
 
     def group(name: str, seconds: list[float]) -> batches.Group:
-        return batches.Group(name, ["a", "b"], ["x", "x"], 16, 8, 2, seconds, [1.0, 1.0, 1.0])
+        return batches.Group(
+            name, ["a", "b"], ["x", "x"], 16, 8, 2, seconds, [1.0, 1.0, 1.0], seconds
+        )
 
     groups = [
         group(batches.PLAIN, [5.0, 9.0, 5.0]),

@@ -217,12 +217,19 @@ class BatchGeneration:
             uid, request = self._waiting.popleft()
             with self._alone(uid):
                 self._reading.begin(self.begin_row(uid, request))
-        for row in self._reading.go_on():
-            self.prompt_tokens += row.generation.sequence.prompt_length
-            self.prompt_seconds += row.generation.stats.prefill_seconds
+        if not self._rows:
+            slope = tuning_for(self.model).slope
+            self._rows = self._note_read(self._reading.read_together(passes, slope))
+        for row in self._note_read(self._reading.go_on()):
             with mx.stream(self.stream):
                 passes.add(row.verifier)
             self._rows.append(row)
+
+    def _note_read(self, rows: list[Row]) -> list[Row]:
+        """Count the prompts of rows that were read."""
+        self.prompt_tokens += sum(row.generation.sequence.prompt_length for row in rows)
+        self.prompt_seconds += sum(row.generation.stats.prefill_seconds for row in rows)
+        return rows
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
@@ -242,10 +249,8 @@ class BatchGeneration:
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
         check_fits(own.drafter, context)
-        said = request.num_said
-        sequence = SequenceState(
-            prompt, len(prompt) - said, request.max_tokens, num_handed_out=said
-        )
+        num_said, wanted = request.num_said, request.max_tokens
+        sequence = SequenceState(prompt, len(prompt) - num_said, wanted, None, num_said)
         length = self.draft_length_of_row(own.draft_length)
         drafting = Drafting(
             own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream

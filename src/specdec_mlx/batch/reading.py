@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.batch.rows import Row
+from specdec_mlx.batch.rows import Passes, Row
 
 MOST_AT_ONCE = 8
 """Prompts that are read at the same time, as in mlx-lm's batches."""
@@ -46,11 +46,42 @@ class Reading:
         self.rows = [row for row in self.rows if not row.generation.is_prefilled]
         return done
 
+    def read_together(self, passes: Passes, slope: float) -> list[Row]:
+        """Read all prompts in one padded pass, where that is the cheapest; [] where it is not.
+
+        Args:
+            passes: over no rows yet.
+            slope: cost of a position, in passes over one: padding costs as much as other tokens,
+                and every prompt that is read alone costs a pass more.
+        """
+        lengths = [row.generation.sequence.prompt_length - 1 for row in self.rows]
+        padding = max(lengths, default=0) * len(lengths) - sum(lengths)
+        is_cheapest = len(lengths) > 1 and padding * slope <= len(lengths) - 1
+        if not is_cheapest or not all(map(_is_short, self.rows)):
+            return []
+        rows, self.rows = self.rows, []
+        started = perf_counter()
+        with mx.stream(self.stream):
+            for row in rows:
+                passes.add(row.verifier)
+            passes.read([row.generation.sequence.tokens[:-1] for row in rows])
+        for row in rows:
+            row.generation.prefill()
+            row.generation.stats.prefill_seconds = (perf_counter() - started) / len(rows)
+        return rows
+
     def close(self) -> None:
         """Leave off; the caches are nobody's."""
         for row in self.rows:
             row.generation.drafting.close(0)
         self.rows = []
+
+
+def _is_short(row: Row) -> bool:
+    """Whether a prompt of which nothing is read is one step, and more than its last token."""
+    generation = row.generation
+    is_new = generation.target.rollback.position == 0 and row.finish_reason is None
+    return is_new and 1 < generation.sequence.prompt_length <= generation.prefill_step_size
 
 
 def _is_read(row: Row) -> bool:

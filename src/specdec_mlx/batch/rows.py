@@ -147,6 +147,9 @@ class Passes(Protocol):
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and drop the others."""
 
+    def read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Feed tokens to all rows for the caches alone, at least one to each."""
+
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start a pass over all rows; what is to be read of each."""
 

@@ -44,9 +44,10 @@ TURN = 8
 PLAIN = "mlx-lm"
 
 NOTE = (
-    "speed: mlx-lm's seconds over ours, behind the prompts; with prompts: from the first prompt to "
-    "the last token; least, most: of a group, with prompts; tok/pass: tokens of all rows; same: "
-    "texts that are mlx-lm's, token by token."
+    "speed: mlx-lm's seconds over ours, behind the prompts; processor: the same of the seconds in "
+    "which the process computed, which other programs hardly change; with prompts: from the first "
+    "prompt to the last token; least, most: of a group, with prompts; tok/pass: tokens of all "
+    "rows; same: texts that are mlx-lm's, token by token."
 )
 
 Start = Callable[[Sequence[Task], int], Iterator[tuple[int, int, int]]]
@@ -57,24 +58,27 @@ Start = Callable[[Sequence[Task], int], Iterator[tuple[int, int, int]]]
 class Run:
     """A group being written by one contender.
 
-    seconds: of all turns. prompt_seconds: until the first token. tokens: of each text.
+    seconds: of all turns. prompt_seconds: until the first token. processor_seconds: of the process,
+    behind it. tokens: of each text.
     """
 
     stream: Iterator[tuple[int, int, int]]
     tokens: list[list[int]]
     seconds: float = 0.0
     prompt_seconds: float = 0.0
+    processor_seconds: float = 0.0
     passes: int = 0
 
     def go_on(self, num_tokens: int) -> bool:
         """Write so many tokens more, all rows together; whether there were as many."""
-        started, count = time.perf_counter(), 0
+        started, began, count = time.perf_counter(), time.process_time(), 0
         for index, token, passes in islice(self.stream, num_tokens):
             self.tokens[index].append(token)
             self.passes = passes
             count += 1
         mx.synchronize(generation_stream)
         self.seconds += time.perf_counter() - started
+        self.processor_seconds += time.process_time() - began
         return count == num_tokens
 
 
@@ -82,7 +86,7 @@ class Run:
 class Group:
     """What became of one group with one contender.
 
-    seconds, prompt_seconds: one for each repeat; same: texts that are mlx-lm's.
+    seconds, prompt_seconds, processor_seconds: one for each repeat; same: texts that are mlx-lm's.
     """
 
     contender: str
@@ -93,6 +97,7 @@ class Group:
     same: int
     seconds: list[float] = field(default_factory=list)
     prompt_seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
 
     @property
     def decode_seconds(self) -> list[float]:
@@ -108,6 +113,7 @@ class Row:
     contender: str
     groups: int
     speed: float
+    processor: float
     with_prompts: float
     least: float
     most: float
@@ -166,6 +172,7 @@ def race(
             sum(a == b for a, b in zip(plain, runs[0][name].tokens, strict=True)),
             [run[name].seconds for run in runs],
             [run[name].prompt_seconds for run in runs],
+            [run[name].processor_seconds for run in runs],
         )
         for name in contenders
     ]
@@ -180,7 +187,7 @@ def _race_once(
     left = dict(runs)
     for run in runs.values():
         run.go_on(1)
-        run.prompt_seconds = run.seconds
+        run.prompt_seconds, run.processor_seconds = run.seconds, 0.0
     while left:
         for name, run in list(left.items()):
             if not run.go_on(TURN * len(group)):
@@ -206,6 +213,7 @@ def summarize(num_rows: int, groups: Sequence[Group]) -> list[Row]:
                 name,
                 len(own),
                 _total(plain, "decode_seconds") / _total(own, "decode_seconds"),
+                _total(plain, "processor_seconds") / _total(own, "processor_seconds"),
                 _total(plain, "seconds") / _total(own, "seconds"),
                 min(of_groups),
                 max(of_groups),
@@ -224,11 +232,14 @@ def _total(groups: Sequence[Group], name: str) -> float:
 
 def format_rows(rows: Sequence[Row]) -> str:
     """A table in Markdown."""
-    header = ["rows", "drafter", "groups", "speed", "with prompts", "least", "most"]
+    header = ["rows", "drafter", "groups", "speed", "processor", "with prompts", "least", "most"]
     cells = [
         [
             *(str(row.rows), row.contender, str(row.groups)),
-            *(f"{x:.2f}" for x in (row.speed, row.with_prompts, row.least, row.most)),
+            *(
+                f"{x:.2f}"
+                for x in (row.speed, row.processor, row.with_prompts, row.least, row.most)
+            ),
             *(f"{row.tokens_per_pass:.2f}", f"{row.same} of {row.texts}"),
         ]
         for row in rows
@@ -271,7 +282,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _line(groups: Sequence[Group]) -> str:
     """One group's speeds, as it is done."""
     rows = summarize(len(groups[0].ids), groups)
-    speeds = ", ".join(f"{r.contender} {r.with_prompts:.2f} ({r.speed:.2f})" for r in rows)
+    speeds = ", ".join(
+        f"{r.contender} {r.with_prompts:.2f} ({r.speed:.2f}, {r.processor:.2f})" for r in rows
+    )
     return f"{speeds}; {'+'.join(groups[0].categories)}; same {[g.same for g in groups]}"
 
 

@@ -42,7 +42,7 @@ from specdec_mlx.types import Draft, Evidence, RoundRecord
 class SharedCosts:
     """What a width costs, by the number of rows; and what may be lost in finding it out.
 
-    slope: the prior cost of a position or row, in plain passes of one row. costs: (key of the
+    slope: the prior cost of a position, in plain passes of one row. costs: (key of the
     drafter, "" for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by
     the same key, what may still be lost, in plain passes.
     """
@@ -68,6 +68,15 @@ class SharedCosts:
         """Cost of a position in every row, in plain passes of so many."""
         return num_rows * self.slope / (1 + self.slope * (num_rows - 1))
 
+    def row_cost(self, num_rows: int) -> float:
+        """Cost of a further row, in plain passes of one: that of a position, as it was measured.
+
+        Plain passes over other numbers of rows were made at other times, and at another pace.
+        """
+        _, slope = self.of("", num_rows).line()
+        single = num_rows - slope * (num_rows - 1)  # a plain pass of one row, times rows
+        return slope / single if slope < single else 1.0
+
 
 @dataclass
 class SharedLength:
@@ -85,6 +94,7 @@ class SharedLength:
     _tokens: float = 0.0
     _cost: float = 0.0
     _kind: str = ""
+    _row_cost: float = 0.0
 
     def of_row(self) -> RowLength:
         """What one row's drafts are asked and cut by."""
@@ -118,6 +128,7 @@ class SharedLength:
     def rows_are(self, left: Sequence[int] | None, num_rows: int) -> None:
         """Note what the next pass is for; see `left`."""
         self.left, self.num_rows = left, num_rows
+        self._row_cost = self.costs.row_cost(num_rows)
 
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """What of each row's draft is verified.
@@ -158,12 +169,8 @@ class SharedLength:
         return best
 
     def _progress(self, tokens: Sequence[float]) -> float:
-        """What tokens of each row save; `time_left.progress`.
-
-        With the prior cost of a row: passes over other numbers of rows were made at other times,
-        and the machine's pace changes from one to the other.
-        """
-        return progress(self.left, tokens, self.costs.slope)
+        """What tokens of each row save; `time_left.progress`."""
+        return progress(self.left, tokens, self._row_cost)
 
     def record(self, width: int, tokens: Sequence[int], seconds: float, *, steady: bool) -> None:
         """Learn from a pass.

@@ -18,7 +18,7 @@ from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.verifier import LazyPass, RowByRowPass, Verifier
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, PendingPass
+from specdec_mlx.types import NO_DRAFT, Draft, PendingPass
 
 
 @dataclass
@@ -109,6 +109,18 @@ class RowPasses:
         self.caches.keep(rows)
         self.verifiers = [self.verifiers[row] for row in rows]
         self.places = [self.places[row] for row in rows]
+
+    def read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Feed tokens to all rows for the caches alone, at least one to each; it is waited for."""
+        rounds = [ToVerify(tokens, NO_DRAFT, 0) for tokens in texts]
+        widths = [len(tokens) for tokens in texts]
+        self.caches.begin(widths)
+        self.model(_padded(rounds, (), max(widths)), cache=self.caches.caches)
+        self.caches.finish()
+        mx.eval([cache.state for cache in self.caches.caches])
+        mx.clear_cache()
+        for place, end in zip(self.places, self.caches.ends, strict=True):
+            place.moved(end)
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start a pass over all rows; what is to be read of each.

@@ -207,7 +207,7 @@ class DraftSession(Protocol):
     """All that a drafter changes in the course of one generation.
 
     What is observed after a proposal begins with the part of it that was accepted. Optional
-    members: `Cheap`, `SessionParts`, `SeesTarget`, `Closes`.
+    members: `Cheap`, `SessionParts`, `SeesTarget`, `Forks`, `Closes`.
     """
 
     def propose(self, limit: int) -> Draft:
