@@ -588,6 +588,7 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
     assert len(tokens.odds) == 6
     assert tokens.odds.keys() == tokens.variances.keys()
     assert {7, ~1, 119} <= tokens.odds.keys()
+    assert tokens.variances[7] < 0.3  # of all trials since the first
 
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)

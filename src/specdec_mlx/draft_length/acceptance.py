@@ -164,10 +164,11 @@ class AcceptanceHistory:
         chance = _logistic(log_odds)
         information = chance * (1 - chance)
         gain = 1 / (1 + information * spread)
+        step, shrinkage = gain * (accepted - chance), gain * information
         for odds, variances, key in active:
             variance = variances[key]
-            odds[key] += variance * gain * (accepted - chance)
-            reduced = variance * (1 - variance * gain * information)
+            odds[key] += variance * step
+            reduced = variance * (1 - variance * shrinkage)
             variances[key] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
         self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
 

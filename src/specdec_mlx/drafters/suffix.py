@@ -53,7 +53,7 @@ class SuffixDrafter:
         not tie them together, and leaves it to the automatic length, which learns what a match of
         some length is worth.
 
-    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 40.
+    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 52.
 
     Raises ValueError for arguments outside their range.
     """
