@@ -55,12 +55,12 @@ class Guessing:
         return [Guess(t, Evidence(3)) for t in self.table.get(path[-1] if path else 0, [])]
 
 
-def account_of(price: float) -> TreeAccount:
-    """An account whose costs are measured: a node costs so much."""
+def account_of(price: float, first: float = 0.0) -> TreeAccount:
+    """An account whose costs are measured: a node costs so much, and the first one more."""
     costs = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
     for size in SIZES:
         for _ in range(3):
-            costs.add(size, 1.0 + price * size)
+            costs.add(size, 1.0 + first + price * size)
     return TreeAccount(Learned(by_context={0: costs}))
 
 
@@ -119,10 +119,11 @@ def test_no_node_is_deeper_and_no_tree_larger_than_wanted() -> None:
 
 
 def test_where_every_position_is_expensive_nobody_is_asked_for_guesses() -> None:
-    """A second guess is right too seldom; also where nothing was measured yet."""
-    assert account_of(0.02).forks_may_pay(1.5)
-    assert not account_of(0.5).forks_may_pay(1.0)
-    assert not TreeAccount(Learned()).forks_may_pay(1.0)
+    """What counts is a position behind the first few; not where nothing was measured yet."""
+    assert account_of(0.03).forks_may_pay()
+    assert not account_of(0.04).forks_may_pay()
+    assert not TreeAccount(Learned()).forks_may_pay()
+    assert account_of(0.0, first=0.5).forks_may_pay()
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731
