@@ -33,6 +33,7 @@ from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.drafters.tree_of import TreeOf
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.types import Draft, DraftContext, Evidence, Features, Guess, RoundRecord
 from specdec_mlx.types.trees import chain, path_to
 
@@ -154,8 +155,15 @@ def test_trees_are_verified_where_positions_are_free() -> None:
     assert sum(m.passes for m in trees) < 0.85 * sum(m.passes for m in chains)
 
 
-def test_where_positions_are_expensive_all_is_as_without_trees() -> None:
-    """The same rounds, draft by draft, as the best of the same drafters."""
+def test_where_positions_are_expensive_all_is_as_without_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same rounds, draft by draft, as the best of the same drafters.
+
+    A replay takes its seconds from a curve, but by the host's clock it would say which of them
+    count.
+    """
+    monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     chains, trees = (replayed(kind(*LOOK_UPS()), EXPENSIVE) for kind in (sd.BestOf, TreeOf))
     assert trees == chains
     assert sum(m.drafted for m in trees) > 0
@@ -223,8 +231,11 @@ def test_a_target_that_takes_no_trees_is_given_none(name: str, takes: bool) -> N
     assert (len(length.asked) > 1) == takes
 
 
-def test_counts_of_a_replay_with_trees_are_those_of_a_live_run() -> None:
+def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Passes, drafted and accepted tokens, of trees of drafters that read only the text."""
+    monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     model, drafter = narrow.model(), TreeOf(*LOOK_UPS())
     shapes: Any = Shapes(auto(FREE))
     for task in narrow.tasks():
