@@ -33,6 +33,7 @@ from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.drafters.tree_of import TreeOf
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.types import Draft, DraftContext, Evidence, Features, Guess, RoundRecord
 from specdec_mlx.types.trees import chain, path_to
 
@@ -55,12 +56,12 @@ class Guessing:
         return [Guess(t, Evidence(3)) for t in self.table.get(path[-1] if path else 0, [])]
 
 
-def account_of(price: float) -> TreeAccount:
-    """An account whose costs are measured: a node costs so much."""
+def account_of(price: float, first: float = 0.0) -> TreeAccount:
+    """An account whose costs are measured: a node costs so much, and the first one more."""
     costs = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
     for size in SIZES:
         for _ in range(3):
-            costs.add(size, 1.0 + price * size)
+            costs.add(size, 1.0 + first + price * size)
     return TreeAccount(Learned(by_context={0: costs}))
 
 
@@ -119,10 +120,11 @@ def test_no_node_is_deeper_and_no_tree_larger_than_wanted() -> None:
 
 
 def test_where_every_position_is_expensive_nobody_is_asked_for_guesses() -> None:
-    """A second guess is right too seldom; also where nothing was measured yet."""
-    assert account_of(0.02).forks_may_pay(1.5)
-    assert not account_of(0.5).forks_may_pay(1.0)
-    assert not TreeAccount(Learned()).forks_may_pay(1.0)
+    """What counts is a position behind the first few; not where nothing was measured yet."""
+    assert account_of(0.03).forks_may_pay()
+    assert not account_of(0.04).forks_may_pay()
+    assert not TreeAccount(Learned()).forks_may_pay()
+    assert account_of(0.0, first=0.5).forks_may_pay()
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731
@@ -153,8 +155,15 @@ def test_trees_are_verified_where_positions_are_free() -> None:
     assert sum(m.passes for m in trees) < 0.85 * sum(m.passes for m in chains)
 
 
-def test_where_positions_are_expensive_all_is_as_without_trees() -> None:
-    """The same rounds, draft by draft, as the best of the same drafters."""
+def test_where_positions_are_expensive_all_is_as_without_trees(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same rounds, draft by draft, as the best of the same drafters.
+
+    A replay takes its seconds from a curve, but by the host's clock it would say which of them
+    count.
+    """
+    monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     chains, trees = (replayed(kind(*LOOK_UPS()), EXPENSIVE) for kind in (sd.BestOf, TreeOf))
     assert trees == chains
     assert sum(m.drafted for m in trees) > 0
@@ -222,8 +231,11 @@ def test_a_target_that_takes_no_trees_is_given_none(name: str, takes: bool) -> N
     assert (len(length.asked) > 1) == takes
 
 
-def test_counts_of_a_replay_with_trees_are_those_of_a_live_run() -> None:
+def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Passes, drafted and accepted tokens, of trees of drafters that read only the text."""
+    monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     model, drafter = narrow.model(), TreeOf(*LOOK_UPS())
     shapes: Any = Shapes(auto(FREE))
     for task in narrow.tasks():

@@ -114,7 +114,7 @@ class Auto:
             chosen, length = self.choose(drafts)
             account.drafter, draft = drafts[chosen]
             best, account.gain = draft.head(length), self._chosen_gain
-        if account.forks_may_pay(self.rate):
+        if account.forks_may_pay():
             chains = [Chain.of(d, self._parts[key].learned.acceptance) for key, d in drafts]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
             sources = Sources(chains, chains[chosen] if drafts else None, histories)

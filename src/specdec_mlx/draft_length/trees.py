@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, pairwise
+from itertools import count
 from typing import ClassVar, NamedTuple
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
@@ -28,8 +28,12 @@ Path = tuple[int, ...]
 SIZES = (*COPY_LENGTHS, 96, 128)
 """Numbers of nodes that are tried: few, as with draft lengths, so that each is measured soon."""
 
-LIKELIEST_FORK = 0.2
-"""A second guess is seldom right more often: where every position costs more, none is looked at."""
+MOST_EXPENSIVE = 0.035
+"""What a further position may cost, in plain rounds, where trees are grown. At 0.05 they gain 1 to
+2% over all texts in replays, and lose 3% of some kinds."""
+
+LONG_ENOUGH = 4
+"""Tokens of a draft that says what further positions cost, with a shorter one."""
 
 
 class Chain(NamedTuple):
@@ -92,16 +96,16 @@ class TreeAccount(LookUpAccount):
         self.was_cut = True
         return len(draft)
 
-    def forks_may_pay(self, rate: float) -> bool:
-        """Whether a position somewhere costs less than the likeliest second guess can bring."""
+    def forks_may_pay(self) -> bool:
+        """Whether further positions are known to be cheap enough to look at second guesses."""
         costs = self.learned.costs
         if self.was_refused or costs.needs_plain:
             return False
-        prices = [rate * costs.worst_ratio(n) for n in SIZES]
-        return any(
-            more - less < LIKELIEST_FORK * (n - m)
-            for (m, n), (less, more) in zip(pairwise(SIZES), pairwise(prices), strict=True)
-        )
+        known = [n for n in SIZES if costs.is_measured(n)]
+        if len(known) < 2 or known[-1] < LONG_ENOUGH:
+            return False
+        short, long = known[0], known[-1]
+        return costs.ratio(long) - costs.ratio(short) < (long - short) * MOST_EXPENSIVE
 
     def asks(self, may_fork: Callable[[], bool]) -> bool:
         """Whether the target takes a tree; once it took none, no more are grown."""
