@@ -1,18 +1,17 @@
 """Does a test fail for each small error in the rules and in the sampling? Writes mutations.md.
 
-    python docs/mutations.py [--module acceptance] [--part 1/4] [--results results.json]
+    python docs/mutations.py [--module rules/block] [--part 1/4] [--results results.json]
 
 Every operator, comparison, number, truth value, condition and choice of function in a module is
-changed, one at a time, and the module's tests run until the first failure. Results are kept in a
-file, so that the run can be made in parts; the page says how many are there. About 20 minutes of
-an idle core.
+changed, one at a time, each `where` takes one side for all, and the module's tests run until the
+first failure. Results are kept in a file, so that the run can be made in parts; the page says how
+many are there. Begin a new file when a module or its tests have changed.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import importlib
 import json
 import os
@@ -31,19 +30,40 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "sampling": ["test_sampling.py"],
-    "acceptance": ["test_acceptance.py", "test_multi_candidate.py", "test_lossy_rules.py"],
+    "rules/arithmetic": ["test_acceptance.py", "test_multi_candidate.py", "test_lossy_rules.py"],
+    "rules/block": ["test_acceptance.py"],
+    "rules/rejection": ["test_acceptance.py"],
+    "rules/coins": ["test_acceptance.py", "test_lossy_rules.py"],
+    "rules/match": ["test_acceptance.py", "test_lossy_rules.py"],
+    "rules/lossy": ["test_lossy_rules.py", "test_acceptance.py"],
+    "rules/siblings": ["test_multi_candidate.py"],
+    "sampling/distribution": ["test_sampling.py"],
 }
-SLOW = (
-    "test_lossy_rules.py::test_a_lenient_greedy_text_has_no_unlikely_token",
-    "test_lossy_rules.py::test_lenience_is_no_longer_felt_at_its_ends",
-    "test_lossy_rules.py::test_a_typical_greedy_text_is_the_plain_one",
-    "test_lossy_rules.py::test_more_is_accepted_when_sampling",
-    "test_lossy_rules.py::test_auto_takes_a_lossless_rule",
-    "test_lossy_rules.py::test_lenient_and_opaque_samplers_do_not_go_together",
-    "test_multi_candidate.py::test_choices_follow_the_targets_law",
-)
-"""Tests that run a model, or many draws; left out, for time."""
+"""The modules that are changed, and the files whose tests are to find it."""
+ONLY = {"rules/block": "block", "rules/rejection": "rejection"}
+"""Of tests that are parametrised over all rules: those whose name has this word."""
+SLOW = {
+    "test_acceptance.py": (
+        "test_drawn_drafts_leave_the_law_alone_at_larger_sizes",
+        "test_block_accepts_at_least_as_much_as_token_by_token",
+        "test_a_perfect_drafter_is_accepted_whole",
+        "test_one_token_is_accepted_as_the_formulas_say",
+        "test_draft_lengths_decided_beforehand_leave_the_law_alone",
+        "test_lengths_that_follow_the_verdicts_leave_the_law_alone",
+        "test_all_rules_accept_copies_alike",
+        "test_rules_accept_in_their_order",
+    ),
+    "test_lossy_rules.py": (
+        "test_a_lenient_greedy_text_has_no_unlikely_token",
+        "test_lenience_is_no_longer_felt_at_its_ends",
+        "test_a_typical_greedy_text_is_the_plain_one",
+        "test_more_is_accepted_when_sampling",
+        "test_auto_takes_a_lossless_rule",
+        "test_lenient_and_opaque_samplers_do_not_go_together",
+    ),
+    "test_multi_candidate.py": ("test_choices_follow_the_targets_law",),
+}
+"""Tests that run a model, or enumerate much; left out, for time."""
 LEFT_OUT = shutil.ignore_patterns("*.safetensors", "__pycache__")
 OPERATORS: dict[type, type] = {
     ast.Add: ast.Sub,
@@ -70,6 +90,7 @@ FUNCTIONS = {
     "argmax": "argmin",
     "cumprod": "cumsum",
     "max": "min",
+    "min": "max",
     "sum": "max",
     "ones_like": "zeros_like",
     "zeros_like": "ones_like",
@@ -77,29 +98,27 @@ FUNCTIONS = {
     "exp": "expm1",
     "log": "log1p",
 }
-UNUSED = "The value stands in the branch that `where` does not take."
 TWO_AXES = "The array has two axes, so that the last is the second."
 ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
-    "acceptance.residual: `mass > 0` → `mass >= 0` (again)": UNUSED,
-    "acceptance.residual: `1` → `2` (again)": UNUSED,
-    "acceptance.point_mass: `-1` → `+1`": TWO_AXES,
-    "acceptance.Block.accept_probs: `-1` → `+1`": TWO_AXES,
-    "acceptance.Block.accept_probs: `total > 0` → `total >= 0` (again)": UNUSED,
-    "acceptance.Block.accept_probs: `1` → `2` (again) (again) (again) (again)": UNUSED,
-    "acceptance.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
-    "acceptance.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
+    "rules/arithmetic.point_mass: `-1` → `+1`": TWO_AXES,
+    "rules/arithmetic.log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by "
+    "p.",
+    "rules/arithmetic.at: `-1` → `+1`": TWO_AXES,
+    "rules/arithmetic.with_zero_row: `-1` → `+1`": TWO_AXES,
+    "rules/block.Block.weigh: `-1` → `+1`": TWO_AXES,
+    "rules/block.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
+    "no run of tokens contains it.",
+    "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
+    "0, the run that begins with the 0 has the product 0, which is the smallest.",
+    "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
+    "rules/lossy.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
     "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
     "namespace_of(p).ones_like(p)`": ONES,
-    "acceptance._capped_ratio: `p < q` → `p <= q` (again)": UNUSED,
-    "acceptance._capped_ratio: `1` → `2`": UNUSED,
-    "acceptance._capped_ratio: `(p > 0) * xp.ones_like(p)` → `(p > 0) / xp.ones_like(p)`": ONES,
-    "acceptance._log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by p.",
-    "acceptance.at: `-1` → `+1`": TWO_AXES,
-    "acceptance._with_zero_row: `-1` → `+1`": TWO_AXES,
-    "sampling.Sampling._unnormalized: `0 < self.top_p < 1` → `0 < self.top_p <= 1`": "mlx-lm's "
-    "filter keeps every token with mass at top_p = 1.",
-    "sampling.Sampling._unnormalized: `1` → `2`": "As above: it only lets top_p = 1 through.",
+    "sampling/distribution.Sampling._unnormalized: `0 < self.top_p < 1` → "
+    "`0 < self.top_p <= 1`": "mlx-lm's filter keeps every token with mass at top_p = 1.",
+    "sampling/distribution.Sampling._unnormalized: `1` → `2`": "As above: it only lets top_p = 1 "
+    "through.",
 }
 """Mutants that no test can tell from the original, and why; by their name in the page."""
 
@@ -112,25 +131,41 @@ class Mutant(NamedTuple):
     is_inside_a_function: bool = True
 
 
+def file_of(module: str, src: Path = ROOT / "src") -> Path:
+    """Where a module's source stands."""
+    return src / "specdec_mlx" / f"{module}.py"
+
+
+def imported_as(module: str) -> str:
+    """The name that a module is imported by."""
+    return f"specdec_mlx.{module}".replace("/", ".")
+
+
 def mutants(module: str) -> list[Mutant]:
     """All mutants of a module, in the order of its lines."""
-    source = (ROOT / "src" / "specdec_mlx" / f"{module}.py").read_text(encoding="utf-8")
+    source = file_of(module).read_text(encoding="utf-8")
     tree = ast.parse(source)
     found, names = [], set()
-    for index, (path, node) in enumerate(located(tree)):
-        for changed in changes(node):
-            mutated = copy.deepcopy(tree)
-            target = [n for _, n in located(mutated)][index]
-            target.__class__ = changed.__class__
-            target.__dict__.update(changed.__dict__)
+    for path, node in list(located(tree)):
+        for changed in list(changes(node)):
             before, after = (ast.unparse(n).replace("\n", " ") for n in (node, changed))
             name = f"{module}.{path}: `{before[:70]}` → `{after[:70]}`"
             while name in names:
                 name += " (again)"
             names.add(name)
             inside = path.split(".")[-1].strip("_")[:1].islower() and path != "module"
-            found.append(Mutant(name, ast.unparse(ast.fix_missing_locations(mutated)), inside))
+            found.append(Mutant(name, _with(tree, node, changed), inside))
     return found
+
+
+def _with(tree: ast.Module, node: ast.AST, changed: ast.AST) -> str:
+    """The source of a tree with one node changed; the tree itself stays as it is."""
+    before = node.__class__, dict(node.__dict__)
+    node.__class__ = changed.__class__
+    node.__dict__.update(changed.__dict__)
+    source = ast.unparse(tree)
+    node.__class__, node.__dict__ = before
+    return source
 
 
 def located(tree: ast.AST, path: str = "") -> Iterator[tuple[str, ast.AST]]:
@@ -143,6 +178,8 @@ def located(tree: ast.AST, path: str = "") -> Iterator[tuple[str, ast.AST]]:
             continue
         for node in value if isinstance(value, list) else [value]:
             if not isinstance(node, ast.AST) or isinstance(node, ast.Raise | ast.JoinedStr):
+                continue
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 continue
             inner = path
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -174,6 +211,9 @@ def changes(node: ast.AST) -> Iterator[ast.AST]:
             yield ast.Constant(value + 1)
         case ast.Attribute(attr=attr) if attr in FUNCTIONS:
             yield ast.Attribute(node.value, FUNCTIONS[attr], node.ctx)
+        case ast.Call(func=ast.Attribute(attr="where"), args=[_, then, otherwise]):
+            yield then
+            yield otherwise
         case ast.IfExp():
             yield ast.IfExp(node.test, node.orelse, node.body)
         case ast.If():
@@ -186,7 +226,7 @@ class Patched:
 
     def __init__(self, module: str, source: str) -> None:
         """Compile; what cannot be imported raises here."""
-        self.module = sys.modules[f"specdec_mlx.{module}"]
+        self.module = sys.modules[imported_as(module)]
         self.code: dict[str, FunctionType] = {}
         namespace = {"__name__": self.module.__name__}
         exec(compile(source, self.module.__file__, "exec"), namespace)
@@ -239,7 +279,7 @@ def is_found(mutant: Mutant, module: str) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         src = Path(folder) / "src"
         shutil.copytree(ROOT / "src", src, ignore=LEFT_OUT)
-        (src / "specdec_mlx" / f"{module}.py").write_text(mutant.source, encoding="utf-8")
+        file_of(module, src).write_text(mutant.source, encoding="utf-8")
         environment = os.environ | {"PYTHONPATH": str(src), "PYTHONDONTWRITEBYTECODE": "1"}
         command = [sys.executable, "-m", "pytest", *arguments_for(module)]
         return subprocess.run(command, env=environment, capture_output=True).returncode != 0
@@ -260,11 +300,24 @@ def run_tests(module: str) -> int:
 
 
 class LikeliestFirst:
-    """Plugin for pytest: tests that have found most go first."""
+    """Plugin for pytest: tests that have found most go first, and a failure is not made small."""
 
     def __init__(self) -> None:
         """Nothing has found anything yet."""
         self.finds: Counter[str] = Counter()
+        self.max_examples: int | None = None
+
+    def pytest_configure(self, config: object) -> None:
+        """Any example will do."""
+        from hypothesis import Phase, settings
+
+        settings.register_profile(
+            "any example",
+            settings(),
+            phases=(Phase.explicit, Phase.generate),
+            max_examples=self.max_examples or settings().max_examples,
+        )
+        settings.load_profile("any example")
 
     def pytest_collection_modifyitems(self, items: list) -> None:
         """Sort; what has found nothing stays in its order."""
@@ -281,8 +334,9 @@ ORDER = LikeliestFirst()
 def arguments_for(module: str) -> list[str]:
     """Pytest's arguments for a module's tests."""
     files = [str(ROOT / "tests" / name) for name in TESTS[module]]
-    left_out = [f"--deselect=tests/{name}" for name in SLOW]
-    return ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *left_out, *files]
+    left_out = [f"--deselect=tests/{f}::{test}" for f in TESTS[module] for test in SLOW.get(f, ())]
+    chosen = ["-m", "not full", "-k", ONLY.get(module, ""), *left_out]
+    return ["-x", "-q", "--tb=no", "-p", "no:cacheprovider", *chosen, *files]
 
 
 def page(results: dict[str, bool]) -> str:
@@ -292,7 +346,8 @@ def page(results: dict[str, bool]) -> str:
         "",
         "Does a test fail for each small error in the rules and in the sampling? Every operator,",
         "comparison, number, truth value, condition and choice of function was changed, one at a",
-        "time, and the module's tests run until the first failure. Made by `docs/mutations.py`.",
+        "time, each `where` took one side for all, and the module's tests ran until the first",
+        "failure. Made by `docs/mutations.py`.",
         "",
         "| module | mutants | run | found | cannot be found | missed |",
         "|---|---|---|---|---|---|",
@@ -320,13 +375,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--module", choices=list(TESTS), help="default: all")
     parser.add_argument("--part", default="1/1", help="which part of how many")
+    parser.add_argument("--examples", type=int, help="at most so many a test; fewer are quicker")
     parser.add_argument("--results", type=Path, default=Path("mutations.json"))
     arguments = parser.parse_args()
+    ORDER.max_examples = arguments.examples
     part, parts = map(int, arguments.part.split("/"))
     everything = {module: mutants(module) for module in TESTS}
     results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
     for module in [arguments.module] if arguments.module else TESTS:
-        importlib.import_module(f"specdec_mlx.{module}")  # before pytest wraps it to check shapes
+        importlib.import_module(imported_as(module))  # before pytest wraps it to check shapes
         if run_tests(module) != 0:
             parser.error(f"the tests of {module} fail without a mutation")
         for mutant in tqdm(everything[module][part - 1 :: parts], desc=module):

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -44,9 +47,16 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
 from specdec_mlx.rules.lossy import Lenient, Typical
-from specdec_mlx.rules.registry import make_rule, rule_names
+from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.types import RoundRecord
+from specdec_mlx.types import (
+    AcceptanceRule,
+    Agreement,
+    Draft,
+    RoundRecord,
+    needs_distribution,
+    shares_noise,
+)
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
@@ -148,6 +158,16 @@ def test_block_keeps_up_to_the_last_heads(coins):
     assert COIN_RULES["block"].num_accepted(mx.array(coins)).item() == last
 
 
+@pytest.mark.parametrize("array", [np.array, mx.array])
+def test_block_keeps_nothing_that_the_target_excludes_after_an_overflow(array):
+    """Two ratios of 1e30, whose product no float32 holds, and then a token without mass: no NaN."""
+    target_probs = array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
+    draft_probs = array([[1e-30, 1.0], [1e-30, 1.0], [0.5, 0.5]])
+    block = target_probs, array([0, 0, 0]), draft_probs
+    assert COIN_RULES["block"].accept_probs(*block).tolist() == [1, 1, 0]
+    assert COIN_RULES["block"].next_probs(*block, 2).tolist() == [0, 1]
+
+
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.data())
 def test_match_keeps_what_the_target_says_too(own, data):
     """n = length of the common prefix; the next token is the target's own at n."""
@@ -247,6 +267,32 @@ def test_a_rule_is_known_by_its_own_name():
             type(rule)(*["another name"])
     assert Lenient(0.25) == Lenient(lenience=0.25)
     assert Typical(0.2, 0.4) == Typical(epsilon=0.2, delta=0.4)
+
+
+@pytest.mark.parametrize("make", [*LOSSLESS.values(), *LOSSY.values()])
+def test_a_rule_does_not_change(make: Callable[..., AcceptanceRule]) -> None:
+    """It can be shared and kept in sets, and equals another with the same arguments."""
+    rule = make()
+    with pytest.raises(FrozenInstanceError):
+        rule.name = "another"  # type: ignore[misc]
+    assert {rule, make()} == {rule}
+
+
+def test_rules_say_what_they_need() -> None:
+    """Auto and match take samplers that can only be called; coupled alone shares its noise."""
+    rules = [make() for make in (*LOSSLESS.values(), *LOSSY.values())]
+    assert [rule.name for rule in rules if not needs_distribution(rule)] == ["auto", "match"]
+    assert [rule.name for rule in rules if shares_noise(rule)] == ["coupled"]
+
+
+@pytest.mark.parametrize("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
+def test_with_a_greedy_target_tokens_are_compared(name: str) -> None:
+    """No chance is worked out and no noise is drawn: the verdict is agreement with the argmax."""
+    target: Any = SimpleNamespace(greedy=True, tokens=mx.array([1, 2]))
+    no_randomness: Any = None
+    verdict = make_rule(name).decide(target, Draft([1], to_mlx(np.eye(3)[:1])), no_randomness)
+    assert isinstance(verdict, Agreement)
+    assert verdict.target_tokens.tolist() == [1, 2]
 
 
 # The law of whole rounds --------------------------------------------------------------------------

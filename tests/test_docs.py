@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import importlib
 import io
 import os
 import pkgutil
@@ -252,6 +253,25 @@ def test_help_is_current() -> None:
     import generate_help
 
     assert generate_help.PAGE.read_text(encoding="utf-8").split() == generate_help.page().split()
+
+
+def test_what_is_mutated_is_there() -> None:
+    """The modules, the tests that are to find it or are left out, and what is said of each mutant.
+
+    `python docs/mutations.py` makes the page anew.
+    """
+    import mutations
+
+    page = (DOCS / "mutations.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(.+)\.py`", page, re.M) == list(mutations.TESTS)
+    made = {mutant.name for module in mutations.TESTS for mutant in mutations.mutants(module)}
+    assert set(mutations.EQUIVALENT) - made == set()
+    for module in mutations.TESTS:
+        importlib.import_module(mutations.imported_as(module))
+    tests = {name for files in mutations.TESTS.values() for name in files}
+    sources = {name: (ROOT / "tests" / name).read_text(encoding="utf-8") for name in tests}
+    for name, left_out in mutations.SLOW.items():
+        assert [test for test in left_out if f"def {test}(" not in sources[name]] == []
 
 
 def test_figures_are_those_of_the_committed_benchmark() -> None:
