@@ -83,13 +83,14 @@ def test_far_from_its_limit_a_lead_says_little() -> None:
 
 @given(st.integers(1, 8), st.floats(0.01, 0.4))
 def test_what_a_row_costs_is_measured(num_rows: int, slope: float) -> None:
-    """By positions: what passes of widths 2 and 5 cost in plain ones tells what one row adds."""
+    """By positions: passes of widths 2 and 5 move it from the prior towards what one row adds."""
     costs = SharedCosts()
     assert costs.row_cost(num_rows) == pytest.approx(costs.slope)
     cost = linear_cost(slope)
-    for width in (1, 2, 5) * 20:
+    for width in (1, 2, 5) * 7:
         costs.of("", num_rows).add(width - 1, cost(width * num_rows))
-    assert costs.row_cost(num_rows) == pytest.approx(slope, rel=0.3)
+    nearer, farther = sorted((slope, (slope + 2 * costs.slope) / 3))
+    assert 0.9 * nearer <= costs.row_cost(num_rows) <= 1.1 * farther
 
 
 class Guesses:
@@ -173,7 +174,10 @@ def test_rows_are_padded_to_the_longest_draft() -> None:
 def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
     rows: int, period: int, slope: float
 ) -> None:
-    """Always wrong drafts, or half right, or right; free positions, or as expensive as passes."""
+    """Always wrong drafts, or half right, or right; free positions, or as expensive as passes.
+
+    In a first batch, with what finding that out costs.
+    """
     texts = recorded([30 + 3 * row for row in range(rows)])
     modelled = replayed(texts, Guesses(texts, period), "auto", linear_cost(slope))
     assert modelled.seconds < 1.08 * modelled.plain_seconds
