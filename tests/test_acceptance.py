@@ -29,6 +29,7 @@ from exact import (
     Deciding,
     Drafting,
     Drawn,
+    Given,
     OnMLX,
     Rounds,
     RoundsOfLength,
@@ -46,6 +47,7 @@ from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
@@ -54,6 +56,7 @@ from specdec_mlx.types import (
     Agreement,
     Draft,
     RoundRecord,
+    Verdict,
     needs_distribution,
     shares_noise,
 )
@@ -293,6 +296,36 @@ def test_with_a_greedy_target_tokens_are_compared(name: str) -> None:
     verdict = make_rule(name).decide(target, Draft([1], to_mlx(np.eye(3)[:1])), no_randomness)
     assert isinstance(verdict, Agreement)
     assert verdict.target_tokens.tolist() == [1, 2]
+
+
+class Seeing(CoinRule):
+    """Keeps what it is given; does not say that it comes down to match."""
+
+    name = "seeing"
+
+    def accept_probs(self, *given: Any) -> mx.array:
+        self.given = given
+        return mx.ones(given[1].shape)
+
+    def next_probs(self, target_probs: Any, tokens: Any, draft_probs: Any, n: Any) -> mx.array:
+        return target_probs[n]
+
+
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_rule_by_coins_is_given_both_distributions(greedy: bool) -> None:
+    """The draft's is what it declares, else a point mass; greedy targets are a one-hot like any."""
+    target_probs, tokens = to_mlx(np.array([[0.5, 0.5], [0.25, 0.75]])), mx.array([1])
+    draft_probs = to_mlx(np.array([[0.25, 0.75]]))
+    target: Any = SimpleNamespace(greedy=greedy, probs=target_probs)
+    for logprobs, expected in (
+        (mx.log(draft_probs), draft_probs),
+        (None, point_mass(tokens, target_probs)),
+    ):
+        rule = Seeing()
+        verdict = rule.decide(target, Draft([1], logprobs), Given(mx.zeros(1), mx.zeros(2)))
+        assert isinstance(verdict, Verdict)
+        assert rule.given[0] is target_probs
+        assert mx.allclose(rule.given[2], expected, rtol=1e-6).item()
 
 
 # The law of whole rounds --------------------------------------------------------------------------
