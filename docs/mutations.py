@@ -111,6 +111,8 @@ EQUIVALENT: dict[str, str] = {
     "no run of tokens contains it.",
     "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
     "0, the run that begins with the 0 has the product 0, which is the smallest.",
+    "rules/lossy.Lenient: `False` → `True`": "Its own `decide` answers for greedy targets before "
+    "this is read.",
     "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
     "rules/lossy.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
     "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "

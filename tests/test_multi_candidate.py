@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import FrozenInstanceError
 from itertools import product
 
 import mlx.core as mx
@@ -158,6 +159,16 @@ def test_choose_is_coins_then_a_token(laws, seed):
         left = remaining_laws(p, rows)[-1]
         assert choice.token.item() == mx.argmax(mx.log(left) + gumbel).item()
     assert p[choice.token].item() > 0
+
+
+def test_a_coin_that_equals_the_chance_is_tails_and_what_both_left_is_drawn() -> None:
+    """Chances of a half, coins of a half: both candidates go, and only the third token is left."""
+    target_probs, draft_probs = mx.array([0.5, 0.25, 0.25]), mx.eye(3)[:2]
+    half = mx.array([0.5, 0.5])
+    choice = choose(target_probs, mx.array([0, 1]), draft_probs, half, mx.zeros(3))
+    assert (choice.index.item(), choice.token.item()) == (2, 2)
+    with pytest.raises(FrozenInstanceError):
+        choice.index = half  # type: ignore[misc]
 
 
 def test_choices_follow_the_targets_law():
