@@ -37,7 +37,8 @@ STALE_DISCOUNT = 0.5
 class RoundCosts:
     """Seconds of a round that drafts K tokens, relative to a plain one.
 
-    Everything between two readings of a result counts: drafting, the pass, replays of recurrent
+    No length costs more than a longer one does, so that a disturbed round, after which a length is
+    not tried again, does no lasting harm. Everything between two readings of a result counts: drafting, the pass, replays of recurrent
     caches, and the overlap that pipelined decoding has and a speculative round has not. Measured
     lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them and
     a prior best. Where nothing was drafted for long, drafts are taken for cheaper than they were,
@@ -120,7 +121,8 @@ class RoundCosts:
         if num_drafted == 0:
             return 1.0
         if self.is_measured(num_drafted):
-            return max(1.0, self._typical_of(num_drafted))
+            longer = [k for k in self.ratios if k >= num_drafted and self.is_measured(k)]
+            return max(1.0, min(map(self._typical_of, longer)))
         step, slope = self.line()
         shorter = [self._typical_of(k) for k in self.ratios if k < num_drafted]
         return max(1.0, 1.0 + step + slope * num_drafted, *shorter)

@@ -74,7 +74,7 @@ MOST_WAITING = 256
 """Tokens that wait at most to be read by a drafter that reads along."""
 
 TRIAL_SHARE_OF_BUDGET = 0.5
-"""Share of the budget that reading may take where it is not known to pay; drafts have the rest."""
+"""Share of the budget that reading may take where drafts have not paid yet; they have the rest."""
 
 
 @dataclass
@@ -267,7 +267,8 @@ class StepwiseAccount(Account):
         if self._reading_cost() <= gain * self.num_emitted:
             return True
         budget = min(self.learned.exploration_budget, self.text_budget)
-        self.is_trial = self._reading_cost() <= TRIAL_SHARE_OF_BUDGET * budget
+        share = 1.0 if self.learned.is_proven else TRIAL_SHARE_OF_BUDGET
+        self.is_trial = self._reading_cost() <= share * budget
         return self.is_trial
 
     def _reading_cost(self) -> float:
@@ -368,4 +369,4 @@ class StepwiseAccount(Account):
         budget = self.learned.exploration_budget + amount
         self.learned.exploration_budget = min(max(-LARGEST_DEBT, budget), LARGEST_BANK)
         self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
-        self.text_budget = min(self.text_budget + amount, LARGEST_BUDGET)
+        self.text_budget = min(max(-LARGEST_DEBT, self.text_budget + amount), LARGEST_BUDGET)
