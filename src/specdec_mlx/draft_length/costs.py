@@ -40,9 +40,9 @@ class RoundCosts:
     No length costs more than a longer one does, so that a disturbed round, after which a length is
     not tried again, does no lasting harm. Everything between two readings of a result counts:
     drafting, the pass, replays of recurrent caches, and the overlap that pipelined decoding has and
-    a speculative round has not. Measured lengths speak for themselves; the others lie on the line 1 + step + slope K that fits them and
-    a prior best. Where nothing was drafted for long, drafts are taken for cheaper than they were,
-    so that one bad moment of the machine does not count for ever.
+    a speculative round has not. Measured lengths speak for themselves; the others lie on the line 1
+    + step + slope K that fits them and a prior best. Where nothing was drafted for long, drafts are
+    taken for cheaper than they were, so that one bad moment of the machine does not count for ever.
 
     step, slope: the prior line; see `Tuning.for_model`. plain: seconds of plain rounds. ratios: K
     -> rounds that drafted K, over plain ones.
