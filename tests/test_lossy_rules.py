@@ -377,7 +377,7 @@ def test_lenient_and_opaque_samplers_do_not_go_together(lenience):
 
 @pytest.mark.parametrize("library", [np, mx])
 def test_each_draft_token_is_held_against_its_own_row(library: Any) -> None:
-    """p(x) >= l max p: 0.3 is 0.6 of the first row's largest, and 0.5 of the second's."""
-    logprobs = library.log(library.array([[0.5, 0.3, 0.2], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]))
+    """p(x) >= l max p: 0.24 is 0.6 of the first row's largest, and 0.3 is 0.5 of the second's."""
+    logprobs = library.log(library.array([[0.4, 0.24, 0.36], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]))
     kept = Lenient(0.55).nearly_matches(logprobs, library.array([1, 2]))
     assert np.array(kept).tolist() == [True, False]
