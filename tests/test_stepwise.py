@@ -29,7 +29,7 @@ from specdec_mlx.bench.recorded_drafts import (
     save_drafts,
 )
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.stepwise import StepwiseAccount
+from specdec_mlx.draft_length.stepwise import TEXT_BUDGET, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.sampling.noise import Noise
@@ -345,6 +345,8 @@ def test_a_bad_text_after_good_ones_loses_what_a_text_may(draft_cost: float) -> 
     """However much the good ones have earned; and a good one after it gains at once."""
     texts, drafter = made_up([varied] * 6 + [useless] * 2 + [varied])
     runs = modelled(texts, drafter, "auto", CURVES["slope"], draft_cost)
+    lost = [run.seconds - run.plain_seconds for run in runs]
+    assert max(lost) < TEXT_BUDGET + 0.02 * 120
     assert min(run.plain_seconds / run.seconds for run in runs) > 0.95
     assert runs[-1].plain_seconds / runs[-1].seconds > 0.95 * speed(runs[:6])
 

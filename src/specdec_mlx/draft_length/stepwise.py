@@ -53,7 +53,7 @@ LARGEST_BANK = 20.0
 SHARE_OF_GAIN = 0.2
 """Of what a draft model gains on the average of texts, the share that one text may lose besides."""
 
-LARGEST_TEXT_SHARE = 0.03
+LARGEST_TEXT_SHARE = 0.015
 """Most that this may be, as a share of the text's time: a text keeps 0.95 of plain's speed."""
 
 EXPLORATION_SHARE = 0.003

@@ -14,6 +14,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import MOST_NUMBERS
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 
@@ -32,7 +33,8 @@ class Draws:
         sampling: how drafts are drawn; greedy makes a point mass.
         text: [n] prompt and tokens emitted.
         num_prompt: tokens of the prompt.
-        at_once: for how many tokens the noise is drawn at a time, which saves operations.
+        at_once: for how many tokens the noise is drawn at a time, which saves operations; fewer
+            where the vocabulary is large.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class Draws:
         sampling: Sampling,
         text: Sequence[int],
         num_prompt: int,
-        at_once: int = 1,
+        at_once: int = DRAWN_AT_ONCE,
     ) -> None:
         """Nothing was drawn yet."""
         self.is_drawn = not sampling.greedy
@@ -49,7 +51,8 @@ class Draws:
         self._sampling = sampling
         self._seen = to_ids(text) if context.logits_processors else None
         self._start = len(text) - num_prompt
-        self._at_once = at_once
+        most = MOST_NUMBERS // (context.vocab_size or 1)
+        self._at_once = max(1, min(at_once, most))
         self._noise: mx.array | None = None
         self._tokens: list[mx.array] = []
         self._rows: list[mx.array] = []

@@ -144,9 +144,7 @@ class ModelSession:
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        return draft_while(
-            length, self.draws(min(length, DRAWN_AT_ONCE)), self.next_logits, goes_on, self.pace
-        )
+        return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
 
     def begin_draft(self, limit: int) -> int:
         """Read what was missed; how many tokens may be drafted then."""
@@ -157,7 +155,7 @@ class ModelSession:
         self.rollback.checkpoint()
         return limit if room is None else min(limit, 1 + room)
 
-    def draws(self, at_once: int = 1) -> Draws:
+    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 

@@ -108,7 +108,7 @@ class HeadSession(ABC):
     def read(self) -> list[Any]:
         """Read the rows that can be read now; what has to be computed for that."""
 
-    def draws(self, at_once: int = 1) -> Draws:
+    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
@@ -133,9 +133,7 @@ class SteppingSession(HeadSession):
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
         length = self.begin_draft(limit)
-        draft = draft_while(
-            length, self.draws(min(length, DRAWN_AT_ONCE)), self.next_logits, goes_on, self.pace
-        )
+        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
         self.end_draft()
         return draft
 
