@@ -183,6 +183,7 @@ class AcceptanceHistory:
         evidence: Iterable[Evidence | int],
         tokens: Sequence[int] | None = None,
         before: int | None = None,
+        first: int = 0,
     ) -> Iterator[float]:
         """`chance` of each token of a draft, in a fifth of the time: asked in every round.
 
@@ -190,6 +191,7 @@ class AcceptanceHistory:
             evidence: what speaks for each token.
             tokens: of a draft that was copied; None: not to be looked at.
             before: the token that they follow; None: not known.
+            first: place of the first of them in its draft.
         """
         weights, exp, effect_of = self.weights, math.exp, self.tokens.odds.get
         by_position, by_match = weights["position"], weights["match"]
@@ -198,7 +200,7 @@ class AcceptanceHistory:
         recent = weights["recent"][class_of(self.recent, RECENT_EDGES)]
         latest: Evidence | int | None = None
         others = 0.0
-        for position, kind in enumerate(evidence):
+        for position, kind in enumerate(evidence, start=first):
             if kind is not latest:
                 latest = kind
                 match, one, two, confidence, is_drawn, agreement = (
@@ -212,7 +214,7 @@ class AcceptanceHistory:
             place = POSITION_CLASSES[position if position < FARTHEST else FARTHEST]
             log_odds = others + by_position[place]
             if tokens is not None:
-                token = tokens[position]
+                token = tokens[position - first]
                 log_odds += effect_of(token, 0.0)
                 if before is not None:
                     log_odds += effect_of(behind(before), 0.0) + effect_of(pair(before, token), 0.0)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
@@ -90,7 +92,8 @@ class StepwiseAccount(Account):
     all. num_emitted: tokens of this generation. text_budget: what the text may still lose.
     prefill: seconds that the target took to read a token of the prompt. is_trial: whether
     reading is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it
-    was last asked. rest: rounds until it is worked out again whether to ask.
+    was last asked. rest: rounds until it is worked out again whether to ask. _passes, _expected:
+    costs of passes and expected tokens, by length, as they are worked out for a round.
     """
 
     time_step: Callable[[], float] | None = None
@@ -106,6 +109,8 @@ class StepwiseAccount(Account):
     num_missed: int | None = None
     num_emitted: int = 0
     text_budget: float = TEXT_BUDGET
+    _passes: list[float] = field(default_factory=list)
+    _expected: list[float] | None = None
     first_budget: ClassVar[float] = EXPENSIVE_BUDGET
 
     def __post_init__(self) -> None:
@@ -146,11 +151,8 @@ class StepwiseAccount(Account):
         That is the shortest with a value above 0, or else the best: with the overhead of each
         ask, a shorter draft may lose where a longer one gains.
         """
-        tokens, reach = 0.0, 1.0
         best, needed = -float("inf"), 0
-        for k in range(1, LONGEST + 1):
-            reach *= self.learned.blind.chance(0, k - 1)
-            tokens += reach
+        for k, tokens in enumerate(self.expected, start=1):
             value = tokens - rate * (self._pass(k) - 1.0 + self._drafting(k))
             if value > best:
                 needed = k if best <= 0 else needed
@@ -173,13 +175,18 @@ class StepwiseAccount(Account):
 
     def _longest(self) -> int:
         """The longest draft that can be afforded; 0 if there is none."""
-        expected, reach = 0.0, 1.0
-        for length in range(1, LONGEST + 1):
-            reach *= self.learned.blind.chance(0, length - 1)
-            expected += reach
+        for length, expected in enumerate(self.expected, start=1):
             if not self.can_afford(length, expected):
                 return length - 1
         return LONGEST
+
+    @property
+    def expected(self) -> list[float]:
+        """[K] tokens that a draft of each length brings, of which only the places are known."""
+        if self._expected is None:
+            chances = self.learned.blind.chances([0] * LONGEST)
+            self._expected = list(accumulate(accumulate(chances, mul)))
+        return self._expected
 
     def goes_on(self, evidence: Sequence[Evidence], rate: float) -> Step:
         """Weigh the latest position and those that could follow it."""
@@ -197,11 +204,14 @@ class StepwiseAccount(Account):
     def _value_of_more(self, reach: float, length: int, rate: float) -> float:
         """The largest value of a few more tokens, by what is known now."""
         value, best, reached = 0.0, -1.0, reach
-        for more in range(1, LOOKAHEAD + 1):
-            reached *= self.learned.before.chance(self.evidence[-1], length + more - 1)
-            cost = self._pass(length + more) - self._pass(length + more - 1) + self.step
-            value += reached - rate * cost
-            best = max(best, value)
+        step, before = self.step, self._pass(length)
+        known = [self.evidence[-1]] * LOOKAHEAD
+        for chance in self.learned.before.chances(known, first=length):
+            reached *= chance
+            length += 1
+            after = self._pass(length)
+            value += reached - rate * (after - before + step)
+            best, before = max(best, value), after
         return best
 
     def cut(self, draft: Draft, rate: float) -> int:
@@ -228,7 +238,10 @@ class StepwiseAccount(Account):
         return start + num_steps * step
 
     def _pass(self, length: int) -> float:
-        return self.learned.costs.optimistic_ratio(length)
+        """Cost of a pass over a draft of so many tokens."""
+        while len(self._passes) <= length:
+            self._passes.append(self.learned.costs.optimistic_ratio(len(self._passes)))
+        return self._passes[length]
 
     # --- whether to ask at all ------------------------------------------------------------------
 
@@ -237,6 +250,7 @@ class StepwiseAccount(Account):
         costs = self.learned.costs
         if self.time_step is not None and costs.plain:
             self.learned.drafting.set_price(self.time_step() / statistics.median(costs.plain))
+            self.outlook = None
             self.num_steps += 1  # this round's seconds are not those of a plain one
 
     def _is_stuck(self) -> bool:
@@ -246,7 +260,7 @@ class StepwiseAccount(Account):
 
     def _outlook(self) -> tuple[bool, float]:
         """Whether it can ever pay, and the best rate; worked out anew now and then only."""
-        if self.outlook is None or self.num_idle % LOOK_AGAIN == 0:
+        if self.outlook is None:
             self.outlook = self._can_ever_pay(), self._best_rate()
         return self.outlook
 
@@ -292,12 +306,11 @@ class StepwiseAccount(Account):
 
     def _best_rate(self) -> float:
         """Tokens that the time of a plain round would bring at the best fixed length."""
-        best, reach, tokens = 1.0, 1.0, 1.0
-        for k in range(1, LONGEST + 1):
-            reach *= self.learned.blind.chance(0, k - 1)
-            tokens += reach
-            best = max(best, tokens / (self._pass(k) + self._drafting(k)))
-        return best
+        rates = [
+            (1.0 + tokens) / (self._pass(k) + self._drafting(k))
+            for k, tokens in enumerate(self.expected, start=1)
+        ]
+        return max(1.0, *rates)
 
     def _has_to_catch_up(self) -> bool:
         """Whether it reads more than a round's tokens first: the prompt, or those of a pause."""
@@ -310,6 +323,7 @@ class StepwiseAccount(Account):
         costs = self.learned.costs
         if round_.steady and costs.plain:
             costs.add(round_.drafted, round_.seconds - round_.draft_seconds)
+            self._passes.clear()
         cost = self.round_cost(round_.drafted)
         self._learn_steps(round_)
         self._change_budget(round_.emitted - cost)
@@ -333,6 +347,7 @@ class StepwiseAccount(Account):
 
     def follow(self, round_: RoundRecord) -> None:
         """Earn this round's share of the time."""
+        self._forget()
         self.learned.exploration_budget += (
             PROVEN_SHARE if self.learned.is_proven else EXPLORATION_SHARE
         )
@@ -350,6 +365,13 @@ class StepwiseAccount(Account):
                 self.num_missed += round_.emitted
         self.num_steps = 0
         self.evidence = []
+
+    def _forget(self) -> None:
+        """What was worked out for the round before is out of date."""
+        self._passes.clear()
+        self._expected = None
+        if self.num_idle % LOOK_AGAIN == 0:
+            self.outlook = None
 
     def _share_of_text(self) -> float:
         """Share of the time that this text may lose."""

@@ -6,9 +6,10 @@ next token come from, a *step*; what is drawn from them, and when a draft ends, 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import mlx.core as mx
@@ -23,6 +24,12 @@ NextLogits = Callable[[mx.array | None], mx.array]
 
 DRAWN_AT_ONCE = 4
 """Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
+
+CONFIDENCES_BEFORE = (0.5, 0.8, 0.95)
+"""Lower ends of the classes by which `Pace` learns how often a draft goes on."""
+
+WENT_ON = 0.75
+"""How often it does at first: as in a draft of four tokens."""
 
 
 class Draws:
@@ -81,7 +88,8 @@ class Draws:
     def confidence(self, index: int) -> mx.array:
         """The largest probability of the distribution that a token comes from, a scalar."""
         row = self._rows[index]
-        return mx.exp(mx.max(row) - mx.logsumexp(row))
+        largest = mx.max(row)
+        return mx.exp(largest if self.is_drawn else largest - mx.logsumexp(row))
 
     def draft(self, length: int | None = None) -> Draft:
         """The first `length` tokens of what was drawn; None for all of it."""
@@ -118,19 +126,34 @@ def draw_rows(draws: Draws, logits: mx.array) -> Draws:
 
 @dataclass
 class Pace:
-    """How long a step takes the host to build, and how long it is then waited for; in seconds.
+    """How long a step takes the host to build, how long it is then waited for, and how often the
+    next one was wanted.
 
-    Overlapping runs one step too many in a draft. For one of four tokens that is worth it where
-    building takes more than a quarter of what the device takes.
+    To build the next step while the evidence of one is awaited saves the host's time where the
+    draft goes on, and costs a step where it does not. How likely either is, follows from the
+    latest evidence that is known by then.
+
+    build, wait: in seconds. went_on: by class of that evidence, the share of positions after it at
+    which the draft went on.
     """
 
     build: float = 0.0
     wait: float = 0.0
+    went_on: list[float] = field(default_factory=lambda: [WENT_ON] * (len(CONFIDENCES_BEFORE) + 2))
 
-    @property
-    def overlaps(self) -> bool:
-        """Whether the next step is to be under way before the evidence of one is read."""
-        return 4 * self.build > self.build + self.wait
+    def overlaps(self, latest: float | None) -> bool:
+        """Whether the next step is to be under way before the evidence of one is read.
+
+        Args:
+            latest: largest probability at the position before it; None for a draft's first.
+        """
+        chance = self.went_on[_class_of(latest)]
+        return chance * self.build > (1 - chance) * (self.build + self.wait)
+
+    def learn(self, latest: float | None, went_on: bool) -> None:
+        """Note whether the draft went on at the position after that evidence."""
+        kind = _class_of(latest)
+        self.went_on[kind] = 0.9 * self.went_on[kind] + 0.1 * went_on
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -147,6 +170,11 @@ class Pace:
         self.wait = _mix(self.wait, perf_counter() - began)
 
 
+def _class_of(latest: float | None) -> int:
+    """Class of the evidence that is known; 0 where none is."""
+    return 0 if latest is None else 1 + bisect_right(CONFIDENCES_BEFORE, latest)
+
+
 def _mix(average: float, sample: float) -> float:
     """Moving average; the first sample is taken as it is."""
     return 0.9 * average + 0.1 * sample if average else sample
@@ -155,9 +183,9 @@ def _mix(average: float, sample: float) -> float:
 def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pace: Pace) -> Draft:
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
-    Where building a step takes the host long, the next one is under way while that number is read,
-    and is dropped unread if it was one too many: the decision has seen neither its draw nor its
-    distribution.
+    Where building a step takes the host long and the draft is likely to go on, the next one is
+    under way while that number is read, and is dropped unread if it was one too many: the decision
+    has seen neither its draw nor its distribution.
 
     Args:
         length: most tokens.
@@ -168,10 +196,10 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []
-    token = None
+    token, latest = None, None
     decision = Step.GO_ON
     while decision is Step.GO_ON and len(evidence) < length:
-        ahead = 2 if pace.overlaps else 1
+        ahead = 2 if pace.overlaps(latest) else 1
         while len(draws) < min(len(evidence) + ahead, length):
             with pace.building():
                 token = draws.draw(step(token))
@@ -181,6 +209,8 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
             confidence = float(confidences[len(evidence)].item())  # type: ignore[arg-type]
         evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
+        pace.learn(latest, decision is Step.GO_ON)
+        latest = confidence
     return _kept(draws, evidence, decision)
 
 
