@@ -93,6 +93,23 @@ def test_what_a_row_costs_is_measured(num_rows: int, slope: float) -> None:
     assert 0.9 * nearer <= costs.row_cost(num_rows) <= 1.1 * farther
 
 
+@pytest.mark.parametrize(("measured", "asked"), [(2, 8), (8, 2), (1, 4), (4, 1)])
+@pytest.mark.parametrize("slope", [0.0, 0.02, 0.24])
+def test_what_was_measured_with_some_rows_says_what_others_cost(
+    measured: int, asked: int, slope: float
+) -> None:
+    """Exactly, where every position costs alike: not the same ratio with other rows."""
+    cost, costs = linear_cost(slope), SharedCosts()
+    known = costs.of("", measured)
+    known.add(0, cost(measured))
+    for length in (2, 4):
+        for _ in range(3):
+            known.add(length, cost(measured * (length + 1)))
+    for length in (2, 4):
+        expected = cost(asked * (length + 1)) / cost(asked)
+        assert costs.of("", asked).ratio(length) == pytest.approx(expected)
+
+
 class Guesses:
     """Free drafts for each of some texts, with a wrong token in every `period`-th place."""
 

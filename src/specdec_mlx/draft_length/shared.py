@@ -12,6 +12,7 @@ plain batch.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -52,15 +53,16 @@ class SharedCosts:
     budgets: dict[str, float] = field(default_factory=dict)
 
     def of(self, kind: str, num_rows: int) -> RoundCosts:
-        """Costs at a number of rows; of one that is new the ratios of the nearest are taken."""
+        """Costs at a number of rows; of one that is new, what those of the nearest say."""
         key = kind, num_rows
         if key not in self.costs:
             known = [rows for name, rows in self.costs if name == kind]
             made = RoundCosts(slope=self._prior(num_rows))
             if known:
                 nearest = min(known, key=lambda rows: abs(rows - num_rows))
-                ratios = self.costs[kind, nearest].ratios
-                made.ratios = {length: samples.copy() for length, samples in ratios.items()}
+                for length, ratios in self.costs[kind, nearest].ratios.items():
+                    as_here = [_with_rows(num_rows, ratio, length, nearest) for ratio in ratios]
+                    made.ratios[length] = deque(as_here, maxlen=ratios.maxlen)
             self.costs[key] = made
         return self.costs[key]
 
@@ -76,6 +78,27 @@ class SharedCosts:
         _, slope = self.of("", num_rows).line()
         single = num_rows - slope * (num_rows - 1)  # a plain pass of one row, times rows
         return slope / single if slope < single else 1.0
+
+
+def _with_rows(num_rows: int, ratio: float, length: int, measured_with: int) -> float:
+    """What a pass over drafts costs with other rows, in plain passes, if positions cost alike.
+
+    A position costs s of a pass over one, so that R rows with K draft tokens take
+    1 + R K s / (1 + (R - 1) s) plain passes of R rows.
+
+    Args:
+        num_rows: of the pass.
+        ratio: what was measured with other rows.
+        length: K.
+        measured_with: number of rows of that.
+    """
+    excess = ratio - 1.0
+    single = measured_with * length - (measured_with - 1) * excess  # a pass over one, times R K s
+    most = length + 2.0  # as of `RoundCosts.relative`
+    if single <= 0:
+        return most
+    position = excess / single
+    return min(most, 1.0 + num_rows * length * position / (1.0 + (num_rows - 1) * position))
 
 
 @dataclass
