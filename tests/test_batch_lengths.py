@@ -98,16 +98,24 @@ def test_what_a_row_costs_is_measured(num_rows: int, slope: float) -> None:
 def test_what_was_measured_with_some_rows_says_what_others_cost(
     measured: int, asked: int, slope: float
 ) -> None:
-    """Exactly, where every position costs alike: not the same ratio with other rows."""
+    """Exactly, where every position costs alike: not the same ratio with other rows.
+
+    Also where those were met before; and what is then measured with them counts more.
+    """
     cost, costs = linear_cost(slope), SharedCosts()
-    known = costs.of("", measured)
-    known.add(0, cost(measured))
+    costs.of("", asked)
+    costs.of("", measured).add(0, cost(measured))
     for length in (2, 4):
         for _ in range(3):
-            known.add(length, cost(measured * (length + 1)))
+            costs.add("", measured, length, cost(measured * (length + 1)))
     for length in (2, 4):
         expected = cost(asked * (length + 1)) / cost(asked)
+        assert costs.of("", asked).is_measured(length)
         assert costs.of("", asked).ratio(length) == pytest.approx(expected)
+    costs.of("", asked).add(0, 1.0)
+    for _ in range(5):
+        costs.add("", asked, 4, 2.5)
+    assert costs.of("", asked).ratio(4) == pytest.approx(2.5)
 
 
 class Guesses:

@@ -70,6 +70,11 @@ class RoundCosts:
         elif self.plain:
             self._add_drafting(num_drafted, self.relative(num_drafted, seconds))
 
+    def borrow(self, num_drafted: int, ratio: float) -> None:
+        """Take a length's cost from elsewhere; it counts as if it had been tried twice here."""
+        self.ratios[num_drafted] = deque([ratio] * 2, maxlen=NUM_SAMPLES)
+        self._forget(num_drafted)
+
     def _add_plain(self, seconds: float) -> None:
         self.plain.append(seconds)
         self._plain_wanted = max(0, self._plain_wanted - 1)

@@ -12,7 +12,6 @@ plain batch.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -45,26 +44,41 @@ class SharedCosts:
 
     slope: the prior cost of a position, in plain passes of one row. costs: (key of the
     drafter, "" for look-ups, number of rows) -> costs in plain passes of so many rows. budgets: by
-    the same key, what may still be lost, in plain passes.
+    the same key, what may still be lost, in plain passes. _known: (key, number of rows, length)
+    that was measured there, and not taken over.
     """
 
     slope: float = 0.05
     costs: dict[tuple[str, int], RoundCosts] = field(default_factory=dict)
     budgets: dict[str, float] = field(default_factory=dict)
+    _known: set[tuple[str, int, int]] = field(default_factory=set)
 
     def of(self, kind: str, num_rows: int) -> RoundCosts:
-        """Costs at a number of rows; of one that is new, what those of the nearest say."""
+        """Costs at a number of rows; of lengths that are known of others only, by theirs."""
         key = kind, num_rows
         if key not in self.costs:
-            known = [rows for name, rows in self.costs if name == kind]
-            made = RoundCosts(slope=self._prior(num_rows))
-            if known:
-                nearest = min(known, key=lambda rows: abs(rows - num_rows))
-                for length, ratios in self.costs[kind, nearest].ratios.items():
-                    as_here = [_with_rows(num_rows, ratio, length, nearest) for ratio in ratios]
-                    made.ratios[length] = deque(as_here, maxlen=ratios.maxlen)
-            self.costs[key] = made
+            self.costs[key] = RoundCosts(slope=self._prior(num_rows))
+            for length in {length for name, _, length in self._known if name == kind}:
+                self._borrow(kind, num_rows, length)
         return self.costs[key]
+
+    def add(self, kind: str, num_rows: int, length: int, seconds: float) -> None:
+        """Add a pass over drafts; what it says of other numbers of rows is known there too."""
+        here = self.of(kind, num_rows)
+        here.add(length, seconds)
+        if not here.is_measured(length):
+            return
+        self._known.add((kind, num_rows, length))
+        for name, rows in self.costs:
+            if name == kind and (name, rows, length) not in self._known:
+                self._borrow(kind, rows, length)
+
+    def _borrow(self, kind: str, num_rows: int, length: int) -> None:
+        """Take over the cost of a length from the nearest number of rows where it is known."""
+        known = [rows for name, rows, k in self._known if name == kind and k == length]
+        nearest = min(known, key=lambda rows: abs(rows - num_rows))
+        ratio = self.costs[kind, nearest].ratio(length)
+        self.costs[kind, num_rows].borrow(length, _with_rows(num_rows, ratio, length, nearest))
 
     def _prior(self, num_rows: int) -> float:
         """Cost of a position in every row, in plain passes of so many."""
@@ -208,7 +222,7 @@ class SharedLength:
         costs = self.costs.of(kind, self.num_rows)
         was_trial = width > 0 and (costs.is_stale or not costs.is_measured(width))
         if steady and width:
-            costs.add(width, seconds)
+            self.costs.add(kind, self.num_rows, width, seconds)
         elif steady:
             for (_, num_rows), known in self.costs.costs.items():
                 if num_rows == self.num_rows:
