@@ -35,6 +35,7 @@ class FeatureFeed:
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         """Nothing was shown yet."""
         self._readers = readers
+        self._rejected_readers = [(s, wish) for s, wish in readers if isinstance(s, SeesRejected)]
         self._target = target
         self._num_shown = 0
 
@@ -89,12 +90,13 @@ class FeatureFeed:
 
     def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
         """Show the rows of draft tokens that were not kept to those that want them."""
+        if not self._rejected_readers:
+            return
         left = [node for node in range(len(current.draft)) if node not in outcome.kept]
-        readers = [(s, wanted) for s, wanted in self._readers if isinstance(s, SeesRejected)]
-        if left and readers:
+        if left:
             drafted = to_list(current.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
-            for session, wanted in readers:
+            for session, wanted in self._rejected_readers:
                 session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, start: int, indices: Sequence[int]) -> None:
