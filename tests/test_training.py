@@ -483,6 +483,24 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
     assert sd.load_head(tmp_path, target)
 
 
+def test_a_text_is_learnt_from_when_it_has_ended(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """What was handed out of it, before the next begins, whose first token waits for nothing."""
+    target, tokenizer = loaded
+    train(plan_for(folder, "medusa"), *loaded, tmp_path)
+    drafter = learning_on(tmp_path, target)
+    learnt: list[list[int]] = []
+    drafter.learn = lambda tokens: learnt.append(list(tokens))  # type: ignore[method-assign]
+    prompt = list(tokenizer.encode(WORDS))
+    for expected in ([], [prompt]):
+        tokens = sd.speculate(target, prompt, drafter, max_tokens=30)
+        first = next(tokens).token
+        assert [text[: len(prompt)] for text in learnt] == expected
+        tokens.close()
+        assert learnt[-1] == [*prompt, first]
+
+
 def test_learning_on_is_bounded(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
