@@ -399,11 +399,11 @@ def test_saved_heads_load_and_are_lossless(
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "mtp"))
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
 def test_a_training_can_begin_with_a_head(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    """At a rate of 0 it stays what it was; another size is refused."""
+    """At a rate of 0 it stays what it was; another kind is refused, and another size."""
     plan = plan_for(folder, kind)
     train(plan, *loaded, tmp_path / "first")
     further = replace(
@@ -414,9 +414,12 @@ def test_a_training_can_begin_with_a_head(
         mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "then")
     )
     assert all(mx.array_equal(x, then[name]).item() for name, x in first.items())
-    other = replace(further, size=replace(plan.size, mlp=24, guesses=5))
-    with pytest.raises(TrainingError, match="no head of this kind and size"):
-        train(other, *loaded, tmp_path / "other")
+    others = [replace(further, kind="exit" if kind == "medusa" else "medusa")]
+    if kind != "exit":  # whose size is the target's
+        others.append(replace(further, size=replace(plan.size, mlp=24, guesses=5)))
+    for i, other in enumerate(others):
+        with pytest.raises(TrainingError, match="no head of this kind and size"):
+            train(other, *loaded, tmp_path / f"other-{i}")
 
 
 def test_a_saved_draft_model_is_a_model_of_its_own(
