@@ -16,14 +16,17 @@ import heads
 import selection
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.drafters.drawing import draw_rows
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import first_layers
+from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.session import Draws, WaitingRows
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
@@ -411,3 +414,52 @@ def test_their_text_is_the_targets_own(name: str, length: int) -> None:
             model, PROMPT, WHOLE[name](), max_tokens=24, draft_length=length, **options
         )
         assert [t.token for t in tokens] == plain
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.7])
+def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
+    """Tokens, distributions and confidences, and every head of a draft."""
+    logits = 3 * mx.random.normal((5, VOCAB), key=mx.random.key(2))
+    together, single = (Draws(context(), sd.Sampling(temp=temp), PROMPT, 7) for _ in range(2))
+    draw_rows(together, logits)
+    confidences = []
+    for i in range(len(logits)):
+        single.draw(logits[i : i + 1])
+        confidences.append(single.confidence().item())
+    assert len(together) == len(single) == 5
+    assert np.allclose(together.confidences(), confidences, atol=1e-6)
+    for length in (2, 5):
+        some, others = together.draft(length), single.draft(length)
+        assert to_list(some.tokens) == to_list(others.tokens)
+        assert (some.logprobs is None) == (others.logprobs is None) == (temp == 0)
+        if some.logprobs is not None:
+            assert np.allclose(some.logprobs, others.logprobs, atol=1e-6)
+
+
+@pytest.mark.parametrize("own", [0, VOCAB])
+def test_heads_together_guess_what_each_does(own: int) -> None:
+    """With the target's matrix, and with matrices of their own."""
+    head = heads.random_head(lambda ends: Medusa(3, 1, ends, own_heads=own), target())
+    state = mx.random.normal((1, WIDTH), key=mx.random.key(3))
+    each = mx.concatenate([head.logits(state, i) for i in range(3)])
+    assert np.allclose(head.first_logits(state, 3), each, atol=1e-4)
+    assert np.allclose(head.first_logits(state, 2), each[:2], atol=1e-4)
+
+
+@pytest.mark.parametrize("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
+def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
+    """Neighbours, all of them, others, in any order."""
+    rows = mx.arange(8).reshape(4, 2)
+    taken = FeatureRows(layers={3: rows}, head_input=-rows).rows(indices)
+    expected = np.array(rows)[indices].tolist()
+    assert taken.layers[3].tolist() == expected
+    assert taken.head_input is not None
+    assert (-taken.head_input).tolist() == expected
+
+
+def test_a_whole_vocabulary_needs_no_widening() -> None:
+    """In the target's order; in another order its logits find their places."""
+    logits = mx.array([[1.0, 2.0, 3.0]])
+    assert DraftVocabulary(mx.array([0, 0, 0]), 3).widen(logits).tolist() == [[1, 2, 3]]
+    assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
+    assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]

@@ -73,9 +73,12 @@ class Path(Draws):
         self.num_drawn += 1
         return mx.array([self.tokens[self.num_drawn - 1]])
 
-    def confidence(self, index: int) -> mx.array:
-        row = self.rows[index]
-        return mx.array(float(row[self.tokens[index]] if self.peeks else row.max()))
+    def confidence(self) -> mx.array:
+        return self.confidences()[-1:]
+
+    def confidences(self) -> mx.array:
+        drawn = zip(self.rows, self.tokens[: self.num_drawn], strict=False)
+        return mx.array([float(row[x] if self.peeks else row.max()) for row, x in drawn])
 
     def draft(self, length: int | None = None) -> Draft:
         return Draft(self.tokens[:length])

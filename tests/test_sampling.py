@@ -115,6 +115,18 @@ def test_law_takes_logits_as_it_takes_log_probabilities(filters):
 
 
 @given(logits=strategies.logit_rows(), data=st.data())
+def test_probabilities_are_the_law(logits, data):
+    """In one step what exp of the log-probabilities is, and 0 where these are -inf."""
+    sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
+    law, probs = (
+        np.array(sampling.log_distribution(logits)),
+        np.array(sampling.distribution(logits)),
+    )
+    np.testing.assert_allclose(probs, np.exp(law), atol=FLOAT32)
+    assert not probs[np.isneginf(law)].any()
+
+
+@given(logits=strategies.logit_rows(), data=st.data())
 def test_law_takes_rows_one_by_one(logits, data):
     """A batch [..., V] has the law of each of its rows, XTC included: one coin a row."""
     sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))

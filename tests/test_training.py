@@ -399,11 +399,11 @@ def test_saved_heads_load_and_are_lossless(
     assert not (tmp_path / "work").exists()
 
 
-@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "mtp"))
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
 def test_a_training_can_begin_with_a_head(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    """At a rate of 0 it stays what it was; another size is refused."""
+    """At a rate of 0 it stays what it was; another kind is refused, and another size."""
     plan = plan_for(folder, kind)
     train(plan, *loaded, tmp_path / "first")
     further = replace(
@@ -414,9 +414,12 @@ def test_a_training_can_begin_with_a_head(
         mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "then")
     )
     assert all(mx.array_equal(x, then[name]).item() for name, x in first.items())
-    other = replace(further, size=replace(plan.size, mlp=24, guesses=5))
-    with pytest.raises(TrainingError, match="no head of this kind and size"):
-        train(other, *loaded, tmp_path / "other")
+    others = [replace(further, kind="exit" if kind == "medusa" else "medusa")]
+    if kind != "exit":  # whose size is the target's
+        others.append(replace(further, size=replace(plan.size, mlp=24, guesses=5)))
+    for i, other in enumerate(others):
+        with pytest.raises(TrainingError, match="no head of this kind and size"):
+            train(other, *loaded, tmp_path / f"other-{i}")
 
 
 def test_a_saved_draft_model_is_a_model_of_its_own(
@@ -481,6 +484,24 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
     after = mx.load(str(tmp_path / "model.safetensors"))
     assert any(not mx.array_equal(x, after[name]).item() for name, x in before.items())
     assert sd.load_head(tmp_path, target)
+
+
+def test_a_text_is_learnt_from_when_it_has_ended(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """What was handed out of it, before the next begins, whose first token waits for nothing."""
+    target, tokenizer = loaded
+    train(plan_for(folder, "medusa"), *loaded, tmp_path)
+    drafter = learning_on(tmp_path, target)
+    learnt: list[list[int]] = []
+    drafter.learn = lambda tokens: learnt.append(list(tokens))  # type: ignore[method-assign]
+    prompt = list(tokenizer.encode(WORDS))
+    for expected in ([], [prompt]):
+        tokens = sd.speculate(target, prompt, drafter, max_tokens=30)
+        first = next(tokens).token
+        assert [text[: len(prompt)] for text in learnt] == expected
+        tokens.close()
+        assert learnt[-1] == [*prompt, first]
 
 
 def test_learning_on_is_bounded(

@@ -24,7 +24,7 @@ from specdec_mlx.draft_length.accounts import (
     PROVEN_SHARE,
     Account,
 )
-from specdec_mlx.types import Draft, Evidence, RoundRecord, Step
+from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step
 
 LOOK_AGAIN = 8
 """Idle rounds after which it is worked out anew whether asking may pay."""
@@ -71,9 +71,6 @@ UNKNOWN_POSITION = 0.5
 
 UNKNOWN_READING = 0.02
 """Cost of reading a token, in draft steps, where neither model was seen to read."""
-
-MOST_WAITING = 256
-"""Tokens that wait at most to be read by a drafter that reads along."""
 
 TRIAL_SHARE_OF_BUDGET = 0.5
 """Share of the budget that reading may take where drafts have not paid yet; they have the rest."""

@@ -42,6 +42,9 @@ class Draws:
         num_prompt: tokens of the prompt.
         at_once: for how many tokens the noise is drawn at a time, which saves operations; fewer
             where the vocabulary is large.
+
+    is_drawn: whether tokens are drawn at random. one_by_one: whether there are processors, which
+    look at each token before the next.
     """
 
     def __init__(
@@ -54,58 +57,80 @@ class Draws:
     ) -> None:
         """Nothing was drawn yet."""
         self.is_drawn = not sampling.greedy
+        self.one_by_one = len(context.logits_processors) > 0
         self._context = context
         self._sampling = sampling
-        self._seen = to_ids(text) if context.logits_processors else None
+        self._seen = to_ids(text) if self.one_by_one else None
         self._start = len(text) - num_prompt
         most = MOST_NUMBERS // (context.vocab_size or 1)
         self._at_once = max(1, min(at_once, most))
         self._noise: mx.array | None = None
         self._tokens: list[mx.array] = []
         self._rows: list[mx.array] = []
+        self._num_drawn = 0
 
     def __len__(self) -> int:
         """How many tokens were drawn."""
-        return len(self._tokens)
+        return self._num_drawn
 
     def draw(self, logits: mx.array) -> mx.array:
-        """The next token [1], from logits [1, V]; its distribution is kept as it was drawn from."""
+        """The next token [1], from logits [1, V]; its distribution is kept as it was drawn from.
+
+        Where they need not be drawn one by one, n tokens from as many rows.
+        """
+        num_rows = logits.shape[0]
         logits = fit_width(logits, self._context.vocab_size)
         for processor in self._context.logits_processors:
             logits = processor(self._seen, logits)
         if self.is_drawn:
             row = self._sampling.log_distribution(logits)
-            token = mx.argmax(row + self._gumbel(len(self)), axis=-1).astype(mx.uint32)
+            token = mx.argmax(row + self._gumbels(num_rows), axis=-1).astype(mx.uint32)
         else:
             row = logits
             token = mx.argmax(row, axis=-1).astype(mx.uint32)
         self._rows.append(row)
         self._tokens.append(token)
+        self._num_drawn += num_rows
         if self._seen is not None:
             self._seen = mx.concatenate([self._seen, token])
         return token
 
-    def confidence(self, index: int) -> mx.array:
-        """The largest probability of the distribution that a token comes from, a scalar."""
-        row = self._rows[index]
-        largest = mx.max(row)
-        return mx.exp(largest if self.is_drawn else largest - mx.logsumexp(row))
+    def confidence(self) -> mx.array:
+        """The largest probability of the distribution that the last token comes from; [1]."""
+        return self._confidences(self._rows[-1][-1:])
+
+    def confidences(self) -> mx.array:
+        """The same for each token; [n], at least one."""
+        return self._confidences(_first(self._rows, len(self)))
+
+    def _confidences(self, rows: mx.array) -> mx.array:
+        """The largest probability in each row."""
+        likeliest = mx.max(rows, axis=-1)
+        return mx.exp(likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1))
 
     def draft(self, length: int | None = None) -> Draft:
         """The first `length` tokens of what was drawn; None for all of it."""
         length = len(self) if length is None else length
         if length == 0:
             return Draft()
-        logprobs = mx.concatenate(self._rows[:length]) if self.is_drawn else None
-        return Draft(mx.concatenate(self._tokens[:length]), logprobs)
+        logprobs = _first(self._rows, length) if self.is_drawn else None
+        return Draft(_first(self._tokens, length), logprobs)
 
-    def _gumbel(self, index: int) -> mx.array:
-        """Noise [V] of one token."""
-        place = index % self._at_once
+    def _gumbels(self, num_tokens: int) -> mx.array:
+        """Noise [n, V] of the next n tokens."""
+        if num_tokens > 1:
+            return self._context.draft_gumbels(self._start, num_tokens, len(self))
+        place = len(self) % self._at_once
         if place == 0:
-            self._noise = self._context.draft_gumbels(self._start, self._at_once, index)
+            self._noise = self._context.draft_gumbels(self._start, self._at_once, len(self))
         assert self._noise is not None
-        return self._noise[place]
+        return self._noise[place : place + 1]
+
+
+def _first(parts: Sequence[mx.array], length: int) -> mx.array:
+    """The first rows of parts, each of one row or more, that stand one behind the other."""
+    together = parts[0] if len(parts) == 1 else mx.concatenate(list(parts[:length]))
+    return together if together.shape[0] == length else together[:length]
 
 
 def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
@@ -119,8 +144,8 @@ def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
 
 def draw_rows(draws: Draws, logits: mx.array) -> Draws:
     """The same draws with a token drawn from each of the rows [n, V], which came all at once."""
-    for i in range(logits.shape[0]):
-        draws.draw(logits[i : i + 1])
+    for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
+        draws.draw(rows)
     return draws
 
 
@@ -203,7 +228,7 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
         while len(draws) < min(len(evidence) + ahead, length):
             with pace.building():
                 token = draws.draw(step(token))
-                confidences.append(draws.confidence(len(draws) - 1))
+                confidences.append(draws.confidence())
                 mx.async_eval(token, confidences[-1])
         with pace.waiting():
             confidence = float(confidences[len(evidence)].item())  # type: ignore[arg-type]
@@ -221,10 +246,9 @@ def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
     """
     if not len(draws):
         return Draft()
-    together = mx.stack([draws.confidence(i) for i in range(len(draws))])
     evidence: list[Evidence] = []
     decision = Step.GO_ON
-    confidences: list[float] = together.tolist()  # type: ignore[assignment]
+    confidences: list[float] = draws.confidences().tolist()  # type: ignore[assignment]
     for confidence in confidences:
         evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)

@@ -35,6 +35,7 @@ class FeatureFeed:
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         """Nothing was shown yet."""
         self._readers = readers
+        self._rejected_readers = [(s, wish) for s, wish in readers if isinstance(s, SeesRejected)]
         self._target = target
         self._num_shown = 0
 
@@ -76,7 +77,7 @@ class FeatureFeed:
     def show_fed(self, start: int) -> None:
         """Show what the latest `feed` computed; it began at position `start` of the text."""
         rows, num_rows = self._target.fed_features()
-        self._show(rows, start, range(num_rows))
+        self._show(rows, num_rows, start, range(num_rows))
 
     def show_round(self, current: Round, outcome: Outcome, start: int) -> None:
         """Show a round's rows: of the pending tokens, from position `start` on, and those kept."""
@@ -84,26 +85,36 @@ class FeatureFeed:
         assert rows is not None, "a tapped target brings features with every pass"
         num_pending = current.num_pending
         kept = outcome.kept[: len(outcome.tokens) - 1]
-        self._show(rows, start, [*range(num_pending), *(num_pending + node for node in kept)])
+        shown = [*range(num_pending), *(num_pending + node for node in kept)]
+        self._show(rows, current.under_way.num_fed, start, shown)
         self._show_rejected(rows, current, outcome)
 
     def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
         """Show the rows of draft tokens that were not kept to those that want them."""
+        if not self._rejected_readers:
+            return
         left = [node for node in range(len(current.draft)) if node not in outcome.kept]
-        readers = [(s, wanted) for s, wanted in self._readers if isinstance(s, SeesRejected)]
-        if left and readers:
+        if left:
             drafted = to_list(current.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
-            for session, wanted in readers:
+            for session, wanted in self._rejected_readers:
                 session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
-    def _show(self, rows: FeatureRows, start: int, indices: Sequence[int]) -> None:
-        """Show rows whose positions are `start` and those after it, but for those already shown."""
+    def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
+        """Show rows whose positions are `start` and those after it, but for those already shown.
+
+        Args:
+            rows: of a pass.
+            num_rows: how many there are.
+            start: position of the first of those named.
+            indices: which are of the text, ascending.
+        """
         new = indices[max(0, self._num_shown - start) :]
         if new:
-            shown = rows.rows(new)
+            shown = rows if len(new) == num_rows else rows.rows(new)
+            is_alone = len(self._readers) == 1  # the target brings what it wants, and no more
             for session, wanted in self._readers:
-                session.see(shown.only(wanted))
+                session.see(shown if is_alone else shown.only(wanted))
             self._num_shown = start + len(indices)
 
 

@@ -67,7 +67,10 @@ def point_mass(
 def draw(
     probs: Float[mx.array, "*batch vocab"], gumbel: Float[mx.array, " vocab"]
 ) -> Integer[mx.array, "*batch"]:
-    """Token drawn from each distribution with standard Gumbel noise; never one without mass."""
+    """Token drawn from each distribution with standard Gumbel noise; never one without mass.
+
+    probs: [..., V] probabilities, or what is proportional to them.
+    """
     return mx.argmax(mx.log(probs) + gumbel, axis=-1)
 
 

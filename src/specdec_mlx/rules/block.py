@@ -10,7 +10,6 @@ from jaxtyping import Bool, Float, Integer
 from specdec_mlx.rules.arithmetic import (
     Array,
     at,
-    leading_run,
     namespace_of,
     ratio,
     row,
@@ -47,7 +46,9 @@ class Block(CoinRule):
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
         """Tokens up to the last heads."""
-        return coins.shape[0] - leading_run(namespace_of(coins).logical_not(coins[::-1]))
+        xp = namespace_of(coins)
+        kept = coins * xp.arange(1, coins.shape[0] + 1)
+        return xp.max(kept) if coins.shape[0] else xp.sum(kept)
 
     def next_probs(
         self,
@@ -57,7 +58,8 @@ class Block(CoinRule):
         num_accepted: Array | int,
     ) -> Float[Array, " vocab"]:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
-        return self.weigh(target_probs, draft_tokens, draft_probs)[1](num_accepted)
+        weights = self.weigh(target_probs, draft_tokens, draft_probs)[1](num_accepted)
+        return weights / namespace_of(weights).sum(weights)
 
     def weigh(
         self,
@@ -72,12 +74,11 @@ class Block(CoinRule):
         mass = xp.sum(excess, axis=-1)
         total = mass + (1 - weights)
 
-        def next_probs(num_accepted: Array | int) -> Float[Array, " vocab"]:
-            left = row(mass, num_accepted)
-            normalised = ratio(row(excess, num_accepted), left)
-            return xp.where(left > 0, normalised, row(target_probs, num_accepted))
+        def next_weights(num_accepted: Array | int) -> Float[Array, " vocab"]:
+            has_excess = row(mass, num_accepted) > 0
+            return xp.where(has_excess, row(excess, num_accepted), row(target_probs, num_accepted))
 
-        return xp.where(total > 0, ratio(mass, total), 1)[1:], next_probs
+        return xp.where(total > 0, ratio(mass, total), 1)[1:], next_weights
 
 
 def running_weights(

@@ -58,7 +58,7 @@ class CoinRule(ABC):
         draft_tokens: Integer[Array, " rows-1"],
         draft_probs: Float[Array, "rows-1 vocab"],
     ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
-        """`accept_probs`, and `next_probs` of n: together, for rules in which they share work."""
+        """`accept_probs`, and what is proportional to `next_probs` of n; they may share work."""
         given = target_probs, draft_tokens, draft_probs
         return self.accept_probs(*given), functools.partial(self.next_probs, *given)
 
@@ -68,8 +68,7 @@ class CoinRule(ABC):
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
         if target.greedy and self.matches_greedy:
             return Agreement(target.tokens)
-        draft_probs = None if draft.logprobs is None else mx.exp(draft.logprobs)
-        return decide_by_coins(self, target.probs, to_ids(draft.tokens), draft_probs, randomness)
+        return decide_by_coins(self, target.probs, to_ids(draft.tokens), draft.probs, randomness)
 
 
 def decide_by_coins(
@@ -91,7 +90,7 @@ def decide_by_coins(
     if draft_probs is None:
         draft_probs = point_mass(draft_tokens, target_probs)
     uniform = randomness.uniform(draft_tokens.shape[0])
-    accept_probs, next_probs = rule.weigh(target_probs, draft_tokens, draft_probs)
+    accept_probs, next_weights = rule.weigh(target_probs, draft_tokens, draft_probs)
     num_accepted = rule.num_accepted(uniform < accept_probs)
-    probs = next_probs(num_accepted)
-    return Verdict(num_accepted, draw(probs, randomness.gumbel(probs.shape[-1])))
+    weights = next_weights(num_accepted)
+    return Verdict(num_accepted, draw(weights, randomness.gumbel(weights.shape[-1])))

@@ -133,7 +133,7 @@ class TreeCoinRule(ABC):
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
         parents, tokens, p = _parents(draft), to_ids(draft.tokens), target.probs
-        q = point_mass(tokens, p) if draft.logprobs is None else mx.exp(draft.logprobs)
+        q = point_mass(tokens, p) if draft.probs is None else draft.probs
         chances, after = self.judge(p, tokens, q, parents)
         coins = randomness.uniform(len(parents)) < chances
         drawn = draw(after, randomness.gumbel(after.shape[-1]))

@@ -68,6 +68,14 @@ class Sampling:
             return _point_mass(logprobs)
         return _normalize(self._unnormalized(logprobs))
 
+    def distribution(
+        self, logprobs: Float[mx.array, "*batch vocab"]
+    ) -> Float[mx.array, "*batch vocab"]:
+        """Probabilities of the next token [..., V]: exp of `log_distribution`."""
+        if self.greedy:
+            return mx.exp(_point_mass(logprobs))
+        return mx.softmax(self._unnormalized(logprobs), axis=-1)
+
     def _unnormalized(self, logprobs: mx.array) -> mx.array:
         """Logits of the distribution: enough to draw from, in fewer operations."""
         x = logprobs.astype(mx.float32)

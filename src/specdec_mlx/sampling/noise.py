@@ -52,13 +52,21 @@ class Noise:
 
     def _words(self, purpose: str, position: int) -> list[int]:
         """High and low half of the key."""
-        mixed = _mix(_mix(self.seed & _MASK) ^ zlib.crc32(purpose.encode()))
-        mixed = _mix(mixed + position)
+        mixed = self._mixed(purpose, position)
         return [mixed >> 32, mixed & 0xFFFFFFFF]
 
+    def _mixed(self, purpose: str, position: int) -> int:
+        """64 mixed bits."""
+        of_purpose = _mix(_mix(self.seed & _MASK) ^ zlib.crc32(purpose.encode()))
+        return _mix(of_purpose + position)
+
     def uniform(self, purpose: str, position: int, n: int = 1) -> Float[mx.array, " n"]:
-        """Draw n numbers in [0, 1), all under the key of this one position."""
-        return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
+        """Draw n numbers in [0, 1), multiples of 2^-24, all under the key of this one position.
+
+        They are made on the host, since a few are less work than the operations of a graph.
+        """
+        first = self._mixed(purpose, position)
+        return mx.array([(_mix(first + i) >> 40) * 2.0**-24 for i in range(n)])
 
     def gumbel(self, purpose: str, position: int, vocab: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""

@@ -151,7 +151,7 @@ class Rows:
         if self._probs is None:
             sampling = self._next_token.sampling
             assert sampling is not None, "a rule that reads probs has needs_distribution"
-            self._probs = mx.exp(sampling.log_distribution(self.logprobs))
+            self._probs = sampling.distribution(self.logprobs)
         return self._probs
 
     @property

@@ -302,9 +302,9 @@ class Verifier:
         processed = self.distribution.process(logits, drafted, draft.parents)
         rows = Rows(processed, self.distribution, position, draft.parents)
         verdict: Verdict | Agreement | TreeVerdict = Agreement(rows.tokens)
+        as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
         if len(draft):
             noise = RoundNoise(self.distribution.noise, position)
-            as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
             if draft.parents is None:
                 verdict = self.rule.decide(rows, as_ids, noise)
             else:
@@ -313,11 +313,11 @@ class Verifier:
         results = {"scales": rows.scales, **verdict.arrays()}
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = draft.tokens
-        if draft.logprobs is not None and len(draft):
-            results["masses"] = mx.sum(mx.exp(draft.logprobs), axis=-1)
+        if draft.logprobs is not None and as_ids.probs is not None and len(draft):
+            results["masses"] = mx.sum(as_ids.probs, axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
         if self.counterfactual is not None and len(draft):
-            results["chances"] = _chances(rows, drafted, draft.logprobs)
+            results["chances"] = _chances(rows, as_ids)
         return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
 
     def _chooser(
@@ -355,10 +355,10 @@ def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) ->
         )
 
 
-def _chances(rows: Rows, drafted: mx.array, draft_logprobs: mx.array | None) -> mx.array:
+def _chances(rows: Rows, draft: Draft) -> mx.array:
     """What the account of the counterfactual needs; [K, columns]."""
-    probs = rows.probs
-    q = point_mass(drafted, probs) if draft_logprobs is None else mx.exp(draft_logprobs)
+    probs, drafted = rows.probs, to_ids(draft.tokens)
+    q = point_mass(drafted, probs) if draft.probs is None else draft.probs
     table: mx.array = chances(probs, drafted, q)
     return table
 

@@ -66,7 +66,7 @@ def _begin(module: nn.Module) -> None:
         if not others:
             kind = type(module)
             _watched[kind] = _watched.get(kind) or _reporting(kind)
-            module.__class__ = _watched[kind]
+            _set_class(module, _watched[kind])
         _num_watching[id(module)] = others + 1
 
 
@@ -76,7 +76,12 @@ def _end(module: nn.Module) -> None:
         if others:
             _num_watching[id(module)] = others
         else:
-            module.__class__ = type(module).__bases__[0]
+            _set_class(module, type(module).__bases__[0])
+
+
+def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    """Swap a module's class, past what MLX does about parameters when an attribute is set."""
+    object.__setattr__(module, "__class__", kind)
 
 
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:

@@ -120,6 +120,10 @@ class KeyedNoise(Noise):
         """The key of a place."""
         return self.keys[purpose, position]
 
+    def uniform(self, purpose: str, position: int, n: int = 1) -> mx.array:
+        """Drawn by MLX, like the rest."""
+        return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
+
     def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> mx.array:
         """Noise of several places, [n, V]."""
         return mx.stack([self.gumbel(*place, vocab) for place in places])

@@ -1,4 +1,4 @@
-"""Learning on while a head is used: between two generations, from what the target just wrote.
+"""Learning on while a head is used: after each generation, from what the target just wrote.
 
 Online speculative decoding (Liu et al. 2023, arXiv 2310.07177): the texts of one user are alike,
 and a drafter that learns them is accepted more often as it goes. What is emitted keeps the target's
@@ -40,7 +40,7 @@ SHORTEST = 8
 class Bounds:
     """What learning may cost.
 
-    updates: of the weights between two generations; each takes a pass of the target over one
+    updates: of the weights after a generation; each takes a pass of the target over one
     window. window: most tokens of one. windows: most that are remembered. learning_rate: constant.
     """
 
@@ -109,7 +109,7 @@ class OnlineTrainer:
 
 
 class OnlineDrafter:
-    """A head that learns from each text before it drafts for the next.
+    """A head that learns from each text when it has ended, so that the next does not wait for it.
 
     Args:
         drafter: of the head that `trainer` trains.
@@ -124,7 +124,6 @@ class OnlineDrafter:
         self.dtype = dtype
         self.features: Features = drafter.features
         self.key = f"Online({drafter.key})"
-        self._text: list[int] = []
 
     @property
     def model(self) -> nn.Module:
@@ -140,22 +139,18 @@ class OnlineDrafter:
         return f"{self.drafter.describe()}; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Learn from the last text, and start a generation."""
-        self.learn()
+        """Start a generation; its text is learnt from when it ends."""
         session = self.drafter.begin(prompt, context)
-        self._text = session.tokens  # which grows as tokens are emitted
+        session.on_close = self.learn
         return session
 
-    def learn(self) -> None:
-        """Learn from the last text, once."""
-        if self._text:
-            self.trainer.add(self._text)
-            self._text = []
-            self.trainer.learn()
+    def learn(self, tokens: Sequence[int]) -> None:
+        """Learn from a text [n], prompt included."""
+        self.trainer.add(tokens)
+        self.trainer.learn()
 
     def save(self) -> None:
-        """Learn from the last text, and write the head to where it was loaded from."""
-        self.learn()
+        """Write the head to where it was loaded from."""
         self.trainer.trainee.save(Path(self.drafter.name), self.dtype)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
@@ -177,7 +178,11 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
         HeadError: it does not fit the target.
     """
     loaded = load_head(folder, target)
-    before = loaded.head if isinstance(loaded, HeadDrafter) else nn.Module()
+    before: Any = nn.Module()
+    if isinstance(loaded, HeadDrafter):
+        before = loaded.head
+    elif isinstance(loaded, ExitDrafter) and loaded.exit is not None:
+        before = loaded.exit
     theirs = dict(tree_flatten(before.parameters()))
     ours = dict(tree_flatten(trainee.module.parameters()))
     differ = [n for n, x in ours.items() if n not in theirs or theirs[n].shape != x.shape]

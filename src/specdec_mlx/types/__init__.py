@@ -24,6 +24,7 @@ from specdec_mlx.types.drafting import (
     Step,
 )
 from specdec_mlx.types.optional import (
+    MOST_WAITING,
     Cheap,
     Checks,
     ChoosesDrafts,
@@ -76,6 +77,7 @@ from specdec_mlx.types.verdicts import (
 )
 
 __all__ = [
+    "MOST_WAITING",
     "NO_DRAFT",
     "ROOT",
     "AcceptanceRule",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -89,6 +90,11 @@ class Draft:
     def __len__(self) -> int:
         """K."""
         return len(self.tokens)
+
+    @cached_property
+    def probs(self) -> Float[mx.array, "k vocab"] | None:
+        """exp of `logprobs`."""
+        return None if self.logprobs is None else mx.exp(self.logprobs)
 
     def head(self, num_tokens: int) -> Draft:
         """The first `num_tokens` of it; of a tree too, since parents stand before children."""

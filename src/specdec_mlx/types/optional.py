@@ -227,6 +227,11 @@ class ChoosesSteps(Protocol):
         ...
 
 
+MOST_WAITING = 256
+"""Rows that may wait to be read by a session that reads the target, while nothing is drafted; a
+state of a large model is 16 kB."""
+
+
 @runtime_checkable
 class SeesTarget(Protocol):
     """A session that reads the target's states; default: it is shown none."""

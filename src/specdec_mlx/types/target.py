@@ -66,12 +66,22 @@ class FeatureRows:
 
     def rows(self, indices: Sequence[int]) -> FeatureRows:
         """Some of the rows, in this order."""
-        ids = mx.array(list(indices), mx.int32)
+        num_rows = len(indices)
+        first = indices[0] if num_rows else 0
+        if list(indices) == list(range(first, first + num_rows)):
+            which: slice | mx.array = slice(first, first + num_rows)
+        else:
+            which = mx.array(list(indices), mx.int32)
+
+        def some(rows: mx.array) -> mx.array:
+            is_all = isinstance(which, slice) and num_rows == rows.shape[0]
+            return rows if is_all else rows[which]
+
         return replace(
             self,
-            layers={layer: states[ids] for layer, states in self.layers.items()},
-            head_input=None if self.head_input is None else self.head_input[ids],
-            top_tokens=None if self.top_tokens is None else self.top_tokens[ids],
+            layers={layer: some(states) for layer, states in self.layers.items()},
+            head_input=None if self.head_input is None else some(self.head_input),
+            top_tokens=None if self.top_tokens is None else some(self.top_tokens),
         )
 
     def only(self, wanted: Features) -> FeatureRows:

@@ -52,10 +52,11 @@ class Exit(nn.Module):  # type: ignore[misc]
 class ExitDrafter(ModelDrafter):
     """The target's first layers with a trained exit.
 
-    name: what it was loaded from.
+    name: what it was loaded from. exit: what was trained.
     """
 
     name: str = ""
+    exit: Exit | None = None
 
     def describe(self) -> str:
         """What was recognised, in a line."""
@@ -91,7 +92,8 @@ def load_exit(
         trained.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
     except ValueError as error:
         raise HeadError(f"{files.name} is no complete exit: {error}") from error
-    return ExitDrafter(with_exit(shortened, trained), None, greedy, draft_temp, name=files.name)
+    model = with_exit(shortened, trained)
+    return ExitDrafter(model, None, greedy, draft_temp, name=files.name, exit=trained)
 
 
 def with_exit(shortened: nn.Module, trained: Exit) -> nn.Module:

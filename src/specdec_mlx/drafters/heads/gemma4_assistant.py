@@ -21,7 +21,7 @@ from mlx_lm.models import gemma4_text
 
 from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
-from specdec_mlx.drafters.heads.session import SteppingSession
+from specdec_mlx.drafters.heads.session import LastState, SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
@@ -179,14 +179,13 @@ class TokenGroups(nn.Module):  # type: ignore[misc]
         return ids
 
 
-class AssistantSession(SteppingSession):
+class AssistantSession(LastState, SteppingSession):
     """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
 
-    state: [1, D] the target's last, None before the first. handed_on: what the next step begins
-    with. held: what the caches hold, for the length of a draft. keys_values: reads them.
+    handed_on: what the next step begins with. held: what the caches hold, for the length of a
+    draft. keys_values: reads them.
     """
 
-    state: mx.array | None = None
     handed_on: Any = None
     held: Mapping[str, KeysValues]
     keys_values: ReadsCache | None = None
@@ -196,17 +195,10 @@ class AssistantSession(SteppingSession):
         self.keys_values = features.keys_values
         super().see(features)
 
-    def read(self) -> list[Any]:
-        """Of the rows that wait only the last is wanted."""
-        if len(self.waiting):
-            self.state = self.waiting.take(len(self.waiting))[-1:]
-        return [self.state]
-
     def begin_draft(self, limit: int) -> int:
         """`limit`; 0 before the prompt was read."""
         if limit == 0:
             return 0
-        self.read()
         if self.state is None or self.keys_values is None:
             return 0
         self.handed_on = self.state

@@ -8,14 +8,13 @@ others guess.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.drawing import fit_width, time_of
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
-from specdec_mlx.drafters.heads.session import OnePassSession
+from specdec_mlx.drafters.heads.session import LastState, OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.trees import best_first
@@ -57,41 +56,48 @@ class Medusa(FinalStateHead):
 
     def logits(self, state: mx.array, index: int) -> mx.array:
         """Logits [1, V] of one head, of the target's state [1, D]."""
+        own = self.state(state, index)
+        return self.lm_heads[index](own) if "lm_heads" in self else self.ends.logits(own)
+
+    def first_logits(self, state: mx.array, number: int) -> mx.array:
+        """Logits [n, V] of the first n heads, of the target's state [1, D]."""
+        if "lm_heads" in self:
+            return mx.concatenate([self.logits(state, i) for i in range(number)])
+        return self.ends.logits(mx.concatenate([self.state(state, i) for i in range(number)]))
+
+    def state(self, state: mx.array, index: int) -> mx.array:
+        """What a head makes [1, D] of the target's state [1, D], below its matrix."""
         for block in self.blocks[index]:
             state = state + nn.silu(block(state))
-        return self.lm_heads[index](state) if "lm_heads" in self else self.ends.logits(state)
+        return state
 
     def notes(self) -> list[str]:
         """How many heads."""
         return [f"{len(self.blocks)} heads", *super().notes()]
 
 
-class MedusaSession(OnePassSession):
+class MedusaSession(LastState, OnePassSession):
     """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
-
-    state: mx.array | None = None
 
     def propose(self, limit: int) -> Draft:
         """A tree where branches were asked for, else a chain."""
         if not self.branches:
             return super().propose(limit)
-        self.read()
         return Draft() if self.state is None else self.tree(self.state, limit)
 
     def all_logits(self, limit: int) -> mx.array | None:
         """Of as many heads as may draft; none before the prompt was read."""
-        self.read()
         length = min(limit, len(self.head.blocks))
         if self.state is None or length == 0:
             return None
-        return mx.concatenate([self.head.logits(self.state, i) for i in range(length)])
+        logits: mx.array = self.head.first_logits(self.state, length)
+        return logits
 
     def time_step(self) -> float:
         """Seconds of all heads, on no state."""
         head = self.head
         state = mx.zeros((1, head.ends.width), head.ends.dtype)
-        indices = range(len(head.blocks))
-        return time_of(lambda: mx.concatenate([head.logits(state, i) for i in indices]))
+        return time_of(lambda: head.first_logits(state, len(head.blocks)))
 
     def tree(self, state: mx.array, limit: int) -> Draft:
         """The products of the heads' guesses that are likeliest to be right (section 2.3.2).
@@ -125,9 +131,3 @@ class MedusaSession(OnePassSession):
         scores = fit_width(self.head.logits(state, index), self.context.vocab_size)[0]
         some = mx.argpartition(-scores, count - 1)[:count]
         return some[mx.argsort(-scores[some])].astype(mx.uint32)
-
-    def read(self) -> list[Any]:
-        """Of the rows that wait only the last is wanted."""
-        if len(self.waiting):
-            self.state = self.waiting.take(len(self.waiting))[-1:]
-        return [self.state]

@@ -7,7 +7,7 @@ of a draft in one pass (`OnePassSession`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,10 +22,7 @@ from specdec_mlx.drafters.drawing import (
     draw_rows,
 )
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, GoesOn
-
-MOST_WAITING = 256
-"""Rows that may wait to be read while nothing is drafted; a state of a large model is 16 kB."""
+from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
 
 
 class WaitingRows:
@@ -71,12 +68,15 @@ class HeadSession(ABC):
         sampling: how drafts are drawn.
         prompt: [n] token ids.
         context: the generation's.
+
+    on_close: is told the text [n], prompt included, when the generation has ended.
     """
 
     def __init__(
         self, head: Any, sampling: Sampling, prompt: Sequence[int], context: DraftContext
     ) -> None:
         """Nothing was shown yet."""
+        self.on_close: Callable[[Sequence[int]], None] | None = None
         self.branches: Sequence[Sequence[float]] = ()
         self.head = head
         self.sampling = sampling
@@ -95,6 +95,11 @@ class HeadSession(ABC):
         self.tokens += tokens
         self.read_if_many()
 
+    def close(self, length: int) -> None:
+        """The end: the first `length` tokens of the text are all that the caller has."""
+        if self.on_close is not None and length:
+            self.on_close(self.tokens[:length])
+
     def read_if_many(self) -> None:
         """Read what waits if it is much, so that it need not be kept."""
         if len(self.waiting) >= MOST_WAITING:
@@ -111,6 +116,28 @@ class HeadSession(ABC):
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+
+class LastState:
+    """Of the rows shown, the last; for sessions that read no others.
+
+    state: [1, D] the target's last, None before the first.
+    """
+
+    head: Any
+    state: mx.array | None = None
+
+    def see(self, features: FeatureRows) -> None:
+        """Keep the last row."""
+        rows = self.head.rows(features)
+        if rows.shape[0]:
+            self.state = rows[-1:]
+        if rows.shape[0] >= MOST_WAITING:  # not computed, it would hold all of them
+            mx.async_eval(self.state)
+
+    def read(self) -> list[Any]:
+        """Nothing waits."""
+        return []
 
 
 class SteppingSession(HeadSession):

@@ -12,6 +12,8 @@ class DraftVocabulary:
         offsets: d2t, [Vd] ints: the target's id less the draft's, as checkpoints have it.
         vocab_size: V.
 
+    is_whole: whether they are all of the target's tokens in their own order.
+
     Raises:
         ValueError: an id is not one of the target's.
     """
@@ -26,9 +28,12 @@ class DraftVocabulary:
             )
         self.ids = ids
         self.vocab_size = vocab_size
+        self.is_whole = mx.array_equal(ids, mx.arange(vocab_size)).item()
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits [n, V] of logits [n, Vd]: -inf for tokens that the head cannot propose."""
+        if self.is_whole:
+            return logits
         wide = mx.full((logits.shape[0], self.vocab_size), -mx.inf, logits.dtype)
         wide[:, self.ids] = logits
         return wide
