@@ -219,9 +219,7 @@ class RowLength:
             history = AcceptanceHistory.of_draft_models()
             if cheap:
                 learned = self.shared.tuning.of(part, look_up=True)
-                history = AcceptanceHistory(
-                    learned.acceptance.weights, learned.acceptance.variances
-                )
+                history = AcceptanceHistory(learned.acceptance.odds, learned.acceptance.variances)
             self._histories[part] = history
         if cheap:
             return LONGEST_COPY if self._histories[part].recent >= SURE else LONGEST

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TOKEN_VARIANCE = 0.5
+TOKEN_VARIANCE = 1.0
 """Of the log-odds of a token, as the drafted one and as the one before it."""
 
-PAIR_VARIANCE = 0.3
+PAIR_VARIANCE = 0.6
 """Of what the two together say beside that."""
 
 MOST_EFFECTS = 50_000
