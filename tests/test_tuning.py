@@ -598,7 +598,7 @@ def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:
     assert "123456789" not in content
     assert "987654321" not in content
     loaded = Tuning.load(tmp_path / "tuning").of("PromptLookupDrafter").acceptance
-    assert not loaded.tokens.odds
+    assert not loaded.tokens.effects
     assert loaded.as_dict() == history.as_dict()
 
 
@@ -611,10 +611,9 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
         history.learn(4, 0, True, token)
         history.learn(4, 0, False, 7, 1)
     tokens = history.tokens
-    assert len(tokens.odds) == 6
-    assert tokens.odds.keys() == tokens.variances.keys()
-    assert {7, ~1, 119} <= tokens.odds.keys()
-    assert tokens.variances[7] < 0.5 * TOKEN_VARIANCE  # of all trials since the first
+    assert len(tokens.effects) == 6
+    assert {7, ~1, 119} <= tokens.effects.keys()
+    assert tokens.effects[7][1] < 0.5 * TOKEN_VARIANCE  # of all trials since the first
 
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -625,11 +624,12 @@ def test_agreement_is_what_it_says(drafts: list[list[int]]) -> None:
     """By definition, for every token of every draft; drafter's own evidence stays as it was."""
     given_evidence = [[Evidence(i, 1, 2) for i in range(len(tokens))] for tokens in drafts]
     found = compared([Draft(t, evidence=e) for t, e in zip(drafts, given_evidence, strict=True)])
-    for i, draft in enumerate(found):
+    for i, (found_tokens, found_evidence) in enumerate(found):
         tokens, others = drafts[i], [other for j, other in enumerate(drafts) if j != i]
-        assert draft.tokens == tokens
+        assert found_tokens == tokens
         parted = False
-        for at, evidence in enumerate(draft.evidence or ()):
+        assert [found_evidence[at] for at in range(len(tokens))] == list(found_evidence)
+        for at, evidence in enumerate(found_evidence):
             assert evidence._replace(agreement=0) == given_evidence[i][at]
             alike = [other for other in others if other[:at] == tokens[:at] and len(other) > at]
             if any(other[at] == tokens[at] for other in alike):

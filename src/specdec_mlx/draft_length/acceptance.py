@@ -11,7 +11,7 @@ from itertools import accumulate
 
 from specdec_mlx.draft_length.agreement import NUM_CLASSES
 from specdec_mlx.draft_length.priors import LOOK_UPS
-from specdec_mlx.draft_length.token_effects import TokenEffects, behind, pair
+from specdec_mlx.draft_length.token_effects import NO_EFFECT, TokenEffects, behind, pair
 from specdec_mlx.types import Evidence
 
 MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
@@ -125,7 +125,10 @@ class AcceptanceHistory:
     @classmethod
     def one_token_later(cls) -> AcceptanceHistory:
         """What is believed of the token after one of which the confidence is known."""
-        later = {"confidence": ONE_TOKEN_LATER, "confidence in a draw": ONE_TOKEN_AFTER_A_DRAW}
+        later: dict[str, tuple[float, ...]] = {
+            "confidence": ONE_TOKEN_LATER,
+            "confidence in a draw": ONE_TOKEN_AFTER_A_DRAW,
+        }
         return cls(in_a_row(PRIOR_LOG_ODDS | later))
 
     def as_dict(self) -> dict[str, dict[str, list[float]]]:
@@ -166,18 +169,14 @@ class AcceptanceHistory:
             token: itself, where it was copied; None: not known.
             before: the token before it; None: not known.
         """
-        odds, variances, effects = self.odds, self.variances, self.tokens
+        odds, variances = self.odds, self.variances
         active = self._active(evidence, position)
-        log_odds = spread = 0.0
-        for i in active:
-            log_odds += odds[i]
-            spread += variances[i]
-        keys: Sequence[int] = ()
-        if token is not None:
-            keys = effects.known(before, token)
-            for key in keys:
-                log_odds += effects.odds[key]
-                spread += effects.variances[key]
+        log_odds = sum(map(odds.__getitem__, active))
+        spread = sum(map(variances.__getitem__, active))
+        effects = [] if token is None else self.tokens.known(before, token)
+        for effect in effects:
+            log_odds += effect[0]
+            spread += effect[1]
         chance = 1 / (1 + math.exp(-log_odds))
         information = chance * (1 - chance)
         gain = 1 / (1 + information * spread)
@@ -187,11 +186,11 @@ class AcceptanceHistory:
             odds[i] += variance * step
             reduced = variance * (1 - variance * shrinkage)
             variances[i] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
-        for key in keys:
-            variance = effects.variances[key]
-            effects.odds[key] += variance * step
+        for effect in effects:
+            variance = effect[1]
+            effect[0] += variance * step
             reduced = variance * (1 - variance * shrinkage)
-            effects.variances[key] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
+            effect[1] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
         self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
@@ -212,22 +211,22 @@ class AcceptanceHistory:
             tokens: of a draft that was copied; None: not to be looked at.
             before: the token that they follow; None: not known.
         """
-        odds, exp, effect_of = self.odds, math.exp, self.tokens.odds.get
+        odds, exp, effect_of = self.odds, math.exp, self.tokens.effects.get
         recent = odds[RECENT + class_of(self.recent, RECENT_EDGES)]
         latest: Evidence | int | None = None
         others = 0.0
         for position, kind in enumerate(evidence):
             if kind is not latest:
-                latest, others = kind, recent
-                for i in classes_of(kind):
-                    others += odds[i]
+                latest = kind
+                others = recent + sum(map(odds.__getitem__, classes_of(kind)))
             place = POSITION_CLASSES[position if position < FARTHEST else FARTHEST]
             log_odds = others + odds[POSITION + place]
             if tokens is not None:
                 token = tokens[position]
-                log_odds += effect_of(token, 0.0)
+                log_odds += effect_of(token, NO_EFFECT)[0]
                 if before is not None:
-                    log_odds += effect_of(behind(before), 0.0) + effect_of(pair(before, token), 0.0)
+                    log_odds += effect_of(behind(before), NO_EFFECT)[0]
+                    log_odds += effect_of(pair(before, token), NO_EFFECT)[0]
                 before = token
             yield 1 / (1 + exp(-log_odds))
 
@@ -235,8 +234,8 @@ class AcceptanceHistory:
         """The weights that count, by their places in the list of all."""
         return (
             *classes_of(evidence),
-            POSITION + POSITION_CLASSES[min(position, FARTHEST)],
-            RECENT + class_of(self.recent, RECENT_EDGES),
+            POSITION + POSITION_CLASSES[position if position < FARTHEST else FARTHEST],
+            RECENT + bisect_right(RECENT_EDGES, self.recent),
         )
 
 

@@ -96,7 +96,11 @@ class Auto:
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
         together = compared([draft for _, draft in drafts])
-        lengths = [self.cut(part, draft) for (part, _), draft in zip(drafts, together, strict=True)]
+        parts, rate = self._parts, self.rate
+        lengths = [
+            parts[part].keep(tokens, evidence, rate)
+            for (part, _), (tokens, evidence) in zip(drafts, together, strict=True)
+        ]
         gains = [self._parts[part].gain for part, _ in drafts]
         best = gains.index(max(gains))
         self._chosen_gain = gains[best]
