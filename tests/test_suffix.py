@@ -12,13 +12,20 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
+from specdec_mlx.drafters.evidence import (
+    WHOLE,
+    distance_class,
+    places_class,
+    surroundings_class,
+    vote_class,
+)
 from specdec_mlx.drafters.suffix import SuffixSession
 from specdec_mlx.memory import recent
 from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Ring
 from specdec_mlx.memory.packing import MAX_MATCH, SEPARATOR
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.testing import check_drafter
-from specdec_mlx.types import DraftContext, Evidence
+from specdec_mlx.types import DraftContext
 
 CONTEXT = DraftContext()
 EVERYTHING = 10_000
@@ -201,8 +208,27 @@ def test_the_outvoted_have_no_say_in_what_follows() -> None:
     assert list(draft.tokens) == [5, 1, 1]
     evidence = draft.evidence
     assert evidence is not None
-    assert evidence[0] == Evidence(1, 3, 3)  # more than half of the places and of the weight
-    assert evidence[2] == Evidence(1, 4, 4)  # half of them
+    assert evidence[0].share == vote_class(round(WHOLE * 2 / 3))
+    assert evidence[0].places == evidence[1].places == places_class(2)
+    assert evidence[2].share == vote_class(WHOLE // 2)  # one of the two
+    assert evidence[2].places == places_class(1)
+    assert {told.match for told in evidence} == {1}
+
+
+def test_evidence_says_where_a_draft_is_from() -> None:
+    """How far back the nearest place is, and what it has in common; a memory is elsewhere."""
+    memory = sd.Memory()
+    memory.add([1, 2, 3])
+    remembered = begin([9, 8, 1], memory=memory).propose(1).evidence
+    assert remembered is not None
+    assert (remembered[0].distance, remembered[0].surroundings) == (distance_class(None), 1)
+    alone = begin([7, 6, 1, 5, *range(20, 40), 7, 6, 1]).propose(1).evidence
+    assert alone is not None
+    assert alone[0].distance == distance_class(24)
+    assert (alone[0].match, alone[0].surroundings) == (3, surroundings_class(0))
+    around = begin([7, 4, 1, 5, *range(20, 40), 7, 6, 1]).propose(1).evidence
+    assert around is not None
+    assert (around[0].match, around[0].surroundings) == (1, surroundings_class(1))
 
 
 def test_a_draft_ends_with_the_text_it_is_copied_from() -> None:

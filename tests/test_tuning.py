@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.draft_length import token_effects
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
+from specdec_mlx.draft_length.acceptance import POSITION, SIZES, START, AcceptanceHistory
 from specdec_mlx.draft_length.agreement import (
     ALONE,
     DISPUTED,
@@ -28,7 +28,15 @@ from specdec_mlx.draft_length.agreement import (
     compared,
 )
 from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.token_effects import TOKEN_VARIANCE
 from specdec_mlx.draft_length.tuning import Tuning, short_name, tuning_for
+from specdec_mlx.drafters.evidence import (
+    WHOLE,
+    distance_class,
+    places_class,
+    surroundings_class,
+    vote_class,
+)
 from specdec_mlx.types import Draft, Evidence, key_of
 
 seconds = st.floats(1e-6, 1e3)
@@ -312,15 +320,18 @@ def test_kinds_of_evidence_learn_apart_and_by_classes() -> None:
     assert after[20] / odds[20] < 0.5 * after[2] / odds[2]
 
 
-@pytest.mark.parametrize("feature", ["after_one", "after_two"])
+@pytest.mark.parametrize(
+    "feature",
+    ["after_one", "after_two", "agreement", "share", "places", "distance", "surroundings"],
+)
 def test_each_feature_is_learned(feature: str) -> None:
     """What followed regularly is told from what seldom did, whatever the match was."""
     history = AcceptanceHistory()
     for _ in range(200):
         history.learn(Evidence(3, **{feature: 2}), 0, True)
-        history.learn(Evidence(3, **{feature: 5}), 0, False)
+        history.learn(Evidence(3, **{feature: 4}), 0, False)
     sure = history.chance(Evidence(8, **{feature: 2}), 0)
-    assert sure > history.chance(Evidence(8, **{feature: 5}), 0) + 0.3
+    assert sure > history.chance(Evidence(8, **{feature: 4}), 0) + 0.3
 
 
 def test_costs_are_learned_by_the_length_of_the_context() -> None:
@@ -348,7 +359,22 @@ evidence_of_tokens = st.integers(0, 100) | st.builds(
     st.none() | st.floats(0, 1),
     st.booleans(),
     st.integers(0, NUM_CLASSES - 1),
+    *(st.integers(0, SIZES[name] - 1) for name in ("share", "places", "distance", "surroundings")),
 )
+
+
+def test_every_class_of_what_speaks_for_a_vote_has_a_weight() -> None:
+    """The last class of each feature is the last weight, and 0 stays for what is not known."""
+    last = {
+        "share": vote_class(WHOLE),
+        "places": places_class(1000),
+        "distance": distance_class(None),
+        "surroundings": surroundings_class(1000),
+    }
+    assert {name: SIZES[name] - 1 for name in last} == last
+    first = vote_class(0), places_class(1), distance_class(1), surroundings_class(0)
+    assert first == (1, 1, 1, 1)
+    assert distance_class(100_000) < distance_class(None)
 
 
 @given(st.lists(evidence_of_tokens, max_size=50), st.floats(0, 1))
@@ -358,7 +384,7 @@ def test_the_chances_of_a_draft_are_those_of_its_tokens(
     """A whole draft is weighed as token by token, neighbours with the same evidence too."""
     evidence = [kind for kind in evidence for _ in range(2)]
     history = AcceptanceHistory(recent=recent)
-    history.weights["position"] = [0.3 * i for i in range(7)]
+    history.odds[POSITION : POSITION + 7] = [0.3 * i for i in range(7)]
     one_by_one = [history.chance(kind, i) for i, kind in enumerate(evidence)]
     assert list(history.chances(evidence)) == pytest.approx(one_by_one)
 
@@ -554,10 +580,10 @@ def test_trials_of_a_kind_tell_less_and_less() -> None:
     history = AcceptanceHistory()
     moves = []
     for i in range(1000):
-        before = history.weights["match"][4]
+        before = history.odds[START["match"] + 4]
         history.learn(4, 0, i % 2 == 0)
         history.recent = 0.5
-        moves.append(abs(history.weights["match"][4] - before))
+        moves.append(abs(history.odds[START["match"] + 4] - before))
     assert moves[-1] < 0.6 * moves[0]
 
 
@@ -572,7 +598,7 @@ def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:
     assert "123456789" not in content
     assert "987654321" not in content
     loaded = Tuning.load(tmp_path / "tuning").of("PromptLookupDrafter").acceptance
-    assert not loaded.tokens.odds
+    assert not loaded.tokens.effects
     assert loaded.as_dict() == history.as_dict()
 
 
@@ -585,10 +611,9 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
         history.learn(4, 0, True, token)
         history.learn(4, 0, False, 7, 1)
     tokens = history.tokens
-    assert len(tokens.odds) == 6
-    assert tokens.odds.keys() == tokens.variances.keys()
-    assert {7, ~1, 119} <= tokens.odds.keys()
-    assert tokens.variances[7] < 0.3  # of all trials since the first
+    assert len(tokens.effects) == 6
+    assert {7, ~1, 119} <= tokens.effects.keys()
+    assert tokens.effects[7][1] < 0.5 * TOKEN_VARIANCE  # of all trials since the first
 
 
 few_tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
@@ -599,11 +624,12 @@ def test_agreement_is_what_it_says(drafts: list[list[int]]) -> None:
     """By definition, for every token of every draft; drafter's own evidence stays as it was."""
     given_evidence = [[Evidence(i, 1, 2) for i in range(len(tokens))] for tokens in drafts]
     found = compared([Draft(t, evidence=e) for t, e in zip(drafts, given_evidence, strict=True)])
-    for i, draft in enumerate(found):
+    for i, (found_tokens, found_evidence) in enumerate(found):
         tokens, others = drafts[i], [other for j, other in enumerate(drafts) if j != i]
-        assert draft.tokens == tokens
+        assert found_tokens == tokens
         parted = False
-        for at, evidence in enumerate(draft.evidence or ()):
+        assert [found_evidence[at] for at in range(len(tokens))] == list(found_evidence)
+        for at, evidence in enumerate(found_evidence):
             assert evidence._replace(agreement=0) == given_evidence[i][at]
             alike = [other for other in others if other[:at] == tokens[:at] and len(other) > at]
             if any(other[at] == tokens[at] for other in alike):

@@ -19,7 +19,7 @@ def to_list(tokens: Sequence[int] | mx.array) -> list[int]:
     """Token ids as a list; waits for an array that is not computed yet."""
     if isinstance(tokens, mx.array):
         return tokens.tolist()  # type: ignore[return-value]
-    return [int(token) for token in tokens]
+    return list(map(int, tokens))
 
 
 def read_all(*arrays: mx.array) -> list[Any]:

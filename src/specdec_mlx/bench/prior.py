@@ -4,7 +4,8 @@
 
 The texts are replayed with the automatic draft length, and every draft token that could be scored
 is a trial: its evidence, its place, how predictable the text had been, and whether it was right.
-A logistic regression on these gives the log-odds that `draft_length.acceptance` begins with.
+A logistic regression on these gives the log-odds that `draft_length.acceptance` begins with. Of
+several drafters that look up in the same way, the trials are put together.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.bench.replay import record_of_sessions
-from specdec_mlx.draft_length.acceptance import PRIOR_LOG_ODDS, AcceptanceHistory
+from specdec_mlx.draft_length.acceptance import SIZES as ALL_SIZES
+from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.guesses import MOST_RANKS, GuessHistory
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.tuning import Learned, Tuning, class_named
@@ -29,13 +31,19 @@ from specdec_mlx.types import Drafter, Evidence, Guess
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "auto")
 
-FEATURES = ("match", "position", "recent", "after one", "after two", "agreement")
+FEATURES = (
+    *("match", "position", "recent", "after one", "after two", "agreement"),
+    *("share", "places", "distance", "surroundings"),
+)
 """What look-ups have for evidence."""
 
-SIZES = {name: len(PRIOR_LOG_ODDS[name]) for name in FEATURES}
+SIZES = {name: ALL_SIZES[name] for name in FEATURES}
 """Classes of each."""
 
-GUESS_SIZES = {"rank": MOST_RANKS} | SIZES
+NAMES = tuple((name, i) for name, size in ALL_SIZES.items() for i in range(size))
+"""Feature and class of each weight of a history."""
+
+GUESS_SIZES = {"rank": MOST_RANKS} | {name: SIZES[name] for name in FEATURES[:5]}
 """Those of guesses in a tree."""
 
 RIDGE = 3.0
@@ -69,7 +77,7 @@ class Trials(AcceptanceHistory):
         before: int | None = None,
     ) -> None:
         """Note the trial, and learn from it."""
-        key = tuple(self._active(evidence, position))
+        key = tuple(NAMES[i] for i in self._active(evidence, position))
         self.noted.setdefault(key, [0.0, 0.0])[accepted] += 1
         super().learn(evidence, position, accepted, token, before)
 
@@ -104,7 +112,7 @@ class NotingTuning(Tuning):
         learned = super().of(key, budget, look_up)
         if not isinstance(learned.acceptance, Trials):
             noted = self.noted.setdefault(class_named(key), {})
-            learned.acceptance = Trials(learned.acceptance.weights, noted=noted)
+            learned.acceptance = Trials(learned.acceptance.odds, noted=noted)
             guessed = self.guessed.setdefault(class_named(key), {})
             learned.guesses = GuessTrials(learned.guesses.weights, noted=guessed)
         return learned
@@ -139,10 +147,9 @@ def trials(
             )
         for kind, noted in (tuning.guessed if of_trees else tuning.noted).items():
             size = sum(map(sum, noted.values())) or 1
-            for key, counts in noted.items():
-                own = total.setdefault(kind, {}).setdefault(key, [0.0, 0.0])
-                for i in (0, 1):
-                    own[i] += counts[i] * 10_000 / size
+            scale = 10_000 / size
+            scaled = {key: [wrong * scale, right * scale] for key, (wrong, right) in noted.items()}
+            _add(total.setdefault(kind, {}), scaled)
     return total
 
 
@@ -197,13 +204,25 @@ def main() -> None:
     if args.trees:
         cost = linear_cost(CHEAP)
     sizes = GUESS_SIZES if args.trees else SIZES
+    total: dict[str, Counts] = {}
     for spec in specs:
         make = functools.partial(make_drafter, spec)
         for kind, counts in trials(records, make, cost, args.trees).items():
-            print(f'    "{kind}": {{')
-            for name, odds in fit(counts, sizes).items():
+            _add(total.setdefault(kind, {}), counts)
+    for kind, counts in total.items():
+        print(f'    "{kind}": {{')
+        for name, odds in fit(counts, sizes).items():
+            if any(odds):
                 print(f'        "{name}": {odds},')
-            print("    },")
+        print("    },")
+
+
+def _add(total: Counts, counts: Counts) -> None:
+    """Add trials of the same class of drafters."""
+    for key, (wrong, right) in counts.items():
+        so_far = total.setdefault(key, [0.0, 0.0])
+        so_far[0] += wrong
+        so_far[1] += right
 
 
 if __name__ == "__main__":

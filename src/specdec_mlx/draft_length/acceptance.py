@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache
+from itertools import accumulate
 
 from specdec_mlx.draft_length.agreement import NUM_CLASSES
 from specdec_mlx.draft_length.priors import LOOK_UPS
-from specdec_mlx.draft_length.token_effects import TokenEffects, behind, pair
+from specdec_mlx.draft_length.token_effects import NO_EFFECT, TokenEffects, behind, pair
 from specdec_mlx.types import Evidence
 
 MATCH_EDGES = (1, 2, 3, 4, 5, 7, 10, 16, 32, 64)
@@ -47,11 +48,22 @@ PRIOR_LOG_ODDS: dict[str, tuple[float, ...]] = {
     "after one": (0.0, 0.02, 0.96, 1.02, -0.01, -0.49),
     "after two": (0.0, 0.64, 1.34, 0.44, -0.09, -0.82),
     "agreement": (0.0,) * NUM_CLASSES,
+    "share": (0.0,) * 9,
+    "places": (0.0,) * 5,
+    "distance": (0.0,) * 8,
+    "surroundings": (0.0,) * 6,
     "confidence in a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
     "confidence": (0.0, -1.8, -1.5, -0.9, -0.2, 0.35, 1.1, 2.0, 2.4, 3.3, 4.2),
 }
 """What is believed before anything was learned, by feature and class."""
 
+SIZES = {name: len(odds) for name, odds in PRIOR_LOG_ODDS.items()}
+"""Classes of each feature."""
+
+START = dict(zip(SIZES, accumulate(SIZES.values(), initial=0), strict=False))
+"""Where the classes of each feature begin in the list of all."""
+
+POSITION, RECENT = START["position"], START["recent"]
 
 ONE_TOKEN_LATER = (0.0, -1.2, -0.6, -0.3, 0.2, 0.4, 0.6, 0.8, 1.2, 2.0, 2.8)
 """Prior log-odds of a token by the confidence in the one before it, by class."""
@@ -80,54 +92,61 @@ class AcceptanceHistory:
 
     The chance of acceptance is 1 / (1 + exp(-z)), z the sum of one weight for each feature: the
     evidence, the position in the draft and the recent acceptance. Each weight is believed to be
-    normally distributed, independently of the others, around what is in `weights`; a trial moves
-    both, mean and variance, as the extended Kalman filter does. So the first trials of a class tell
-    much, later ones less and less, and none of them nothing.
+    normally distributed, independently of the others, around what is in `odds`; a trial moves both,
+    mean and variance, as the extended Kalman filter does. So the first trials of a class tell much,
+    later ones less and less, and none of them nothing.
 
-    weights: feature -> log-odds by class. variances: of the same. tokens: what tokens that were
-    copied add to that, which no draft that was drawn at random may look at. recent: share of the
-    tokens tried lately that were accepted; the same evidence means more in a text that has been
-    predictable.
+    odds: the log-odds of all classes of all features, those of one beginning at `START`. variances:
+    of the same. tokens: what tokens that were copied add to that, which no draft that was drawn at
+    random may look at. recent: share of the tokens tried lately that were accepted; the same
+    evidence means more in a text that has been predictable.
     """
 
-    weights: dict[str, list[float]] = field(
-        default_factory=lambda: {name: list(odds) for name, odds in PRIOR_LOG_ODDS.items()}
-    )
-    variances: dict[str, list[float]] = field(
-        default_factory=lambda: {
-            name: [VARIANCE] * len(odds) for name, odds in PRIOR_LOG_ODDS.items()
-        }
-    )
+    odds: list[float] = field(default_factory=lambda: in_a_row(PRIOR_LOG_ODDS))
+    variances: list[float] = field(default_factory=lambda: [VARIANCE] * sum(SIZES.values()))
     tokens: TokenEffects = field(default_factory=TokenEffects)
     recent: float = UNKNOWN
 
     @classmethod
     def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
         """What is believed of a look-up before it was tried; kind: its class, if it is known."""
-        fitted = {name: [FITTED_VARIANCE] * len(odds) for name, odds in PRIOR_LOG_ODDS.items()}
-        history = cls(variances=fitted)
-        odds_of_kind = LOOK_UPS.get(kind, LOOK_UPS["PromptLookupDrafter"])
-        history.weights.update({name: list(odds) for name, odds in odds_of_kind.items()})
+        fitted = LOOK_UPS.get(kind, LOOK_UPS["PromptLookupDrafter"])
+        history = cls(in_a_row(PRIOR_LOG_ODDS | fitted))
+        history.variances = [FITTED_VARIANCE] * len(history.odds)
         return history
 
     @classmethod
     def of_draft_models(cls) -> AcceptanceHistory:
         """What is believed of a draft model before it was tried: 0.8, as of good pairs."""
         history = cls()
-        history.weights["match"][0] += GOOD_PAIR
+        history.odds[START["match"]] += GOOD_PAIR
         return history
 
     @classmethod
     def one_token_later(cls) -> AcceptanceHistory:
         """What is believed of the token after one of which the confidence is known."""
-        history = cls()
-        history.weights["confidence"] = list(ONE_TOKEN_LATER)
-        history.weights["confidence in a draw"] = list(ONE_TOKEN_AFTER_A_DRAW)
-        return history
+        later: dict[str, tuple[float, ...]] = {
+            "confidence": ONE_TOKEN_LATER,
+            "confidence in a draw": ONE_TOKEN_AFTER_A_DRAW,
+        }
+        return cls(in_a_row(PRIOR_LOG_ODDS | later))
 
     def as_dict(self) -> dict[str, dict[str, list[float]]]:
         """What was learned, by its names in a file."""
-        return {"log-odds": self.weights, "variances": self.variances}
+        return {"log-odds": by_feature(self.odds), "variances": by_feature(self.variances)}
+
+    def restore(self, saved: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
+        """Take over what `as_dict` gave.
+
+        Raises:
+            KeyError: for a feature that is missing.
+            ValueError: for other numbers of classes.
+        """
+        for numbers, told in ((self.odds, "log-odds"), (self.variances, "variances")):
+            known = {name: list(map(float, saved[told][name])) for name in SIZES}
+            if any(len(known[name]) != size for name, size in SIZES.items()):
+                raise ValueError(f"{told}: expected as many classes as in {SIZES}")
+            numbers[:] = in_a_row(known)
 
     def begin_text(self) -> None:
         """Forget how predictable the last text was; what was learned of evidence stays."""
@@ -150,33 +169,34 @@ class AcceptanceHistory:
             token: itself, where it was copied; None: not known.
             before: the token before it; None: not known.
         """
-        active: list[tuple[Any, Any, Any]] = [
-            (self.weights[name], self.variances[name], index)
-            for name, index in self._active(evidence, position)
-        ]
-        if token is not None:
-            effects = self.tokens
-            active += [(effects.odds, effects.variances, k) for k in effects.known(before, token)]
-        log_odds = spread = 0.0
-        for odds, variances, key in active:
-            log_odds += odds[key]
-            spread += variances[key]
-        chance = _logistic(log_odds)
+        odds, variances = self.odds, self.variances
+        active = self._active(evidence, position)
+        log_odds = sum(map(odds.__getitem__, active))
+        spread = sum(map(variances.__getitem__, active))
+        effects = [] if token is None else self.tokens.known(before, token)
+        for effect in effects:
+            log_odds += effect[0]
+            spread += effect[1]
+        chance = 1 / (1 + math.exp(-log_odds))
         information = chance * (1 - chance)
         gain = 1 / (1 + information * spread)
         step, shrinkage = gain * (accepted - chance), gain * information
-        for odds, variances, key in active:
-            variance = variances[key]
-            odds[key] += variance * step
+        for i in active:
+            variance = variances[i]
+            odds[i] += variance * step
             reduced = variance * (1 - variance * shrinkage)
-            variances[key] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
+            variances[i] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
+        for effect in effects:
+            variance = effect[1]
+            effect[0] += variance * step
+            reduced = variance * (1 - variance * shrinkage)
+            effect[1] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
         self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
-        return _logistic(
-            sum([self.weights[name][index] for name, index in self._active(evidence, position)])
-        )
+        odds = self.odds
+        return 1 / (1 + math.exp(-sum([odds[i] for i in self._active(evidence, position)])))
 
     def chances(
         self,
@@ -193,57 +213,76 @@ class AcceptanceHistory:
             before: the token that they follow; None: not known.
             first: place of the first of them in its draft.
         """
-        weights, exp, effect_of = self.weights, math.exp, self.tokens.odds.get
-        by_position, by_match = weights["position"], weights["match"]
-        by_one, by_two = weights["after one"], weights["after two"]
-        by_agreement = weights["agreement"]
-        recent = weights["recent"][class_of(self.recent, RECENT_EDGES)]
+        odds, exp, effect_of = self.odds, math.exp, self.tokens.effects.get
+        recent = odds[RECENT + class_of(self.recent, RECENT_EDGES)]
         latest: Evidence | int | None = None
         others = 0.0
         for position, kind in enumerate(evidence, start=first):
             if kind is not latest:
                 latest = kind
-                match, one, two, confidence, is_drawn, agreement = (
-                    kind if isinstance(kind, Evidence) else Evidence(kind)
-                )
-                others = recent + by_one[one] + by_two[two] + by_agreement[agreement]
-                others += by_match[MATCH_CLASSES[match if match < LARGEST_MATCH else LARGEST_MATCH]]
-                if confidence is not None:
-                    name, index = _of_confidence(confidence, is_drawn)
-                    others += weights[name][index]
+                others = recent + sum(map(odds.__getitem__, classes_of(kind)))
             place = POSITION_CLASSES[position if position < FARTHEST else FARTHEST]
-            log_odds = others + by_position[place]
+            log_odds = others + odds[POSITION + place]
             if tokens is not None:
                 token = tokens[position - first]
-                log_odds += effect_of(token, 0.0)
+                log_odds += effect_of(token, NO_EFFECT)[0]
                 if before is not None:
-                    log_odds += effect_of(behind(before), 0.0) + effect_of(pair(before, token), 0.0)
+                    log_odds += effect_of(behind(before), NO_EFFECT)[0]
+                    log_odds += effect_of(pair(before, token), NO_EFFECT)[0]
                 before = token
             yield 1 / (1 + exp(-log_odds))
 
-    def _active(self, evidence: Evidence | int, position: int) -> list[tuple[str, int]]:
-        """The weights that count, by feature and class."""
-        if not isinstance(evidence, Evidence):
-            evidence = Evidence(evidence)
-        active = [
-            ("position", POSITION_CLASSES[min(position, FARTHEST)]),
-            ("match", MATCH_CLASSES[min(evidence.match, LARGEST_MATCH)]),
-            ("recent", class_of(self.recent, RECENT_EDGES)),
-            ("after one", evidence.after_one),
-            ("after two", evidence.after_two),
-            ("agreement", evidence.agreement),
-        ]
-        if evidence.confidence is not None:
-            active.append(_of_confidence(evidence.confidence, evidence.is_drawn))
-        return active
+    def _active(self, evidence: Evidence | int, position: int) -> tuple[int, ...]:
+        """The weights that count, by their places in the list of all."""
+        return (
+            *classes_of(evidence),
+            POSITION + POSITION_CLASSES[position if position < FARTHEST else FARTHEST],
+            RECENT + bisect_right(RECENT_EDGES, self.recent),
+        )
 
 
-def _of_confidence(confidence: float, is_drawn: bool) -> tuple[str, int]:
-    """Feature and class of a draft model's largest probability."""
-    name = "confidence in a draw" if is_drawn else "confidence"
-    return name, 1 + class_of(confidence, CONFIDENCE_EDGES)
+def in_a_row(by_feature: Mapping[str, Sequence[float]]) -> list[float]:
+    """Numbers of all classes of all features, in the order of `START`."""
+    return [number for name in SIZES for number in by_feature[name]]
 
 
-def _logistic(log_odds: float) -> float:
-    """A chance by its log-odds."""
-    return 1 / (1 + math.exp(-log_odds))
+def by_feature(in_a_row: Sequence[float]) -> dict[str, list[float]]:
+    """The same, by feature and class."""
+    return {name: list(in_a_row[START[name] : START[name] + n]) for name, n in SIZES.items()}
+
+
+def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
+    """The weights of what speaks for a token, by their places in the list of all."""
+    if isinstance(evidence, Evidence) and evidence.confidence is not None:
+        return (*_others(evidence._replace(confidence=None)), _of_confidence(evidence))
+    return _others(evidence)
+
+
+@lru_cache(maxsize=1 << 16)
+def _others(evidence: Evidence | int) -> tuple[int, ...]:
+    """The same without the confidence: the same few come up over and over."""
+    if not isinstance(evidence, Evidence):
+        evidence = Evidence(evidence)
+    always = {
+        "match": MATCH_CLASSES[min(evidence.match, LARGEST_MATCH)],
+        "after one": evidence.after_one,
+        "after two": evidence.after_two,
+        "agreement": evidence.agreement,
+    }
+    known = {
+        "share": evidence.share,
+        "places": evidence.places,
+        "distance": evidence.distance,
+        "surroundings": evidence.surroundings,
+    }
+    return (
+        *(START[name] + kind for name, kind in always.items()),
+        *(START[name] + kind for name, kind in known.items() if kind),
+    )
+
+
+def _of_confidence(evidence: Evidence) -> int:
+    """Where the weight of a draft model's largest probability is."""
+    assert evidence.confidence is not None
+    name = "confidence in a draw" if evidence.is_drawn else "confidence"
+    return START[name] + 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)

@@ -110,7 +110,10 @@ class Account(ABC):
     def cut(self, draft: Draft, rate: float) -> int:
         """Length of the largest value, given what speaks for each token."""
         evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        tokens = to_list(draft.tokens)
+        return self.keep(to_list(draft.tokens), evidence, rate)
+
+    def keep(self, tokens: list[int], evidence: Sequence[Evidence | int], rate: float) -> int:
+        """The same of tokens on the host, and what speaks for each; from now on they are scored."""
         copied = tokens if self.looks_at_tokens else None
         kept = self.best_length(evidence, rate, plain_value=1.0 - rate, copied=copied)
         self.was_cut = True
@@ -231,7 +234,11 @@ class ModelAccount(Account):
         """All of it; of a draft with evidence the best part, at least the token paid for."""
         if draft.evidence is None:
             return len(draft)  # `limit` chose the length
-        return max(1, super().cut(draft, rate))
+        return super().cut(draft, rate)
+
+    def keep(self, tokens: list[int], evidence: Sequence[Evidence | int], rate: float) -> int:
+        """The best part, at least the token paid for."""
+        return max(1, super().keep(tokens, evidence, rate))
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the budget stands a round that accepts nothing, whatever is expected of it."""
@@ -283,7 +290,7 @@ class ModelAccount(Account):
         self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
 
 
-@dataclass
+@dataclass(slots=True)
 class ScoredDraft:
     """A draft, taken or not, that is being scored against what came.
 

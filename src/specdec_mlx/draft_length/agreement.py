@@ -22,16 +22,16 @@ ALONE = 4
 NUM_CLASSES = 5
 
 
-def compared(drafts: Sequence[Draft]) -> list[Draft]:
-    """The drafts with what the others say in the evidence of each token.
+def compared(drafts: Sequence[Draft]) -> list[tuple[list[int], Sequence[Evidence]]]:
+    """The tokens of drafts, and what speaks for each of them, what the others say included.
 
     Args:
         drafts: point masses of at least one token that continue the same text.
     """
     tokens = [to_list(draft.tokens) for draft in drafts]
     return [
-        Draft(draft.tokens, evidence=_evidence(draft, [*tokens[:i], *tokens[i + 1 :]]))
-        for i, draft in enumerate(drafts)
+        (own, _evidence(own, draft.evidence, [*tokens[:i], *tokens[i + 1 :]]))
+        for i, (own, draft) in enumerate(zip(tokens, drafts, strict=True))
     ]
 
 
@@ -53,10 +53,15 @@ class _Compared(Sequence[Evidence]):
         return len(self.drafters)
 
     def __iter__(self) -> Iterator[Evidence]:
-        here = self.shared
+        here, said = self.shared, SHARED
+        latest: Evidence | int | None = None
         for i, evidence in enumerate(self.drafters):
-            said = SHARED if i < here else self.here if i == here else self.behind
-            yield _with_agreement(evidence, said)
+            if i == here or i == here + 1:
+                said = self.here if i == here else self.behind
+                latest = None
+            if evidence is not latest:  # else the same as the token before
+                latest, found = evidence, _with_agreement(evidence, said)
+            yield found
 
     @overload
     def __getitem__(self, index: int) -> Evidence: ...
@@ -74,10 +79,13 @@ class _Compared(Sequence[Evidence]):
         )
 
 
-def _evidence(draft: Draft, others: Sequence[Sequence[int]]) -> _Compared:
+def _evidence(
+    own: Sequence[int],
+    evidence: Sequence[Evidence | int] | None,
+    others: Sequence[Sequence[int]],
+) -> _Compared:
     """What speaks for each token of a draft, with the class of the others' agreement."""
-    own = to_list(draft.tokens)
-    evidence = [0] * len(own) if draft.evidence is None else draft.evidence
+    evidence = [0] * len(own) if evidence is None else evidence
     alike = [_num_alike(own, other) for other in others]
     shared = max(alike, default=0)
     is_disputed = shared < len(own) and any(

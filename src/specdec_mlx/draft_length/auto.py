@@ -15,6 +15,10 @@ from specdec_mlx.types import NO_DRAFT, Branches, Draft, Evidence, RoundRecord, 
 RATE_MEMORY = 0.95
 """Decay of the moving averages behind the going rate, a round: about 20 rounds."""
 
+CARRIED = 0.5
+"""What those of the last text weigh at the beginning of the next one. With 0, where every text
+begins as if nothing had ever been gained, the agent's conversations lose 2% at a slope of 0.24."""
+
 
 @dataclass
 class Auto:
@@ -39,6 +43,11 @@ class Auto:
     _tokens: float = 0.0
     _cost: float = 0.0
     _chosen_gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Begin at the rate of the last text, which a few rounds can outweigh."""
+        self._tokens = CARRIED * self.tuning.tokens
+        self._cost = CARRIED * self.tuning.cost
 
     def begin_steps(
         self,
@@ -87,7 +96,11 @@ class Auto:
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
         together = compared([draft for _, draft in drafts])
-        lengths = [self.cut(part, draft) for (part, _), draft in zip(drafts, together, strict=True)]
+        parts, rate = self._parts, self.rate
+        lengths = [
+            parts[part].keep(tokens, evidence, rate)
+            for (part, _), (tokens, evidence) in zip(drafts, together, strict=True)
+        ]
         gains = [self._parts[part].gain for part, _ in drafts]
         best = gains.index(max(gains))
         self._chosen_gain = gains[best]
@@ -144,6 +157,7 @@ class Auto:
             drafting.settle(round_)
             drafting.learn_acceptance(round_)
             self._share_cost(drafting, round_)
+        self.tuning.tokens, self.tuning.cost = self._tokens, self._cost
         for part in self._parts.values():
             part.follow(round_)
 

@@ -8,8 +8,7 @@ from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import ScoredDraft
 from specdec_mlx.draft_length.agreement import compared
 from specdec_mlx.draft_length.tuning import class_named
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, RoundRecord
+from specdec_mlx.types import Draft, Evidence, RoundRecord
 
 
 class ExpectedTokens:
@@ -34,8 +33,8 @@ class ExpectedTokens:
         lengths = [self._cut(part, draft) for part, draft in drafts]
         together = compared([draft for _, draft in drafts])
         expected = [
-            self._weigh(part, draft.head(length))
-            for (part, _), draft, length in zip(drafts, together, lengths, strict=True)
+            self._weigh(part, tokens[:length], evidence[:length])
+            for (part, _), (tokens, evidence), length in zip(drafts, together, lengths, strict=True)
         ]
         self._best = max(expected)
         best = expected.index(self._best)
@@ -62,11 +61,9 @@ class ExpectedTokens:
         if tokens:
             self._latest = tokens[-1]
 
-    def _weigh(self, part: str, draft: Draft) -> float:
+    def _weigh(self, part: str, tokens: list[int], evidence: Sequence[Evidence | int]) -> float:
         """Tokens that a point-mass draft is expected to bring; from now on it is scored."""
         history = self._histories.setdefault(part, AcceptanceHistory.of_look_ups(class_named(part)))
-        evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        tokens = to_list(draft.tokens)
         self._scored[part] = ScoredDraft(
             tokens, evidence, history, looks_at_tokens=True, before=self._latest
         )

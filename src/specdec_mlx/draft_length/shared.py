@@ -184,6 +184,9 @@ class SharedLength:
         else:
             may_draft = any(reaches) and not self.needs_plain("")
             width = self._best(reaches, "", FIRST_BUDGET) if may_draft else 0
+        if width:
+            for row, part, draft in rows:
+                row.verifies(part, draft)
         return [draft.head(min(width, len(draft))) for _, _, draft in rows]
 
     def _best(self, reaches: Sequence[Sequence[float]], kind: str, budget: float) -> int:
@@ -256,9 +259,7 @@ class RowLength:
             history = AcceptanceHistory.of_draft_models()
             if cheap:
                 learned = self.shared.tuning.of(part, look_up=True)
-                history = AcceptanceHistory(
-                    learned.acceptance.weights, learned.acceptance.variances
-                )
+                history = AcceptanceHistory(learned.acceptance.odds, learned.acceptance.variances)
             self._histories[part] = history
         if cheap:
             return LONGEST_COPY if self._histories[part].recent >= SURE else LONGEST
@@ -286,15 +287,32 @@ class RowLength:
 
         Of one that was drawn, or is not computed yet, by the place in the draft alone.
         """
-        evidence: Sequence[Evidence | int] = [0] * len(draft)
         history = self._histories.get(part)
         if history is None or not len(draft):
             return []
-        if draft.logprobs is None and not isinstance(draft.tokens, mx.array):
-            evidence = evidence if draft.evidence is None else draft.evidence
-            if part not in self._scored:
-                self._scored[part] = ScoredDraft(list(draft.tokens), evidence, history)
-        return _reach(history, evidence)
+        scored = _scored(draft, history)
+        if scored is None:
+            return _reach(history, [0] * len(draft))
+        self._scored.setdefault(part, scored)
+        return _reach(history, scored.evidence)
+
+    def verifies(self, part: str, draft: Draft) -> None:
+        """Score this draft from now on, and no longer an earlier one, of which a part is known.
+
+        Else the first tokens of most of those that are verified would never be learned from.
+        """
+        history = self._histories.get(part)
+        scored = None if history is None or not len(draft) else _scored(draft, history)
+        if scored is not None:
+            self._scored[part] = scored
+
+
+def _scored(draft: Draft, history: AcceptanceHistory) -> ScoredDraft | None:
+    """A draft that can be scored against what comes; None for one drawn, or not computed yet."""
+    if draft.logprobs is not None or isinstance(draft.tokens, mx.array):
+        return None
+    evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
+    return ScoredDraft(list(draft.tokens), evidence, history)
 
 
 def _reach(history: AcceptanceHistory, evidence: Sequence[Evidence | int]) -> list[float]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-TOKEN_VARIANCE = 0.5
+TOKEN_VARIANCE = 1.0
 """Of the log-odds of a token, as the drafted one and as the one before it."""
 
-PAIR_VARIANCE = 0.3
+PAIR_VARIANCE = 0.6
 """Of what the two together say beside that."""
 
 MOST_EFFECTS = 50_000
@@ -19,6 +19,10 @@ MOST_EFFECTS = 50_000
 
 PAIR = 32
 """Bits to the left of the drafted token, where a pair has the token before it, + 1."""
+
+
+NO_EFFECT = (0.0, 0.0)
+"""Of a token of which nothing was learned: log-odds, and a variance that is not looked at."""
 
 
 def behind(token: int) -> int:
@@ -37,25 +41,24 @@ class TokenEffects:
 
     They are of what users wrote: kept in the process, and in no file.
 
-    odds: by key, where anything was learned: the drafted token's id, `behind` the token before, and
-    the `pair` of both; they add up. variances: of the same.
+    effects: [log-odds, variance] by key, where anything was learned: the drafted token's id, `behind`
+    the token before, and the `pair` of both; the log-odds add up.
     """
 
-    odds: dict[int, float] = field(default_factory=dict)
-    variances: dict[int, float] = field(default_factory=dict)
+    effects: dict[int, list[float]] = field(default_factory=dict)
 
-    def known(self, before: int | None, token: int) -> list[int]:
-        """The keys that count for a token behind another; from now on all of them are held."""
+    def known(self, before: int | None, token: int) -> list[list[float]]:
+        """The effects that count for a token behind another; from now on all of them are held."""
         keys = [token]
         if before is not None:
             keys += [behind(before), pair(before, token)]
+        effects, found = self.effects, []
         for key in keys:
-            if key in self.odds:
-                self.odds[key] = self.odds.pop(key)  # the latest stand at the end
-            else:
-                if len(self.odds) >= MOST_EFFECTS:
-                    oldest = next(iter(self.odds))
-                    del self.odds[oldest], self.variances[oldest]
-                self.odds[key] = 0.0
-                self.variances[key] = PAIR_VARIANCE if key >> PAIR > 0 else TOKEN_VARIANCE
-        return keys
+            effect = effects.pop(key, None)
+            if effect is None:
+                if len(effects) >= MOST_EFFECTS:
+                    del effects[next(iter(effects))]
+                effect = [0.0, PAIR_VARIANCE if key >> PAIR > 0 else TOKEN_VARIANCE]
+            effects[key] = effect  # the latest stand at the end
+            found.append(effect)
+        return found

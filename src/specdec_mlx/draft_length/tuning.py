@@ -93,9 +93,7 @@ class Learned:
             (self.before, "acceptance known before"),
             (self.blind, "acceptance by position"),
         ):
-            for told, known in history.as_dict().items():
-                for feature, numbers in known.items():
-                    numbers[:] = _numbers(saved[name][told][feature], len(numbers))
+            history.restore(saved[name])
         for feature, weights in self.guesses.weights.items():
             weights[:] = _numbers(saved["guesses"][feature], len(weights))
         pooled = self.pooled.weights
@@ -110,13 +108,16 @@ class Tuning:
     """What was learned about one loaded model, for `draft_length="auto"`.
 
     step, slope: the prior line of `RoundCosts`. drafters: short form of a drafter's key -> what was
-    learned with it. Pass the same object to several generations to go on learning; `save` and
-    `load` keep it as JSON.
+    learned with it. tokens, cost: what the latest rounds have brought, and cost in plain rounds,
+    as moving sums; they end with the process. Pass the same object to several generations to go on
+    learning; `save` and `load` keep it as JSON.
     """
 
     step: float = 0.05
     slope: float = 0.05
     drafters: dict[str, Learned] = field(default_factory=dict)
+    tokens: float = 0.0
+    cost: float = 0.0
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Tuning:

@@ -8,7 +8,14 @@ from math import ldexp
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.drafters.evidence import (
+    WHOLE,
+    distance_class,
+    places_class,
+    share_class,
+    surroundings_class,
+    vote_class,
+)
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.types import Draft, Evidence, Guess
@@ -31,10 +38,6 @@ CLEAR_MATCH = 5
 MOST_PATHS = 12
 """Voters that are followed beyond the first token, the weightiest ones; 6 lose 0.2%."""
 
-WHOLE = 64
-"""Parts that a weight is counted in for its share class: more than 63 of 64 is "always"."""
-
-
 Source = GrowingIndex | ContextIndex
 """What places stand in: the generation's text, or a part of a memory."""
 
@@ -43,6 +46,9 @@ Voters = tuple[int, Sequence[int], Source, float]
 
 Voter = tuple[int, int, Source]
 """One of them: its match, where it is, and in what."""
+
+Origin = tuple[int, int]
+"""Where a draft is from: classes of the distance and of the surroundings of its places."""
 
 
 class Path(NamedTuple):
@@ -69,8 +75,8 @@ def elect(
         more: tokens that come behind the text's end.
 
     Returns:
-        A draft whose evidence is the longest match behind each token, the share of places that
-        vote for it, and the share of their weight.
+        A draft whose evidence is the longest match behind each token, its share of the vote, the
+        number of places that vote for it, and where the draft is from.
     """
     tokens: list[int] = []
     evidence: list[Evidence] = []
@@ -83,19 +89,21 @@ def elect(
         weights = weigh(voters, last)
         best, share = _winner(firsts, weights)
         chosen, weights, num_chosen = _who_chose(best, voters, firsts, weights)
+        origin = _origin(chosen, chosen[weights.index(max(weights))], last)
         tokens.append(best)
-        evidence.append(_evidence(_longest(chosen), num_chosen, len(firsts), share))
+        evidence.append(_evidence(_longest(chosen), num_chosen, share, origin))
     else:
         voters = _most_alike(voters)
         chosen = [(match, end, source) for match, ends, source, _ in voters for end in ends]
+        origin = _origin(chosen, max(chosen, key=_first_of), last)
     followed = [source.following(end, length, more) for _, end, source in chosen]
     if followed.count(followed[0]) < len(followed):
         paths = _paths(chosen, followed, weights or weigh(voters, last))
-        _count(paths, length, tokens, evidence)
+        _count(paths, length, origin, tokens, evidence)
     else:
         rest = followed[0][len(tokens) :]
         tokens += rest
-        evidence += [_evidence(_longest(chosen), len(chosen), len(chosen), 1.0)] * len(rest)
+        evidence += [_evidence(_longest(chosen), len(chosen), 1.0, origin)] * len(rest)
     return Draft(tokens, evidence=evidence)
 
 
@@ -114,7 +122,8 @@ def guesses(
         path: tokens that come behind the text's end.
 
     Returns:
-        Each token with the evidence that `elect` gives.
+        Each token with the longest match behind it, and how regularly it followed, by places and
+        by their weight.
     """
     at, so_far = len(path), tuple(path)
     votes: dict[int, list[float]] = {}
@@ -127,7 +136,7 @@ def guesses(
     total, places = sum(vote[0] for vote in votes.values()), sum(int(v[2]) for v in votes.values())
     ranked = sorted(votes.items(), key=lambda item: -item[1][0])
     return [
-        Guess(token, _evidence(int(match), int(count), places, weight / total))
+        Guess(token, _regular(int(match), int(count), places, round(WHOLE * weight / total)))
         for token, (weight, match, count) in ranked
     ]
 
@@ -214,10 +223,11 @@ def _paths(
     return [Path(t, int(match), weight, int(n)) for t, (match, weight, n) in counted.items()]
 
 
-def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evidence]) -> None:
+def _count(
+    paths: list[Path], length: int, origin: Origin, tokens: list[int], evidence: list[Evidence]
+) -> None:
     """Vote on one position after the other, until one path has the majority; adds to the draft."""
     position = len(tokens)
-    places = sum([path.places for path in paths])
     while position < length:
         total = sum([path.weight for path in paths])
         leader = max(paths, key=_weight_of)
@@ -225,7 +235,7 @@ def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evi
             rest = leader.tokens[position:length]
             tokens += rest
             share = leader.weight / total
-            evidence += [_evidence(leader.match, leader.places, places, share)] * len(rest)
+            evidence += [_evidence(leader.match, leader.places, share, origin)] * len(rest)
             return
         paths = [path for path in paths if position < len(path.tokens)]
         if not paths:
@@ -233,22 +243,46 @@ def _count(paths: list[Path], length: int, tokens: list[int], evidence: list[Evi
         at = [path.tokens[position] for path in paths]
         best, share = _winner(at, [path.weight for path in paths])
         paths = [path for path, token in zip(paths, at, strict=True) if token == best]
-        remaining = sum([path.places for path in paths])
+        places = sum([path.places for path in paths])
         tokens.append(best)
-        evidence.append(_evidence(max([p.match for p in paths]), remaining, places, share))
-        position, places = position + 1, remaining
+        evidence.append(_evidence(max([p.match for p in paths]), places, share, origin))
+        position += 1
 
 
 _weight_of = attrgetter("weight")
 _first_of = itemgetter(0)
 
 
-def _evidence(match: int, places: int, of_places: int, share: float) -> Evidence:
+def _origin(chosen: Sequence[Voter], leader: Voter, last: Sequence[int]) -> Origin:
+    """Where a draft is from: how far back its nearest place is, what surrounds the leader."""
+    near = [len(text.ids) - end for _, end, text in chosen if isinstance(text, GrowingIndex)]
+    match, end, source = leader
+    around = 0
+    if match < CLEAR_MATCH:
+        reach = match + SURROUNDINGS
+        there = source.ids[end - reach if end > reach else 0 : end - match]
+        around = surroundings_class(len(set(last[match:reach]).intersection(there)))
+    return distance_class(min(near) if near else None), around
+
+
+def _evidence(match: int, places: int, share: float, origin: Origin) -> Evidence:
     """What speaks for a token."""
-    return _classified(match, places, of_places, round(WHOLE * share))
+    return _classified(match, places, round(WHOLE * share), *origin)
+
+
+@lru_cache(maxsize=16384)
+def _classified(match: int, places: int, parts: int, distance: int, around: int) -> Evidence:
+    """The same few come up over and over."""
+    return Evidence(
+        match,
+        share=vote_class(parts),
+        places=places_class(places),
+        distance=distance,
+        surroundings=around,
+    )
 
 
 @lru_cache(maxsize=4096)
-def _classified(match: int, places: int, of_places: int, parts: int) -> Evidence:
-    """The same few come up over and over."""
+def _regular(match: int, places: int, of_places: int, parts: int) -> Evidence:
+    """What speaks for a guess in a tree: shares of places and of weight."""
     return Evidence(match, share_class(places, of_places), share_class(parts, WHOLE))

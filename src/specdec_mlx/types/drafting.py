@@ -38,6 +38,10 @@ class Evidence(NamedTuple):
     is_drawn: whether the token is drawn from that distribution, and is not its likeliest one.
     agreement: what other drafts say to it, a class out of `draft_length.agreement`, which drafters
         leave at 0; 0: nothing known.
+    share, places, distance, surroundings: of a draft that places of a text vote for, how much of
+        the vote the token has, of how many places, how far back the nearest of them is, and what
+        else those places have in common with the text's end, classes out of `drafters.evidence`;
+        0: nothing known.
     """
 
     match: int = 0
@@ -46,6 +50,10 @@ class Evidence(NamedTuple):
     confidence: float | None = None
     is_drawn: bool = False
     agreement: int = 0
+    share: int = 0
+    places: int = 0
+    distance: int = 0
+    surroundings: int = 0
 
 
 class Step(Enum):
