@@ -21,8 +21,16 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
 from specdec_mlx.bench.head_trees import compare_trees, format_tree_rows
+from specdec_mlx.draft_length.accounts import LENGTHS
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.costs import RoundCosts
+from specdec_mlx.draft_length.fork_history import ForkHistory
+from specdec_mlx.draft_length.forking import ForkAccount
+from specdec_mlx.draft_length.stepwise import StepwiseAccount
+from specdec_mlx.draft_length.tuning import Learned
 from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.taps import Taps
@@ -117,7 +125,9 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
     """A level's logits are those of the same session fed the path alone, to 1e-4."""
     session = session_of(kind, name)
     session.begin_draft(SIZE)
-    assert session.begin_tree()
+    assert session.forks
+    if kind != "model":
+        session.begin_tree()
     session.next_logits(None)
     rows = mx.concatenate([session.logits_after(mx.array(t), p) for t, p in LEVELS])
     tokens = [token for level, _ in LEVELS for token in level]
@@ -167,6 +177,8 @@ def test_one_branch_is_a_chain_and_bad_numbers_are_refused() -> None:
         replace(drafter("medusa", "qwen2"), branches=0)
     with pytest.raises(ValueError, match="speculates for chains"):
         replace(drafter("model", "llama"), drafter=PromptLookupDrafter())
+    with pytest.raises(HeadError, match="draft chains"):
+        HeadDrafter(random_head(HEADS["assistant"], tiny.build("gemma4_text")), branches=2)
     assert "branches=3" in drafter("medusa", "qwen2").key
     assert "branches=3" in drafter("model", "llama").key
 
@@ -376,14 +388,58 @@ def test_the_benchmark_holds_trees_against_chains_of_the_same_size() -> None:
     """Tokens a pass are those of generations of each kind; the table names every row."""
     model, head = tiny.build("qwen2"), replace(drafter("eagle3", "qwen2"), branches=1)
     rows = list(
-        compare_trees(model, {"eagle3": head}, [PROMPT], sizes=[4, 6], temps=[0], max_tokens=20)
+        compare_trees(
+            model, {"eagle3": head}, [PROMPT], sizes=[4, 6, "auto"], temps=[0], max_tokens=20
+        )
     )
-    assert [(row.drafter, row.size) for row in rows] == [("eagle3", 4), ("eagle3", 6)]
-    for row in rows:
+    assert [(row.drafter, row.size) for row in rows] == [("eagle3", n) for n in (4, 6, "auto")]
+    for row in rows[:2]:
         for branches, found in ((1, row.chain), (4, row.tree)):
             one = replace(head, branches=branches)
-            options: dict[str, Any] = {"max_tokens": 20, "draft_length": row.size, "seed": 0}
-            *_, last = speculate(model, PROMPT, one, **options)
+            *_, last = speculate(model, PROMPT, one, max_tokens=20, draft_length=row.size)
             assert found == pytest.approx(last.stats.tokens_per_pass)
-        assert min(row.chain_speed, row.tree_speed) > 0
+    assert all(min(row.chain_speed, row.tree_speed) > 0 for row in rows)
     assert "| eagle3" in format_tree_rows(rows)
+
+
+# Under the automatic draft length -----------------------------------------------------------------
+
+
+def test_shares_add_up_to_what_trees_bring() -> None:
+    """Of the sizes that are tried, to a quarter after 300 trees each, and never rise."""
+    history, brings = ForkHistory(), {2: 1.1, 6: 1.8, 14: 2.0}
+    coins = np.random.default_rng(0)
+    for _ in range(300):
+        for size, mean in brings.items():
+            history.learn(size, int(coins.poisson(mean)))
+    for size, mean in brings.items():
+        assert sum(history.shares[:size]) == pytest.approx(mean, rel=0.25)
+    assert all(a >= b for a, b in itertools.pairwise(history.shares))
+    assert history.shares[0] <= 1
+
+
+@pytest.mark.parametrize("price", [0.02, 0.5])
+def test_the_size_that_pays_is_asked_for(price: float) -> None:
+    """Of a tree that brings little beyond its third node: more where positions are cheaper."""
+    account = ForkAccount(Learned(exploration_budget=99.0))
+    account.learned.by_context[0] = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
+    for size in LENGTHS:
+        for _ in range(3):
+            account.learned.costs.add(size, 1.0 + price * size)
+    account.learned.forks.shares[:] = [0.7, 0.6, 0.55] + [0.1] * 11
+    assert account.limit(1.0) == (14 if price < 0.1 else 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("eagle3", "qwen2"), ("medusa", "gemma3_text"), ("model", "qwen3"), ("eagle3", "qwen3_5")],
+)
+def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> None:
+    """Trees are asked for; of a target that takes none, chains are."""
+    model, one = tiny.build(name), drafter(kind, name)
+    plain = plain_text(model, PROMPT, 40)
+    length = Auto()
+    items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
+    assert spoken(items).deviation(plain) < TOLERANCE
+    accounts = {type(account) for account in length._parts.values()}
+    assert accounts == {StepwiseAccount if name == "qwen3_5" else ForkAccount}

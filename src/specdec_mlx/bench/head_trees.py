@@ -23,6 +23,8 @@ from specdec_mlx.bench.heads import Begin, openings, race, tokens_a_pass
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
@@ -33,28 +35,31 @@ from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
-SIZES = (4, 8, 16)
+SIZES = (4, 8, 16, "auto")
 TEMPS = (0.0, 0.7, 1.0)
 BRANCHES = 4
 
 NOTE = (
     "tokens a pass of the target, and speed (plain decoding = 1, median over the texts), with "
-    "chains and with trees of n draft tokens."
+    "chains and with trees of n draft tokens, or as many as the automatic draft length takes."
 )
 
 Forking = HeadDrafter | ModelDrafter
 
+Case = tuple[str, int | str, int]
+"""Name of the drafter, size, and tokens at a place."""
+
 
 @dataclass(frozen=True)
 class TreeRow:
-    """Chains and trees of one size, of a drafter at a temperature.
+    """Chains and trees of one size, a number or "auto", of a drafter at a temperature.
 
     chain, tree: tokens a pass. chain_speed, tree_speed: of plain decoding.
     """
 
     drafter: str
     temp: float
-    size: int
+    size: int | str
     chain: float
     tree: float
     chain_speed: float
@@ -66,7 +71,7 @@ def compare_trees(
     drafters: Mapping[str, Forking],
     prompts: Sequence[Sequence[int]],
     *,
-    sizes: Sequence[int] = SIZES,
+    sizes: Sequence[int | str] = SIZES,
     temps: Sequence[float] = TEMPS,
     branches: int = BRANCHES,
     max_tokens: int = 128,
@@ -77,15 +82,16 @@ def compare_trees(
         target: the model.
         drafters: by name, of chains.
         prompts: token ids of each text.
-        sizes: draft tokens.
+        sizes: draft tokens, or "auto".
         temps: temperatures of the text.
         branches: most tokens at a place of a tree.
         max_tokens: of each text.
     """
     cases = list(product(drafters, sizes, (1, branches)))
     for temp in temps:
-        accounts: dict[tuple[str, int, int], list[SpeculationStats]] = {case: [] for case in cases}
-        speeds: dict[tuple[str, int, int], list[float]] = {case: [] for case in cases}
+        accounts: dict[Case, list[SpeculationStats]] = {case: [] for case in cases}
+        speeds: dict[Case, list[float]] = {case: [] for case in cases}
+        tunings = {case: Tuning() for case in cases}
         for seed, prompt in enumerate(prompts):
             options: dict[str, Any] = {
                 "sampler": Sampling(temp=temp),
@@ -94,8 +100,12 @@ def compare_trees(
             }
             begin: Begin = partial(speculate, target, prompt, **options)
             drafting = [
-                begin(replace(drafters[name], branches=width), draft_length=size)
-                for name, size, width in cases
+                begin(
+                    replace(drafters[case[0]], branches=case[2]),
+                    draft_length=case[1],
+                    tuning=tunings[case],
+                )
+                for case in cases
             ]
             plain, *runs = race([begin(None), *drafting])
             for case, run in zip(cases, runs, strict=True):
@@ -168,7 +178,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
     add("--every", type=count, default=1, metavar="N", help="take every n-th prompt (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens of a text (%(default)s)")
-    add("--sizes", nargs="+", type=count, default=SIZES, metavar="N", help="draft tokens (4 8 16)")
+    add(
+        "--sizes",
+        nargs="+",
+        type=argument(parse_draft_length),
+        default=SIZES,
+        metavar="N",
+        help="draft tokens (4 8 16 auto)",
+    )
     add("--branches", type=count, default=BRANCHES, help="tokens at a place (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the rows")
     return parser

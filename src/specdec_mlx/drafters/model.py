@@ -57,7 +57,7 @@ class ModelDrafter:
     target's law all the same, since the drafts' own law is handed over. drafter: a look-up, or the
     name of one, that speculates for the draft model's own decoding: the same drafts in fewer of its
     passes, where its text repeats what stands further up. branches: most tokens at a place; with
-    more than one it proposes trees, for a `draft_length` of your own, with the target's tokenizer.
+    more than one it proposes trees, if it has the target's tokenizer; see `drafters.growing`.
 
     Draws come from the draft model's logits under the same law as the target's (processors,
     temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
@@ -156,7 +156,8 @@ class ModelSession:
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them; or a tree."""
         length = self.begin_draft(limit)
-        if length and self.begin_tree():
+        if length and self.forks:
+            self.rows = GrowingRows()
             draft = self.tree_draws().write(self.next_logits(None), self, length)
             self.rollback.rewind_to(len(self.tokens))
             return draft
@@ -180,9 +181,9 @@ class ModelSession:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
-    def begin_tree(self) -> bool:
-        """Whether the draft is to fork, and can."""
-        self.rows = GrowingRows()
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can."""
         may_fork = self.branches > 1 and self.rollback.takes_trees()
         return may_fork and is_exact_on_trees(self.model, past_window=False)
 

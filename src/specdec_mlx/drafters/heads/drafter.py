@@ -23,11 +23,12 @@ from specdec_mlx.types import DraftContext, FeatureRows, Features
 class Head(nn.Module, ABC):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
-    kind: what it is called. features: what it reads.
+    kind: what it is called. features: what it reads. grows_trees: whether its drafts may fork.
     """
 
     kind = ""
     features = Features()
+    grows_trees = True
 
     @abstractmethod
     def begin(
@@ -109,8 +110,8 @@ class HeadDrafter:
         draft_temp: temperature of the drafts, None for the target's own.
         name: what it was loaded from.
         vocab_size: V of the target that it was loaded for, None for any.
-        branches: most tokens at a place. With more than one it proposes trees, for a
-            `draft_length` of your own; see `drafters.growing`.
+        branches: most tokens at a place. With more than one it proposes trees; see
+            `drafters.growing`.
     """
 
     head: Head
@@ -124,6 +125,8 @@ class HeadDrafter:
         """Refuse a temperature and a number of branches that are none."""
         check_draft_temp(self.draft_temp)
         check_branches(self.branches)
+        if self.branches > 1 and not self.head.grows_trees:
+            raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 
     @property
     def model(self) -> nn.Module:

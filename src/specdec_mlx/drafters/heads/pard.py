@@ -62,6 +62,11 @@ class PardSession(ModelSession):
 
     at_once = True
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork; all of one comes from one pass, which is none over a tree."""
+        return self.branches > 1
+
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, all of one pass, or a tree."""
         if self.branches == 1:

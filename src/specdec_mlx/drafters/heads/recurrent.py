@@ -101,13 +101,15 @@ class RecurrentSession(SteppingSession):
         logits: mx.array = self.head.logits(self.drafted)
         return logits
 
-    def begin_tree(self) -> bool:
+    @property
+    def forks(self) -> bool:
         """Where branches were asked for, and rows of these caches can see their own path alone."""
-        if self.branches == 1 or not self.rollback.takes_trees():
-            return False
+        return self.branches > 1 and self.rollback.takes_trees()
+
+    def begin_tree(self) -> None:
+        """From the state of the last pair."""
         teach_ropes(self.head)
         self.rows, self.made = GrowingRows(), self.drafted
-        return True
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """A step from the states of the parents; see `growing.Levels`."""

@@ -89,6 +89,11 @@ class HeadSession(ABC):
         self.num_prompt = len(prompt)
         self.waiting = WaitingRows()
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can."""
+        return self.branches > 1
+
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
         self.waiting.add(self.head.rows(features))
@@ -143,10 +148,16 @@ class SteppingSession(HeadSession):
         super().__init__(head, sampling, prompt, context)
         self.pace = Pace()
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can; by default they cannot."""
+        return False
+
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph, or a tree; none before anything was read."""
         length = self.begin_draft(limit)
-        if length and self.begin_tree():
+        if length and self.forks:
+            self.begin_tree()
             draft = self.tree_draws().write(self.next_logits(None), self, length)
             self.end_draft()
             return draft
@@ -165,9 +176,8 @@ class SteppingSession(HeadSession):
     def begin_draft(self, limit: int) -> int:
         """Read what waits; how many tokens may be drafted then."""
 
-    def begin_tree(self) -> bool:
-        """Whether the draft is to fork, and can; by default it cannot."""
-        return False
+    def begin_tree(self) -> None:
+        """Get ready for `logits_after`."""
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""
