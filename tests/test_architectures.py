@@ -320,7 +320,6 @@ def test_nearly_all_architectures_can_be_read() -> None:
 
 
 def test_a_row_is_read_as_it_was_written() -> None:
-    row = Row(
-        "llama", "KVCache", "trim", "right", "**wrong, in silence**", "yes", "bit-equal", "exact"
-    )
+    wrong = "**wrong, in silence**"
+    row = Row("llama", "KVCache", "trim", "right", wrong, "yes", "bit-equal", "exact", "not exact")
     assert rows_of(page([row])) == [row]

@@ -206,9 +206,15 @@ class _Known(AcceptanceHistory):
         self.known = chances
 
     def chances(
-        self, evidence: Iterable[Evidence | int], tokens: object = None, before: object = None
+        self,
+        evidence: Iterable[Evidence | int],
+        tokens: object = None,
+        before: object = None,
+        first: int = 0,
     ) -> Iterator[float]:
-        return (self.known[i] if i < len(self.known) else 0.0 for i, _ in enumerate(evidence))
+        return (
+            self.known[i] if i < len(self.known) else 0.0 for i, _ in enumerate(evidence, first)
+        )
 
 
 class _At(Auto):

@@ -104,7 +104,7 @@ def compare(
                     accounts.setdefault((name, "auto"), []).append(run.stats)
                     ratios[name].append(plain.seconds / run.seconds)
         for name in drafters:
-            per_pass = {str(k): _per_pass(accounts[name, str(k)]) for k in lengths}
+            per_pass = {str(k): tokens_a_pass(accounts[name, str(k)]) for k in lengths}
             own = accounts.get((name, "auto"), [])
             drafted = sum(s.drafted for s in own) / max(1, sum(s.target_passes for s in own))
             speed = median(ratios[name]) if own else None
@@ -137,7 +137,7 @@ def race(generations: Sequence[Iterable[Token]]) -> list[Run]:
     return runs
 
 
-def _per_pass(accounts: Sequence[SpeculationStats]) -> float:
+def tokens_a_pass(accounts: Sequence[SpeculationStats]) -> float:
     """Tokens a pass over all texts."""
     return float(sum(s.emitted for s in accounts) / sum(s.target_passes for s in accounts))
 
@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     target, tokenizer = load_model(args.model or target_path())
     drafters = dict(_drafters(args, target))
-    texts = read_prompts(args.prompts) if args.prompts else _openings()
+    texts = read_prompts(args.prompts) if args.prompts else openings()
     prompts = [list(tokenizer.encode(p.text)) for p in texts[:: args.every]]
     rows = list(
         compare(target, drafters, prompts, lengths=args.lengths, max_tokens=args.max_tokens)
@@ -184,7 +184,7 @@ def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str
         yield Path(folder).name, load_head(folder, target)
 
 
-def _openings() -> list[Prompt]:
+def openings() -> list[Prompt]:
     """The lab's held-out openings."""
     return [Prompt(f"{name}/{i}", name, text) for name, i, text in corpus.held_out_openings()]
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
 from specdec_mlx.draft_length.agreement import compared
+from specdec_mlx.draft_length.forking import ForkAccount
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
 from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
 from specdec_mlx.draft_length.tuning import Tuning
@@ -77,6 +78,10 @@ class Auto:
         self._parts[part] = TreeAccount(self.tuning.of(part, TreeAccount.first_budget))
         for guesser in guessers:
             self.tuning.of(guesser, LookUpAccount.first_budget, look_up=True).guesses.begin_text()
+
+    def begin_forks(self, part: str) -> None:
+        """Expect a drafter whose drafts fork; see `types.SizesTrees`."""
+        self._parts[part] = ForkAccount(self.tuning.of(part, ForkAccount.first_budget))
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""

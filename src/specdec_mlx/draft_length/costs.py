@@ -180,7 +180,7 @@ class RoundCosts:
         return self._is_measured[num_drafted]
 
     def _find_is_measured(self, num_drafted: int) -> bool:
-        samples = self.ratios.get(num_drafted, ())
+        samples: Sequence[float] = self.ratios.get(num_drafted, ())
         if len(samples) != 1:
             return len(samples) > 1
         highest = self._most_expensive_token()

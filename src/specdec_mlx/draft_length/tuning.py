@@ -15,6 +15,7 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.costs import DraftingCosts, RoundCosts
+from specdec_mlx.draft_length.fork_history import ForkHistory
 from specdec_mlx.draft_length.guesses import GuessHistory, PooledChances
 from specdec_mlx.per_model import PerModel
 
@@ -40,7 +41,8 @@ class Learned:
     Of a draft model that can stop in the middle: drafting: costs of its steps; before: chance of
     acceptance by what was known one token earlier; blind: by the position alone. Of a look-up with
     several guesses at a place: guesses: how often those of each rank were right; of several such:
-    pooled: what a token's chance is where they all have a say.
+    pooled: what a token's chance is where they all have a say. Of one whose drafts fork: forks:
+    what trees of each size bring; that goes to no file.
     """
 
     step: float = 0.05
@@ -55,6 +57,7 @@ class Learned:
     blind: AcceptanceHistory = field(default_factory=AcceptanceHistory.of_draft_models)
     guesses: GuessHistory = field(default_factory=GuessHistory)
     pooled: PooledChances = field(default_factory=PooledChances)
+    forks: ForkHistory = field(default_factory=ForkHistory)
 
     @property
     def costs(self) -> RoundCosts:

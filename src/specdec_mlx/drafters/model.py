@@ -21,6 +21,7 @@ from specdec_mlx.drafters.drawing import (
     time_of,
 )
 from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.growing import Tree, TreeDraws, check_branches
 from specdec_mlx.drafters.retokenized import Retokenized, session_for
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
 from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
@@ -28,9 +29,15 @@ from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
+from specdec_mlx.stats.nodes import NodeHistory
+from specdec_mlx.target.exactness import is_exact_on_trees
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Drafter, GoesOn, key_of
+
+MOST_PENDING = 16
+"""Tokens of the text that a tree begins with in one pass."""
 
 TOKENIZERS = ("any", "same", "text", "shared")
 """What may be said about the tokenizer of a draft model."""
@@ -49,7 +56,8 @@ class ModelDrafter:
     temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
     target's law all the same, since the drafts' own law is handed over. drafter: a look-up, or the
     name of one, that speculates for the draft model's own decoding: the same drafts in fewer of its
-    passes, where its text repeats what stands further up.
+    passes, where its text repeats what stands further up. branches: most tokens at a place; with
+    more than one it proposes trees, if it has the target's tokenizer; see `drafters.growing`.
 
     Draws come from the draft model's logits under the same law as the target's (processors,
     temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
@@ -62,6 +70,7 @@ class ModelDrafter:
     draft_temp: float | None = None
     drafter: Drafter | str | None = None
     tokenizers: str = "any"
+    branches: int = 1
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is none, a drafter that is no look-up, and what nobody knows
@@ -71,6 +80,9 @@ class ModelDrafter:
         if self.tokenizers not in TOKENIZERS:
             raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
         check_draft_temp(self.draft_temp)
+        check_branches(self.branches)
+        if self.branches > 1 and self.drafter is not None:
+            raise ValueError("drafter= speculates for chains. Leave branches= or drafter= out.")
 
     @property
     def key(self) -> str:
@@ -80,6 +92,7 @@ class ModelDrafter:
         options = "" if guesser is None else f", drafter={key_of(guesser)}"
         if self.tokenizers in TOKENIZERS[2:]:
             options += f", tokenizers={self.tokenizers}"
+        options += f", branches={self.branches}" if self.branches > 1 else ""
         return (
             f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{options})"
         )
@@ -135,10 +148,19 @@ class ModelSession:
         self.num_prompt = len(prompt)
         self.sampling = drafter.sampling_for(context.sampling)
         self.pace = Pace()
+        self.branches = drafter.branches
+        self.nodes = NodeHistory(not self.sampling.greedy)
+        self.tree: Tree | None = None
+        self.rows = GrowingRows()
 
     def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph: no synchronisation between them."""
+        """`limit` tokens, as one lazy graph: no synchronisation between them; or a tree."""
         length = self.begin_draft(limit)
+        if length and self.forks:
+            self.rows = GrowingRows()
+            draft = self.tree_draws().write(self.next_logits(None), self, length)
+            self.rollback.rewind_to(len(self.tokens))
+            return draft
         return draft_to(length, self.draws(length), self.next_logits)
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
@@ -159,6 +181,29 @@ class ModelSession:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can."""
+        may_fork = self.branches > 1 and self.rollback.takes_trees()
+        return may_fork and is_exact_on_trees(self.model, past_window=False)
+
+    def tree_draws(self) -> TreeDraws:
+        """A draft after the text that forks, to be drawn."""
+        draws = TreeDraws(
+            self.context,
+            self.sampling,
+            self.tokens,
+            self.num_prompt,
+            self.branches,
+            self.nodes,
+        )
+        self.tree = draws.tree
+        return draws
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""
+        return self.feed(tokens, self.rows.further(parents))
+
     def next_logits(self, token: mx.array | None) -> mx.array:
         """Logits [1, V] of the token after `token`, or after the text, as a lazy graph."""
         ids = to_ids(self.tokens[self.rollback.position :]) if token is None else token
@@ -178,6 +223,9 @@ class ModelSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
+        if self.tree is not None:
+            self.tree.learn(tokens)
+            self.tree = None
         self.rollback.rewind_to(min(self.rollback.position, len(self.tokens) + len(tokens) - 1))
         self.tokens += tokens
 
@@ -194,10 +242,12 @@ class ModelSession:
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for the last one or two tokens, which `propose` feeds.
 
-        Caches that cannot be trimmed return to its checkpoint and read again what follows.
+        After a tree these are as many as were kept of it. Caches that cannot be trimmed
+        return to its checkpoint and read again what follows.
         """
         step = self.context.prefill_step_size
-        while (left := len(self.tokens) - self.rollback.position) > 2:
+        most = 2 if self.branches == 1 else MOST_PENDING
+        while (left := len(self.tokens) - self.rollback.position) > most:
             self.feed_text(min(left - 1, step))
             if left - 1 > step:
                 mx.eval([cache.state for cache in self.rollback.caches])
@@ -207,8 +257,8 @@ class ModelSession:
         start = self.rollback.position
         self.feed(to_ids(self.tokens[start : start + size]))
 
-    def feed(self, ids: mx.array) -> mx.array:
-        """One pass of the draft model; logits [S, V], as wide as the target's.
+    def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
+        """One pass of the draft model over a chain or a tree; logits [S, V], as the target's.
 
         A token that only the target has is read as another one: reading past the end of the draft
         model's embeddings is a crash, and a draft may be as wrong as it likes.
@@ -216,7 +266,7 @@ class ModelSession:
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        logits = self.rollback.forward(self.model, ids)
+        logits = self.rollback.forward(self.model, ids, tree)
         return fit_width(logits, self.context.vocab_size)
 
     def close(self, length: int) -> None:

@@ -23,10 +23,12 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
+    DraftsTrees,
     GrowsTrees,
     ProposesTrees,
     RoundRecord,
     SeesTarget,
+    SizesTrees,
     Stepwise,
     TakesTrees,
     Target,
@@ -96,12 +98,12 @@ class Drafting:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is not None:
             self.session = self.drafter.begin(self.sequence.tokens, context)
+            self.features = FeatureFeed.between(self.drafter, self.session, self.target)
             self._groups = [
                 [self._part(key, part) for key, part in group]
                 for group in session_groups(self.session, key_of(self.drafter))
             ]
             self.has_cheap_part = any(part.is_cheap for group in self._groups for part in group)
-            self.features = FeatureFeed.between(self.drafter, self.session, self.target)
 
     @property
     def is_free(self) -> bool:
@@ -120,6 +122,11 @@ class Drafting:
             return lambda limit: session.propose_tree(
                 limit, self._num_wanted() or limit, grows, self._may_fork
             )
+        sizes = self.length if isinstance(self.length, SizesTrees) else None
+        forks = isinstance(session, DraftsTrees) and session.forks
+        if forks and sizes is not None and self._may_fork():
+            sizes.begin_forks(key)
+            return session.propose
         if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
             return session.propose
         time_step = session.time_step if isinstance(session, TimesSteps) else None

@@ -195,6 +195,10 @@ class SharedDrafting(Drafting):
         if self.failure is not None:
             raise self.failure
 
+    def _may_fork(self) -> bool:
+        """No: to find out takes passes of all ranks, and rank 0 alone would ask."""
+        return False
+
     def propose(self) -> Draft:
         """Rank 0's draft, on every rank; an empty one where all end."""
         self.target.widest_pass()  # may measure, with passes; so on all ranks

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -19,12 +20,13 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.branch_rows import tree_logits
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
-from specdec_mlx.types.trees import path_to
+from specdec_mlx.types.trees import depths_of, path_to
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
@@ -113,7 +115,7 @@ def _past_window(model: nn.Module) -> bool:
 
 
 def is_exact_on_trees(model: nn.Module, *, past_window: bool) -> bool:
-    """Whether a tree in one pass is exact here; measured when first asked for, with a warning."""
+    """Whether a tree in one pass is exact here; measured when first asked for."""
     return _trees_past_window(model) if past_window else _trees_before_window(model)
 
 
@@ -139,21 +141,65 @@ TREE = (-1, -1, 0, 0, 1, 2)
 """Parents in the tree that is measured: two branches, one of which forks again."""
 
 
+ROWS_AT_MOST = 1.1
+"""What a tree may cost as rows of a batch, in passes over a chain of as many tokens: the automatic
+draft length takes the two for alike."""
+
+
 def _on_trees(model: nn.Module, context: int) -> bool:
     """Whether each node's logits are those of its own path run alone."""
-    reason = "chooses what it attends to by blocks of rows, which siblings would shift"
-    if is_exact := not chooses_blocks(model):
-        worst = tree_report(model, context)
-        is_exact = worst.exact
-        reason = "gives other logits for a tree of drafts than for each of its paths (by up to "
-        reason += f"{worst.max_difference:.2g})"
-    if not is_exact:
-        warnings.warn(
-            f"specdec_mlx: this model ({type(model).__module__}) {reason}, so only chains are "
-            "drafted. The text is the same.",
-            stacklevel=2,
-        )
-    return is_exact
+    return not chooses_blocks(model) and tree_report(model, context).exact
+
+
+def _rows_pay(model: nn.Module) -> bool:
+    """Whether the branches of a tree may be rows of a batch; a line if not."""
+    reason = "whose ranks would not agree on what that costs"
+    if group_of(model) is None:
+        reason = "which gives other logits for them"
+        if tree_report(model, _short_context(_window(model)), by_rows=True).exact:
+            cost = rows_cost(model)
+            if cost <= ROWS_AT_MOST:
+                return True
+            reason = f"which would cost {cost:.1f} times as much as a chain of as many tokens"
+    warnings.warn(
+        f"specdec_mlx: this model ({type(model).__module__}) verifies no tree of drafts in one "
+        f"pass, but for its branches as rows of a batch, {reason}; so only chains are drafted. "
+        "The text is the same.",
+        stacklevel=2,
+    )
+    return False
+
+
+rows_pay = PerModel(_rows_pay)
+"""Whether trees that no mask can be given are verified as rows; measured when first asked for."""
+
+
+def rows_cost(model: nn.Module) -> float:
+    """Seconds of a tree as rows, and of feeding one of its paths again, over those of a chain."""
+    context, size = _short_context(_window(model)), len(TREE)
+    tokens = _random_tokens(model, context + 1 + size, seed=0)
+    start, ids = _prefilled(model, tokens[:context]), tokens[context:]
+    deepest = max(depths_of(TREE)) + 1
+
+    def chain() -> list[mx.array]:
+        return [model(ids[None], cache=copy.deepcopy(start))]
+
+    def rows() -> list[mx.array]:
+        again = model(ids[None, :deepest], cache=copy.deepcopy(start))
+        return [again, tree_logits(model, start, ids, TREE)]
+
+    return _seconds(rows) / _seconds(chain)
+
+
+def _seconds(run: Callable[[], list[mx.array]]) -> float:
+    """The quickest of three, after one to warm up."""
+    seconds = []
+    for _ in range(4):
+        mx.synchronize()
+        began = perf_counter()
+        mx.eval(run())
+        seconds.append(perf_counter() - began)
+    return min(seconds[1:])
 
 
 def _trees_at_start(model: nn.Module) -> bool:
@@ -170,26 +216,35 @@ _trees_past_window = PerModel(_trees_after_window)
 
 
 def tree_report(
-    model: nn.Module, context: int, parents: Sequence[int] = TREE, seed: int = 0
+    model: nn.Module,
+    context: int,
+    parents: Sequence[int] = TREE,
+    seed: int = 0,
+    *,
+    by_rows: bool = False,
 ) -> WidthReport:
     """A tree after one more token, in one pass, against each of its paths run alone.
 
     Args:
-        model: whose caches all have a view, see `tree_passes`.
+        model: whose caches all have a view, see `tree_passes`, unless `by_rows`.
         context: tokens before.
         parents: [K].
         seed: of the tokens, which are random.
+        by_rows: with its branches as rows of a batch.
     """
-    teach_ropes(model)
     size = len(parents)
     tokens = _random_tokens(model, context + 1 + size, seed)
     start = _prefilled(model, tokens[:context])
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
     alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
-    rows = TreeRows.after(1, parents)
-    with pass_over(rows):
-        logits = model(ids[None], cache=[view_of(cache, rows) for cache in start])[0]
+    if by_rows:
+        logits = tree_logits(model, start, ids, parents)
+    else:
+        teach_ropes(model)
+        rows = TreeRows.after(1, parents)
+        with pass_over(rows):
+            logits = model(ids[None], cache=[view_of(cache, rows) for cache in start])[0]
     expected = mx.concatenate(alone).astype(mx.float32)
     return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
 

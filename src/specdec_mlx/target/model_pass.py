@@ -10,7 +10,8 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.exactness import is_exact, is_exact_on_trees
+from specdec_mlx.target.branch_rows import tree_logits
+from specdec_mlx.target.exactness import is_exact, is_exact_on_trees, rows_pay
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.keys_values import check_readable, keys_values_of
 from specdec_mlx.target.recurrent_states import recurrent_states_of
@@ -41,7 +42,8 @@ class ModelPass:
         options: when they are quantized.
         probe: whether to measure, once, if the model is exact for several positions at once.
 
-    taps: what is read of its passes, None for nothing.
+    taps: what is read of its passes, None for nothing. by_rows: whether the branches of a tree are
+    rows of a batch.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelPass:
         self.options = options or CacheOptions()
         self.probe = probe
         self.taps: Taps | None = None
+        self.by_rows = False
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
@@ -100,6 +103,8 @@ class ModelPass:
             self.quantize()
         tree = None
         if parents is not None:
+            if self.by_rows:
+                return self._feed_rows(tokens, parents)
             tree = TreeRows.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
@@ -107,6 +112,18 @@ class ModelPass:
             return self.rollback.forward(self.model, tokens, tree, **inputs)
 
         return run() if self.taps is None else self.taps.read(run)
+
+    def _feed_rows(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """The same of a tree as rows: the caches take the text alone, but for its last token.
+
+        Returns:
+            Logits [K+1, V], lazy.
+        """
+        last = tokens.shape[0] - len(parents) - 1
+        if last:
+            self.rollback.forward(self.model, tokens[:last])
+            self.rollback.advance(0)  # what was fed is text: none of its states is chosen among
+        return tree_logits(self.model, self.rollback.caches, tokens[last:], parents)
 
     def vocab_size(self) -> int:
         """V."""
@@ -143,12 +160,19 @@ class ModelPass:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def takes_trees(self) -> bool:
-        """Whether a tree may be verified now: the caches can, and the model was found exact."""
-        if not self.probe or not self.rollback.takes_trees():
+        """Whether a tree may be verified now: the model was found exact, masked or as rows.
+
+        As rows only where that was measured to cost no more, and nothing is read of the passes.
+        """
+        self.by_rows = False
+        if not self.probe:
             return False
         room = self.rollback.room_in_window()
         is_near = room is not None and room <= WINDOW_MARGIN
-        return is_exact_on_trees(self.model, past_window=is_near)
+        if self.rollback.takes_trees() and is_exact_on_trees(self.model, past_window=is_near):
+            return True
+        self.by_rows = self.taps is None and rows_pay(self.model)
+        return self.by_rows
 
     def _widest_exact(self) -> int | None:
         if not self.probe:

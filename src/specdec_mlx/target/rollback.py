@@ -154,6 +154,8 @@ class Rollback:
         Raises:
             CacheRollbackError: a cache cannot drop rows from between others.
         """
+        if self.position <= position:  # the pass was made on copies
+            return self.position
         if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
         state = self._strategies()

@@ -30,27 +30,46 @@ from specdec_mlx.types.trees import chain, depths_of, path_to
 class TreeRows:
     """The rows of a pass, the pending tokens and the tree after them.
 
-    depths: [T] position of each row, from that of the first. sees: [T, T] whether a row sees
-        another one of the pass: itself and its ancestors.
+    The first rows of all may be on the caches already, E of them: a tree may be fed in several
+    passes, level by level.
+
+    depths: [E + T] position of each row, from that of the first. sees: [T, E + T] whether a row of
+        the pass sees another one: itself and its ancestors.
     """
 
     depths: mx.array
     sees: mx.array
 
     @classmethod
-    def after(cls, num_pending: int, parents: Sequence[int]) -> TreeRows:
-        """Rows of `num_pending` tokens, at least one, and of a tree that continues the last."""
+    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeRows:
+        """Rows of `num_pending` tokens and of a tree that continues the last.
+
+        Args:
+            num_pending: tokens before the tree, or 0 where what it continues is on the caches.
+            parents: [K] of the tree.
+            num_fed: how many of all these rows are on the caches, E.
+        """
         shifted = [parent + num_pending for parent in parents]
         of_rows = [*chain(num_pending), *shifted]
-        sees = [[False] * len(of_rows) for _ in of_rows]
-        for row in range(len(of_rows)):
+        sees = [[False] * len(of_rows) for _ in of_rows[num_fed:]]
+        for row in range(num_fed, len(of_rows)):
             for other in path_to(row, of_rows):
-                sees[row][other] = True
+                sees[row - num_fed][other] = True
         return cls(mx.array(depths_of(of_rows), mx.int32), mx.array(sees))
 
     def __len__(self) -> int:
         """T."""
-        return self.depths.shape[0]
+        return self.sees.shape[0]
+
+    @property
+    def num_fed(self) -> int:
+        """E."""
+        return self.sees.shape[1] - self.sees.shape[0]
+
+    @property
+    def offsets(self) -> mx.array:
+        """[T] position of each row, from that of the next one on the caches."""
+        return self.depths[self.num_fed :] - self.num_fed
 
     def mask(self, start: int, num_past: int, window: int | None) -> mx.array:
         """What each row sees of a cache, [T, past + T] booleans.
@@ -60,13 +79,31 @@ class TreeRows:
             num_past: rows of the cache before the pass; they are the last ones before `start`.
             window: positions that a row sees, itself included; None for all.
         """
-        past = mx.ones((len(self), num_past), mx.bool_)
         own = self.sees
         if window is not None:
-            places = mx.arange(start - num_past, start)
-            past = (start + self.depths)[:, None] < places[None] + window
-            own = own & (self.depths[:, None] < self.depths[None] + window)
+            own = own & (self.depths[self.num_fed :, None] < self.depths[None] + window)
+        num_text = num_past - self.num_fed
+        if num_text <= 0:  # a window so small that it has forgotten the text, and some rows
+            return own[:, -num_text:]
+        past = mx.ones((len(self), num_text), mx.bool_)
+        if window is not None:
+            places = mx.arange(start - num_past, start - self.num_fed)
+            past = (start + self.offsets)[:, None] < places[None] + window
         return mx.concatenate([past, own], axis=1)
+
+
+class GrowingRows:
+    """The rows of a tree that is fed level by level, the text before it being on the caches."""
+
+    def __init__(self) -> None:
+        """Nothing was fed yet."""
+        self._parents: list[int] = []
+
+    def further(self, parents: Sequence[int]) -> TreeRows:
+        """Those of further tokens; parents: of each, among all that were fed."""
+        num_fed = len(self._parents)
+        self._parents += parents
+        return TreeRows.after(0, self._parents, num_fed)
 
 
 _pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
@@ -179,7 +216,7 @@ def _with_rows(kind: type) -> type:
         more = {name: value for name, value in given.items() if name not in first}
         heads = x.reshape(x.shape[0], -1, *x.shape[-2:]).swapaxes(1, 2)  # [B, T, H, D]
         as_batch = heads.reshape(-1, heads.shape[2], 1, heads.shape[3])
-        places = mx.tile(start + rows.depths, x.shape[0])
+        places = mx.tile(start + rows.offsets, x.shape[0])
         turned = kind.__call__(self, as_batch, offset=places, **more)
         return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
 

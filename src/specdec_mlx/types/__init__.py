@@ -8,7 +8,15 @@ Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a r
 with their defaults.
 """
 
-from specdec_mlx.types.branching import Branches, GrowsTrees, Guess, ProposesTrees, TakesTrees
+from specdec_mlx.types.branching import (
+    Branches,
+    DraftsTrees,
+    GrowsTrees,
+    Guess,
+    ProposesTrees,
+    SizesTrees,
+    TakesTrees,
+)
 from specdec_mlx.types.drafting import (
     NO_DRAFT,
     ROOT,
@@ -95,6 +103,7 @@ __all__ = [
     "Drafter",
     "DrafterParts",
     "DraftsAtOnce",
+    "DraftsTrees",
     "Evidence",
     "FeatureRows",
     "Features",
@@ -121,6 +130,7 @@ __all__ = [
     "SessionGroups",
     "SessionParts",
     "SharesNoise",
+    "SizesTrees",
     "Step",
     "Stepwise",
     "TakesTrees",

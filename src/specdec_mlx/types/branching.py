@@ -2,7 +2,8 @@
 
 Who drafts chains needs none of it. A drafter that looks several tokens up gives its session
 `Branches`; out of their guesses a draft length that `GrowsTrees` makes a tree, node by node. A
-drafter that has a tree of its own hands it over as a `Draft` with `parents`.
+drafter that has a tree of its own hands it over as a `Draft` with `parents`; where that costs time
+its session `DraftsTrees`, and a draft length that `SizesTrees` says how large they are to be.
 """
 
 from __future__ import annotations
@@ -90,6 +91,25 @@ class ProposesTrees(Protocol):
             grows: decides what is worth verifying.
             may_fork: whether the target takes trees now.
         """
+        ...
+
+
+@runtime_checkable
+class DraftsTrees(Protocol):
+    """A session whose drafts fork, and cost time; default: they are chains, or free."""
+
+    @property
+    def forks(self) -> bool:
+        """Whether `propose` gives trees of as many tokens as it is asked for."""
+        ...
+
+
+@runtime_checkable
+class SizesTrees(Protocol):
+    """A draft length that chooses sizes of such trees; default: it chooses lengths of chains."""
+
+    def begin_forks(self, part: str) -> None:
+        """Expect a drafter whose drafts fork, and a target that takes them; part: its key."""
         ...
 
 

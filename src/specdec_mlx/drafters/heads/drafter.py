@@ -10,6 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, otherwise
@@ -22,13 +23,12 @@ from specdec_mlx.types import DraftContext, FeatureRows, Features
 class Head(nn.Module, ABC):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
-    kind: what it is called. features: what it reads. grows_trees: whether its sessions can propose
-    trees of their second guesses.
+    kind: what it is called. features: what it reads. grows_trees: whether its drafts may fork.
     """
 
     kind = ""
     features = Features()
-    grows_trees = False
+    grows_trees = True
 
     @abstractmethod
     def begin(
@@ -110,9 +110,8 @@ class HeadDrafter:
         draft_temp: temperature of the drafts, None for the target's own.
         name: what it was loaded from.
         vocab_size: V of the target that it was loaded for, None for any.
-        branches: how often the head's guesses are right, by depth and rank, falling in the rank. If
-            given, it proposes trees of those whose products are greatest, for a `draft_length` of
-            your own; point masses, whatever the sampling. Medusa only.
+        branches: most tokens at a place. With more than one it proposes trees; see
+            `drafters.growing`.
     """
 
     head: Head
@@ -120,12 +119,13 @@ class HeadDrafter:
     draft_temp: float | None = None
     name: str = ""
     vocab_size: int | None = None
-    branches: tuple[tuple[float, ...], ...] = ()
+    branches: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none, and trees of a head that grows none."""
+        """Refuse a temperature and a number of branches that are none."""
         check_draft_temp(self.draft_temp)
-        if self.branches and not self.head.grows_trees:
+        check_branches(self.branches)
+        if self.branches > 1 and not self.head.grows_trees:
             raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 
     @property
@@ -142,7 +142,7 @@ class HeadDrafter:
     def key(self) -> str:
         """The head by its content, and how it drafts."""
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
-        branches = f", branches={self.branches}" if self.branches else ""
+        branches = f", branches={self.branches}" if self.branches > 1 else ""
         options = f"greedy={self.greedy}, draft_temp={self.draft_temp}{branches}"
         return f"HeadDrafter({content}, {options})"
 

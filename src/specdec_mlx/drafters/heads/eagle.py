@@ -3,7 +3,7 @@
 EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses the outputs of three layers of the target, its
 layer attends over [embedding, state], and it has a head of its own over a part of the vocabulary.
 EAGLE-1 and 2 (2401.15077, 2406.16858) read the state after the final norm, fuse it with the
-embedding, and use the target's head. The trees that these papers draft are not drafted here.
+embedding, and use the target's head. Trees, as EAGLE-2 drafts them, are grown in `growing`.
 """
 
 from __future__ import annotations

@@ -81,6 +81,7 @@ class Gemma4Assistant(FinalStateHead):
     """
 
     kind = "Gemma 4 assistant"
+    grows_trees = False
 
     def __init__(self, config: AssistantConfig, ends: TargetEnds) -> None:
         """Random weights."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ def load_head(
     draft_bits: int | None = None,
     greedy: bool = False,
     draft_temp: float | None = None,
+    branches: int = 1,
     layers: Sequence[int] | None = None,
     pre_norm: bool = False,
     norms_less_one: bool | None = None,
@@ -56,6 +58,7 @@ def load_head(
         draft_bits: quantize the head's matrices to so many bits.
         greedy: propose the head's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
+        branches: most tokens that it proposes at a place; with more than one its drafts are trees.
         layers: whose outputs of the target it reads, from 0, where its config is wrong.
         pre_norm: whether a head that reads the target's state after its final norm is to read it
             before that norm instead.
@@ -70,9 +73,10 @@ def load_head(
         model, tokenizer = load_model(path_or_repo)
         mask = int(files.config["pard_token"])
         _quantize(model, draft_bits)
-        return PardDrafter(model, tokenizer, greedy, draft_temp, mask_token=mask)
+        return PardDrafter(model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask)
     if kind == "exit":
-        return load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
+        one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
+        return replace(one, branches=branches)
     if kind not in BUILDERS:
         raise HeadError(_refusal(files, kind))
     ends = target_ends(target)
@@ -81,7 +85,7 @@ def load_head(
     _set_weights(head, weights, files, ends)
     _quantize(head, draft_bits)
     mx.eval(head.parameters())
-    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size)
+    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
 
 
 def is_head(path_or_repo: str | Path) -> bool:

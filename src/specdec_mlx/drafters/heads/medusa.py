@@ -12,14 +12,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.drawing import fit_width, time_of
+from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.trees import best_first
-from specdec_mlx.types import Draft, DraftContext
-from specdec_mlx.types.trees import chain, depths_of
+from specdec_mlx.types import DraftContext
 
 
 class Medusa(FinalStateHead):
@@ -33,7 +31,6 @@ class Medusa(FinalStateHead):
     """
 
     kind = "Medusa"
-    grows_trees = True
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -79,12 +76,6 @@ class Medusa(FinalStateHead):
 class MedusaSession(LastState, OnePassSession):
     """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
 
-    def propose(self, limit: int) -> Draft:
-        """A tree where branches were asked for, else a chain."""
-        if not self.branches:
-            return super().propose(limit)
-        return Draft() if self.state is None else self.tree(self.state, limit)
-
     def all_logits(self, limit: int) -> mx.array | None:
         """Of as many heads as may draft; none before the prompt was read."""
         length = min(limit, len(self.head.blocks))
@@ -98,36 +89,3 @@ class MedusaSession(LastState, OnePassSession):
         head = self.head
         state = mx.zeros((1, head.ends.width), head.ends.dtype)
         return time_of(lambda: head.first_logits(state, len(head.blocks)))
-
-    def tree(self, state: mx.array, limit: int) -> Draft:
-        """The products of the heads' guesses that are likeliest to be right (section 2.3.2).
-
-        Args:
-            state: [1, D] the target's.
-            limit: most tokens.
-        """
-        parents, ranks = best_first(self.branches[: len(self.head.blocks)], limit)
-        if not parents:
-            return Draft()
-        depths = depths_of(parents)
-        widths = [
-            1 + max(rank for rank, depth in zip(ranks, depths, strict=True) if depth == i)
-            for i in range(max(depths) + 1)
-        ]
-        guesses = [self.guesses(state, i, width) for i, width in enumerate(widths)]
-        starts = [sum(widths[:i]) for i in range(len(widths))]
-        places = [starts[depth] + rank for rank, depth in zip(ranks, depths, strict=True)]
-        tokens = mx.concatenate(guesses)[mx.array(places)]
-        return Draft(tokens, parents=None if parents == chain(len(parents)) else parents)
-
-    def guesses(self, state: mx.array, index: int, count: int) -> mx.array:
-        """The likeliest tokens of one head, the likeliest first; [count].
-
-        Args:
-            state: [1, D] the target's.
-            index: of the head.
-            count: how many, below V.
-        """
-        scores = fit_width(self.head.logits(state, index), self.context.vocab_size)[0]
-        some = mx.argpartition(-scores, count - 1)[:count]
-        return some[mx.argsort(-scores[some])].astype(mx.uint32)

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.drawing import Draws, cut_while, draw_rows, time_of
+from specdec_mlx.drafters.growing import Marginals
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.token_ids import to_ids
@@ -61,9 +62,19 @@ class PardSession(ModelSession):
 
     at_once = True
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork; all of one comes from one pass, which is none over a tree."""
+        return self.branches > 1
+
     def propose(self, limit: int) -> Draft:
-        """`limit` tokens, all of one pass."""
-        return self.drawn(limit).draft()
+        """`limit` tokens, all of one pass, or a tree."""
+        if self.branches == 1:
+            return self.drawn(limit).draft()
+        logits = self.all_logits(limit)
+        if logits is None:
+            return Draft()
+        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """As many of them as are worth verifying; see `cut_while`."""
@@ -71,8 +82,13 @@ class PardSession(ModelSession):
 
     def drawn(self, limit: int) -> Draws:
         """All tokens of a draft, drawn."""
+        logits = self.all_logits(limit)
+        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Logits [n, V] of the next n <= limit tokens; None for no limit at all."""
         if limit == 0:
-            return self.draws()
+            return None
         self.catch_up()
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
@@ -80,7 +96,7 @@ class PardSession(ModelSession):
         self.rollback.checkpoint()
         logits = self.feed(to_ids([*pending, *self.masks(length)]))[-length:]
         self.rollback.rewind_to(len(self.tokens))
-        return draw_rows(self.draws(length), logits)
+        return logits
 
     def masks(self, length: int) -> list[int]:
         """What stands behind the text for a draft of so many tokens."""

@@ -19,6 +19,7 @@ from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_ropes, view_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows
 
@@ -66,7 +67,8 @@ class RecurrentSession(SteppingSession):
         context: the generation's.
 
     rollback: the head's caches, which hold `num_read` pairs, and behind them what was drafted last.
-    state: [1, D] of the last pair, None before the first. drafted: the one that drafts next.
+    state: [1, D] of the last pair, None before the first. drafted: the one that drafts next. made:
+    [1 + n, D] that state, and those of n tokens of a tree; rows: of these in the caches.
     """
 
     def __init__(
@@ -77,6 +79,8 @@ class RecurrentSession(SteppingSession):
         self.rollback = Rollback(head.make_cache())
         self.state: mx.array | None = None
         self.drafted: Any = None
+        self.rows = GrowingRows()
+        self.made: Any = None
         self.num_read = 0
 
     def begin_draft(self, limit: int) -> int:
@@ -95,6 +99,28 @@ class RecurrentSession(SteppingSession):
         if token is not None:
             self.drafted = self.step(self.drafted, token)
         logits: mx.array = self.head.logits(self.drafted)
+        return logits
+
+    @property
+    def forks(self) -> bool:
+        """Where branches were asked for, and rows of these caches can see their own path alone."""
+        return self.branches > 1 and self.rollback.takes_trees()
+
+    def begin_tree(self) -> None:
+        """From the state of the last pair."""
+        teach_ropes(self.head)
+        self.rows, self.made = GrowingRows(), self.drafted
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """A step from the states of the parents; see `growing.Levels`."""
+        rows = self.rows.further(parents)
+        states = self.made[mx.array(list(parents)) + 1]
+        with pass_over(rows):
+            views = [view_of(cache, rows) for cache in self.rollback.caches]
+            made = self.head.step(states, tokens, views)
+        self.rollback.advance(len(rows))
+        self.made = mx.concatenate([self.made, made])
+        logits: mx.array = self.head.logits(made)
         return logits
 
     def time_step(self) -> float:

@@ -21,7 +21,9 @@ from specdec_mlx.drafters.drawing import (
     draft_while,
     draw_rows,
 )
+from specdec_mlx.drafters.growing import Marginals, Tree, TreeDraws
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
 
 
@@ -77,13 +79,20 @@ class HeadSession(ABC):
     ) -> None:
         """Nothing was shown yet."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
-        self.branches: Sequence[Sequence[float]] = ()
+        self.branches = 1
+        self.nodes = NodeHistory(not sampling.greedy)
+        self.tree: Tree | None = None
         self.head = head
         self.sampling = sampling
         self.context = context
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.waiting = WaitingRows()
+
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can."""
+        return self.branches > 1
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
@@ -92,6 +101,9 @@ class HeadSession(ABC):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
+        if self.tree is not None:
+            self.tree.learn(tokens)
+            self.tree = None
         self.tokens += tokens
         self.read_if_many()
 
@@ -116,6 +128,19 @@ class HeadSession(ABC):
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
         """A draft after the text, to be drawn; the noise of so many tokens at a time."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+    def tree_draws(self) -> TreeDraws:
+        """The same of a draft that forks."""
+        draws = TreeDraws(
+            self.context,
+            self.sampling,
+            self.tokens,
+            self.num_prompt,
+            self.branches,
+            self.nodes,
+        )
+        self.tree = draws.tree
+        return draws
 
 
 class LastState:
@@ -150,9 +175,19 @@ class SteppingSession(HeadSession):
         super().__init__(head, sampling, prompt, context)
         self.pace = Pace()
 
+    @property
+    def forks(self) -> bool:
+        """Whether drafts are to fork, and can; by default they cannot."""
+        return False
+
     def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph; none before anything was read."""
+        """`limit` tokens, as one lazy graph, or a tree; none before anything was read."""
         length = self.begin_draft(limit)
+        if length and self.forks:
+            self.begin_tree()
+            draft = self.tree_draws().write(self.next_logits(None), self, length)
+            self.end_draft()
+            return draft
         draft = draft_to(length, self.draws(length), self.next_logits)
         self.end_draft()
         return draft
@@ -167,6 +202,13 @@ class SteppingSession(HeadSession):
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
         """Read what waits; how many tokens may be drafted then."""
+
+    def begin_tree(self) -> None:
+        """Get ready for `logits_after`."""
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""
+        raise NotImplementedError
 
     def end_draft(self) -> None:
         """Let go of what was held for a draft; by default nothing is."""
@@ -188,7 +230,12 @@ class OnePassSession(HeadSession):
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens; none before anything was read."""
-        return self.drawn(limit).draft()
+        if self.branches == 1:
+            return self.drawn(limit).draft()
+        logits = self.all_logits(limit)
+        if logits is None:
+            return Draft()
+        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """As many of them as are worth verifying; see `cut_while`."""

@@ -1,0 +1,89 @@
+"""Passes over a token tree whose branches are rows of a batch, for models that take no mask.
+
+Recurrent layers, learned positions and masks of a model's own know one order of tokens. So each
+leaf's path is a row, padded on the right, on caches that are repeated for the pass and dropped
+after it: what was kept of a tree is fed again with the next pass, and the model's own caches never
+hold a token that was not.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import CacheList
+
+from specdec_mlx.types.trees import ROOT, children_of, path_to
+
+
+@dataclass(frozen=True)
+class BranchRows:
+    """Where each node of a tree stands in a batch of its paths.
+
+    paths: nodes from the root to each leaf, R lists. places: row and column of each row of the
+        tree's pass, K + 1 pairs; column 0 is the token before the tree.
+    """
+
+    paths: tuple[tuple[int, ...], ...]
+    places: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, parents: Sequence[int]) -> BranchRows:
+        """Those of a tree of K >= 1 tokens; see `Draft.parents`."""
+        children = children_of(parents)
+        leaves = [node for node in range(len(parents)) if not children[node + 1]]
+        paths = tuple(tuple(path_to(leaf, parents)) for leaf in leaves)
+        places = {ROOT: (0, 0)}
+        for row, path in enumerate(paths):
+            for column, node in enumerate(path, start=1):
+                places.setdefault(node, (row, column))
+        return cls(paths, tuple(places[node] for node in range(ROOT, len(parents))))
+
+    def fed(self, last: mx.array, drafted: mx.array) -> mx.array:
+        """Token ids [R, 1 + depth]: the last token of the text [1], and K draft tokens [K]."""
+        tokens = mx.concatenate([last, drafted])
+        width = max(map(len, self.paths))
+        indices = [[0, *(node + 1 for node in path)] for path in self.paths]
+        return tokens[mx.array([row + [0] * (width + 1 - len(row)) for row in indices])]
+
+
+def tree_logits(
+    model: nn.Module, caches: Sequence[Any], tokens: mx.array, parents: Sequence[int]
+) -> mx.array:
+    """Logits [K+1, V] of the last token of a text and of a tree after it, lazy.
+
+    Args:
+        model: any mlx-lm model.
+        caches: of the text but for its last token; they are left alone.
+        tokens: [1 + K] that token and the tree's.
+        parents: [K] of the tree.
+    """
+    rows = BranchRows.of(parents)
+    fed = rows.fed(tokens[:1], tokens[1:])
+    logits = model(fed, cache=[repeated(cache, len(rows.paths)) for cache in caches])
+    row, column = zip(*rows.places, strict=True)
+    found: mx.array = logits[mx.array(row), mx.array(column)]
+    return found
+
+
+def repeated(cache: Any, num_rows: int) -> Any:
+    """A cache of `num_rows` texts that are all the one of a cache."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(repeated(part, num_rows) for part in cache.caches))
+    made = copy.copy(cache)
+    for name, value in vars(cache).items():
+        setattr(made, name, _repeated(value, num_rows))
+    return made
+
+
+def _repeated(value: Any, num_rows: int) -> Any:
+    """Arrays [1, ...], also in lists, in so many rows; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(_repeated(item, num_rows) for item in value)
+    if isinstance(value, mx.array) and value.ndim > 1 and value.shape[0] == 1:
+        return mx.repeat(value, num_rows, axis=0)
+    return value
