@@ -175,9 +175,9 @@ class RoundCosts:
         return self._is_measured[num_drafted]
 
     def _find_is_measured(self, num_drafted: int) -> bool:
-        samples = self.ratios.get(num_drafted, ())
-        if len(samples) != 1:
-            return len(samples) > 1
+        samples = self.ratios.get(num_drafted)
+        if samples is None or len(samples) != 1:
+            return samples is not None and len(samples) > 1
         highest = self._most_expensive_token()
         return highest is not None and samples[0] <= 1.0 + num_drafted * highest
 

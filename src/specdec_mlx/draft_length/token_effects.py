@@ -41,8 +41,8 @@ class TokenEffects:
 
     They are of what users wrote: kept in the process, and in no file.
 
-    effects: [log-odds, variance] by key, where anything was learned: the drafted token's id, `behind`
-    the token before, and the `pair` of both; the log-odds add up.
+    effects: [log-odds, variance] by key, where anything was learned: the drafted token's id,
+    `behind` the token before, and the `pair` of both; the log-odds add up.
     """
 
     effects: dict[int, list[float]] = field(default_factory=dict)
