@@ -275,7 +275,7 @@ def test_nothing_is_drafted_before_plain_rounds_were_measured() -> None:
 
 
 def test_trials_of_a_look_up_are_charged() -> None:
-    """By what they cost beyond what the draft was worth; a draft's bad luck says nothing of costs."""
+    """By what they cost beyond what the draft was worth; its bad luck says nothing of costs."""
     policy = Auto()
     policy.limit("it", True)
     learned = policy.tuning.of("it")

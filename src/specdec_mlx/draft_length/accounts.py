@@ -187,7 +187,7 @@ class LookUpAccount(Account):
         return loss <= self.learned.exploration_budget
 
     def settle(self, round_: RoundRecord) -> None:
-        """Charge what a trial lost by its cost; an unlucky draft of a length says nothing of that."""
+        """Charge what a trial lost by its cost, of which an unlucky draft says nothing."""
         costs = self.learned.costs
         was_trial = self._is_trial(round_.drafted)
         if round_.steady:
