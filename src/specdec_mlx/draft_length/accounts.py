@@ -57,6 +57,7 @@ simulations needed 0.84 of the plain time where 0.69 was enough."""
 class Account(ABC):
     """One drafter in one generation, and its account, which outlives the generation.
 
+    expected: tokens that the round with its draft was expected to bring when its length was chosen.
     learned: what is known of it. scored: its draft that is being compared with what comes. gain:
     what its next draft is expected to bring beyond plain decoding, in tokens less cost at the going
     rate; of a look-up known once it has proposed, of a draft model before it is asked. num_steps:
@@ -69,6 +70,7 @@ class Account(ABC):
     scored: ScoredDraft | None = None
     gain: float = 0.0
     was_cut: bool = False
+    expected: float = 1.0
     num_steps: int = 0
     latest: int | None = None
     first_budget: ClassVar[float] = FIRST_BUDGET
@@ -160,7 +162,7 @@ class Account(ABC):
             if length in CHOICES or length == whole:
                 value = expected - rate * costs.optimistic_ratio(length)
                 if value > best_value and self.can_afford(length, expected):
-                    best, best_value = length, value
+                    best, best_value, self.expected = length, value, expected
                 if value + reach * (whole - length) <= best_value:
                     break  # were all that follows right if this one is, and cost nothing
         self.gain = best_value - (1.0 - rate)
@@ -185,13 +187,13 @@ class LookUpAccount(Account):
         return loss <= self.learned.exploration_budget
 
     def settle(self, round_: RoundRecord) -> None:
-        """Charge what a trial lost."""
+        """Charge what a trial lost by its cost, of which an unlucky draft says nothing."""
         costs = self.learned.costs
         was_trial = self._is_trial(round_.drafted)
         if round_.steady:
             costs.add(round_.drafted, round_.seconds)
         if was_trial:
-            lost = max(0.0, costs.ratio(round_.drafted) - round_.emitted)
+            lost = max(0.0, costs.ratio(round_.drafted) - max(round_.emitted, self.expected))
             self.learned.exploration_budget -= lost
 
     def follow(self, round_: RoundRecord) -> None:

@@ -255,7 +255,7 @@ _first_of = itemgetter(0)
 
 def _origin(chosen: Sequence[Voter], leader: Voter, last: Sequence[int]) -> Origin:
     """Where a draft is from: how far back its nearest place is, what surrounds the leader."""
-    near = [len(text.ids) - end for _, end, text in chosen if isinstance(text, GrowingIndex)]
+    near = [len(text.ids) - end for _, end, text in chosen if type(text) is GrowingIndex]
     match, end, source = leader
     around = 0
     if match < CLEAR_MATCH:
