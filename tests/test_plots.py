@@ -21,7 +21,8 @@ from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.scores import Score
 from specdec_mlx.bench.summary import Result
-from specdec_mlx.notebook import plots
+from specdec_mlx.notebook import plots, tree_plots
+from specdec_mlx.notebook.palette import VERMILLION
 from specdec_mlx.stats import theory
 from specdec_mlx.stats.estimates import wilson
 from specdec_mlx.types import RoundRecord
@@ -67,6 +68,8 @@ def every_plot() -> dict[str, plots.Plot]:
         "by text": bench_plots.speed_by_text(
             [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
         ),
+        "tree": tree_plots.token_tree([-1, -1, 0, 0, 2], list("abcd$"), [0, 2]),
+        "gain": tree_plots.tree_gain([[0.6, 0.2]] * 4),
         "figure 2": plots.paper_figure_2(),
         "figure 3": plots.paper_figure_3(),
         "figure 4": plots.paper_figure_4(),
@@ -259,3 +262,21 @@ def test_without_matplotlib_the_error_says_what_to_install(
         monkeypatch.delitem(sys.modules, f"specdec_mlx.notebook.{module}")
     with pytest.raises(sd.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
         stats_of(ROUNDS).plot()
+
+
+def test_a_tree_is_drawn_with_what_was_kept() -> None:
+    """An edge for each node, those of the kept path in another colour; leaves at other heights."""
+    ax = axes(tree_plots.token_tree([-1, -1, 0, 0, 2], ["a", "b", "c", "d", "e"], [0, 2]))
+    *edges, nodes = ax.get_lines()
+    assert [edge.get_color() == VERMILLION for edge in edges] == [True, False, True, False, False]
+    assert [text.get_text() for text in ax.texts] == ["a", "b", "c", "d", "e"]
+    assert len(set(zip(*nodes.get_data(), strict=True))) == 6
+
+
+def test_a_tree_is_worth_no_less_than_a_chain_and_most_where_positions_are_free() -> None:
+    """At every cost; by 1 + the sum of all chances where they cost nothing."""
+    ax = axes(tree_plots.tree_gain([[0.6, 0.2]] * 3))
+    (_, tree), (_, chain) = line(ax, "best tree"), line(ax, "best chain")
+    assert all(a >= b for a, b in zip(tree, chain, strict=True))
+    assert tree[0] == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
+    assert chain[0] == pytest.approx(1 + 0.6 + 0.6**2 + 0.6**3)

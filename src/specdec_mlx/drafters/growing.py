@@ -1,13 +1,15 @@
 """How a draft that forks is written: level by level, all tokens of a level in one pass.
 
-A point-mass tree is grown as EAGLE-2 has it (Li et al. 2024, arXiv 2406.16858, section 4): the
-*chance* of a node is the product of the probabilities that the draft gives to the tokens on its
-path; of each level those nodes are continued that are among the likeliest so far, and at the end
-the likeliest of all are the draft. Which tokens these are is no draw, so any may be left out.
+A point-mass tree is grown as EAGLE-2 has it (Li et al. 2024, arXiv 2406.16858, section 4): a node
+has a *chance* that the text goes through it, that of its parent times what the draft's probability
+of its token is worth (`stats.nodes`). Of each level those nodes are continued that are among the
+likeliest so far, and at the end the likeliest of all are the draft. Which tokens these are is no
+draw, so any may be left out.
 
 Drawn trees have siblings drawn without replacement (Sequoia, Chen et al. 2024, arXiv 2402.12374),
 each with the distribution that it was drawn from, given those before it. A token that was drawn
-must not be dropped for what it is, so their shape is settled before.
+must not be dropped for what it is, so how many are drawn at a place is settled before, by the
+distribution there and by the tokens above.
 """
 
 from __future__ import annotations

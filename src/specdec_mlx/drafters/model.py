@@ -233,6 +233,7 @@ class ModelSession:
         """Copy the caches; what cannot be trimmed in the copy is read again."""
         other, caches = copy.copy(self), self.rollback.caches
         other.tokens = list(self.tokens)
+        other.nodes = copy.deepcopy(self.nodes)
         if can_trim_prompt_cache(caches):
             other.rollback = Rollback(copy.deepcopy(caches), self.rollback.position)
         else:
