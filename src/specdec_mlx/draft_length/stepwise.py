@@ -149,7 +149,7 @@ class StepwiseAccount(Account):
         ask, a shorter draft may lose where a longer one gains.
         """
         best, needed = -float("inf"), 0
-        for k, tokens in enumerate(self.expected, start=1):
+        for k, tokens in enumerate(self.gains, start=1):
             value = tokens - rate * (self._pass(k) - 1.0 + self._drafting(k))
             if value > best:
                 needed = k if best <= 0 else needed
@@ -172,13 +172,13 @@ class StepwiseAccount(Account):
 
     def _longest(self) -> int:
         """The longest draft that can be afforded; 0 if there is none."""
-        for length, expected in enumerate(self.expected, start=1):
+        for length, expected in enumerate(self.gains, start=1):
             if not self.can_afford(length, expected):
                 return length - 1
         return LONGEST
 
     @property
-    def expected(self) -> list[float]:
+    def gains(self) -> list[float]:
         """[K] tokens that a draft of each length brings, of which only the places are known."""
         if self._expected is None:
             chances = self.learned.blind.chances([0] * LONGEST)
@@ -305,7 +305,7 @@ class StepwiseAccount(Account):
         """Tokens that the time of a plain round would bring at the best fixed length."""
         rates = [
             (1.0 + tokens) / (self._pass(k) + self._drafting(k))
-            for k, tokens in enumerate(self.expected, start=1)
+            for k, tokens in enumerate(self.gains, start=1)
         ]
         return max(1.0, *rates)
 
