@@ -58,8 +58,9 @@ class Block(CoinRule):
         num_accepted: Array | int,
     ) -> Float[Array, " vocab"]:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
-        weights = self.weigh(target_probs, draft_tokens, draft_probs)[1](num_accepted)
-        return weights / namespace_of(weights).sum(weights)
+        excess = row(_excess(target_probs, draft_tokens, draft_probs)[1], num_accepted)
+        xp, mass = namespace_of(excess), excess.sum(axis=-1)
+        return xp.where(mass > 0, ratio(excess, mass), row(target_probs, num_accepted))
 
     def weigh(
         self,
@@ -69,8 +70,7 @@ class Block(CoinRule):
     ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
         r"""Both from one table of $\max(0, p_i p - q)$."""
         xp = namespace_of(target_probs)
-        weights = running_weights(target_probs, draft_tokens, draft_probs)
-        excess = xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
+        weights, excess = _excess(target_probs, draft_tokens, draft_probs)
         mass = xp.sum(excess, axis=-1)
         total = mass + (1 - weights)
 
@@ -79,6 +79,18 @@ class Block(CoinRule):
             return xp.where(has_excess, row(excess, num_accepted), row(target_probs, num_accepted))
 
         return xp.where(total > 0, ratio(mass, total), 1)[1:], next_weights
+
+
+def _excess(
+    target_probs: Float[Array, "rows vocab"],
+    draft_tokens: Integer[Array, " rows-1"],
+    draft_probs: Float[Array, "rows-1 vocab"],
+) -> tuple[Float[Array, " rows"], Float[Array, "rows vocab"]]:
+    r"""$p_i$, and $\max(0, p_i p - q)$ after each token."""
+    xp = namespace_of(target_probs)
+    weights = running_weights(target_probs, draft_tokens, draft_probs)
+    excess = xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
+    return weights, excess
 
 
 def running_weights(
