@@ -19,7 +19,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.bench.heads import Begin, openings, race, tokens_a_pass
+from specdec_mlx.bench.heads import Begin, add_arguments, openings, race, tokens_a_pass
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.bench.report import markdown_table
@@ -171,14 +171,8 @@ def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str
 def _parser() -> argparse.ArgumentParser:
     name = "python -m specdec_mlx.bench.head_trees"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
-    count = argument(positive_int)
-    add = parser.add_argument
-    add("--model", help="target: folder or Hugging Face name (default: the lab's)")
-    add("--head", action="append", default=[], metavar="HEAD", help="trained head (again for more)")
-    add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
-    add("--every", type=count, default=1, metavar="N", help="take every n-th prompt (%(default)s)")
-    add("--max-tokens", type=count, default=128, help="tokens of a text (%(default)s)")
-    add(
+    add_arguments(parser)
+    parser.add_argument(
         "--sizes",
         nargs="+",
         type=argument(parse_draft_length),
@@ -186,8 +180,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="draft tokens (4 8 16 auto)",
     )
-    add("--branches", type=count, default=BRANCHES, help="tokens at a place (%(default)s)")
-    add("--json", type=Path, metavar="FILE", help="write the rows")
+    parser.add_argument(
+        "--branches",
+        type=argument(positive_int),
+        default=BRANCHES,
+        help="tokens at a place (%(default)s)",
+    )
     return parser
 
 

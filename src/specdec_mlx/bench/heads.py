@@ -189,8 +189,8 @@ def openings() -> list[Prompt]:
     return [Prompt(f"{name}/{i}", name, text) for name, i, text in corpus.held_out_openings()]
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.heads", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what is raced: target, heads and prompts."""
     count = argument(positive_int)
     add = parser.add_argument
     add("--model", help="target: folder or Hugging Face name (default: the lab's)")
@@ -198,7 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
     add("--every", type=count, default=1, metavar="N", help="take every n-th prompt (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens of a text (%(default)s)")
-    add(
+    add("--json", type=Path, metavar="FILE", help="write the rows")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.heads", description=__doc__)
+    add_arguments(parser)
+    parser.add_argument(
         "--lengths",
         nargs="+",
         type=argument(parse_draft_length),
@@ -206,7 +212,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="draft lengths (1 2 3 4 auto)",
     )
-    add("--json", type=Path, metavar="FILE", help="write the rows")
     return parser
 
 

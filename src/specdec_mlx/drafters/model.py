@@ -11,21 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from specdec_mlx.drafters.drawing import (
-    DRAWN_AT_ONCE,
-    Draws,
-    Pace,
-    draft_to,
-    draft_while,
-    fit_width,
-    time_of,
-)
+from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width, time_of
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.growing import Tree, TreeDraws, check_branches
+from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.retokenized import Retokenized, session_for
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
 from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.drafters.writing import Writes
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
@@ -130,7 +123,7 @@ class ModelDrafter:
         return SpeculatedSession(session, guesser.begin(prompt, context))
 
 
-class ModelSession:
+class ModelSession(Writes):
     """The draft model's side of one generation.
 
     Like the target's, its state is the tokens and its caches: what is not in the caches yet is fed
@@ -150,7 +143,7 @@ class ModelSession:
         self.pace = Pace()
         self.branches = drafter.branches
         self.nodes = NodeHistory(not self.sampling.greedy)
-        self.tree: Tree | None = None
+        self.tree = None
         self.rows = GrowingRows()
 
     def propose(self, limit: int) -> Draft:
@@ -177,28 +170,11 @@ class ModelSession:
         self.rollback.checkpoint()
         return limit if room is None else min(limit, 1 + room)
 
-    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
-        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
-        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
-
     @property
     def forks(self) -> bool:
         """Whether drafts are to fork, and can."""
         may_fork = self.branches > 1 and self.rollback.takes_trees()
         return may_fork and is_exact_on_trees(self.model, past_window=False)
-
-    def tree_draws(self) -> TreeDraws:
-        """A draft after the text that forks, to be drawn."""
-        draws = TreeDraws(
-            self.context,
-            self.sampling,
-            self.tokens,
-            self.num_prompt,
-            self.branches,
-            self.nodes,
-        )
-        self.tree = draws.tree
-        return draws
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.drawing import Draws, cut_while, draw_rows, time_of
-from specdec_mlx.drafters.growing import Marginals
+from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.drafters.writing import WritesAtOnce
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, GoesOn
+from specdec_mlx.types import DraftContext
 
 USUAL_LENGTH = 8
 """Tokens of the draft that is timed."""
@@ -52,7 +52,7 @@ class PardDrafter(ModelDrafter):
         return PardSession(self, prompt, context)
 
 
-class PardSession(ModelSession):
+class PardSession(WritesAtOnce, ModelSession):
     """The draft model's side of one generation; its caches never hold more than the text."""
 
     def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
@@ -60,30 +60,10 @@ class PardSession(ModelSession):
         super().__init__(drafter, prompt, context)
         self.mask_token = drafter.mask_token
 
-    at_once = True
-
     @property
     def forks(self) -> bool:
         """Whether drafts are to fork; all of one comes from one pass, which is none over a tree."""
         return self.branches > 1
-
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, all of one pass, or a tree."""
-        if self.branches == 1:
-            return self.drawn(limit).draft()
-        logits = self.all_logits(limit)
-        if logits is None:
-            return Draft()
-        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """As many of them as are worth verifying; see `cut_while`."""
-        return cut_while(self.drawn(limit), goes_on)
-
-    def drawn(self, limit: int) -> Draws:
-        """All tokens of a draft, drawn."""
-        logits = self.all_logits(limit)
-        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
 
     def all_logits(self, limit: int) -> mx.array | None:
         """Logits [n, V] of the next n <= limit tokens; None for no limit at all."""

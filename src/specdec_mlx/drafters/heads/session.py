@@ -12,16 +12,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.drafters.drawing import (
-    DRAWN_AT_ONCE,
-    Draws,
-    Pace,
-    cut_while,
-    draft_to,
-    draft_while,
-    draw_rows,
-)
-from specdec_mlx.drafters.growing import Marginals, Tree, TreeDraws
+from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
+from specdec_mlx.drafters.writing import Writes, WritesAtOnce
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
@@ -58,7 +50,7 @@ class WaitingRows:
         return taken
 
 
-class HeadSession(ABC):
+class HeadSession(Writes, ABC):
     """The head's side of one generation; each kind of heads adds how it reads and drafts.
 
     When it is asked, the target's rows are known up to the last token but one: the last token of
@@ -81,7 +73,7 @@ class HeadSession(ABC):
         self.on_close: Callable[[Sequence[int]], None] | None = None
         self.branches = 1
         self.nodes = NodeHistory(not sampling.greedy)
-        self.tree: Tree | None = None
+        self.tree = None
         self.head = head
         self.sampling = sampling
         self.context = context
@@ -124,23 +116,6 @@ class HeadSession(ABC):
     @abstractmethod
     def read(self) -> list[Any]:
         """Read the rows that can be read now; what has to be computed for that."""
-
-    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
-        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
-        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
-
-    def tree_draws(self) -> TreeDraws:
-        """The same of a draft that forks."""
-        draws = TreeDraws(
-            self.context,
-            self.sampling,
-            self.tokens,
-            self.num_prompt,
-            self.branches,
-            self.nodes,
-        )
-        self.tree = draws.tree
-        return draws
 
 
 class LastState:
@@ -223,28 +198,8 @@ class SteppingSession(HeadSession):
         """Seconds of one step on nothing."""
 
 
-class OnePassSession(HeadSession):
+class OnePassSession(WritesAtOnce, HeadSession):
     """Drafts all tokens in one pass; see `HeadSession`."""
-
-    at_once = True
-
-    def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens; none before anything was read."""
-        if self.branches == 1:
-            return self.drawn(limit).draft()
-        logits = self.all_logits(limit)
-        if logits is None:
-            return Draft()
-        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """As many of them as are worth verifying; see `cut_while`."""
-        return cut_while(self.drawn(limit), goes_on)
-
-    def drawn(self, limit: int) -> Draws:
-        """All tokens of a draft, drawn."""
-        logits = self.all_logits(limit)
-        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
 
     @abstractmethod
     def all_logits(self, limit: int) -> mx.array | None:

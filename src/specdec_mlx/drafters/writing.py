@@ -1,0 +1,73 @@
+"""What sessions that write their drafts share: draws of their text, and drafts of one pass."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
+from specdec_mlx.drafters.growing import Marginals, Tree, TreeDraws
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.nodes import NodeHistory
+from specdec_mlx.types import Draft, DraftContext, GoesOn
+
+
+class Writes:
+    """A session that draws its drafts from logits.
+
+    context: the generation's. sampling: how drafts are drawn. tokens: the text, prompt included.
+    num_prompt: tokens of the prompt. branches: most tokens at a place of a draft. nodes: how likely
+    those of each rank are to be kept. tree: the draft that is being verified, if it forked.
+    """
+
+    context: DraftContext
+    sampling: Sampling
+    tokens: list[int]
+    num_prompt: int
+    branches: int
+    nodes: NodeHistory
+    tree: Tree | None
+
+    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
+        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
+        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+    def tree_draws(self) -> TreeDraws:
+        """The same of a draft that forks."""
+        draws = TreeDraws(
+            self.context,
+            self.sampling,
+            self.tokens,
+            self.num_prompt,
+            self.branches,
+            self.nodes,
+        )
+        self.tree = draws.tree
+        return draws
+
+
+class WritesAtOnce(Writes):
+    """One that has the logits of a whole draft from one pass."""
+
+    at_once = True
+
+    def propose(self, limit: int) -> Draft:
+        """At most `limit` tokens, a chain or a tree; none before anything was read."""
+        if self.branches == 1:
+            return self.drawn(limit).draft()
+        logits = self.all_logits(limit)
+        if logits is None:
+            return Draft()
+        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """As many of them as are worth verifying; see `cut_while`."""
+        return cut_while(self.drawn(limit), goes_on)
+
+    def drawn(self, limit: int) -> Draws:
+        """All tokens of a draft, drawn."""
+        logits = self.all_logits(limit)
+        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
+        raise NotImplementedError
