@@ -54,8 +54,9 @@ def token_tree(
             (depths[node + 1], heights[node + 1]),
             color=colour if is_kept else ink(ax),
             fontsize=8,
-            xytext=(4, 4),
+            xytext=(0, 7),
             textcoords="offset points",
+            ha="center",
         )
     ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
     title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
