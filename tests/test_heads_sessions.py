@@ -16,7 +16,7 @@ import heads
 import selection
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.drafters.drawing import draw_rows
+from specdec_mlx.drafters.drawing import Draws, draw_rows
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import first_layers
@@ -24,7 +24,7 @@ from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.session import Draws, WaitingRows
+from specdec_mlx.drafters.heads.session import WaitingRows
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise

@@ -20,6 +20,7 @@ from specdec_mlx.notebook.canvas import (
     ink,
     label_axes,
     legend,
+    legend_above,
     panels,
 )
 from specdec_mlx.notebook.palette import BLUE, COLOURS, GREEN, GREY, ORANGE, VERMILLION
@@ -265,10 +266,8 @@ def paper_figure_4(draft_lengths: Sequence[int] = (3, 5, 7, 10)) -> Figure:
         operations = [expected_operations(alpha, K) for alpha in _chances()]
         ax.plot(_chances(), speed, color=COLOURS[i % 6], label=f"speed, K = {K}")
         ax.plot(_chances(), operations, "--", color=COLOURS[i % 6], label=f"operations, K = {K}")
-    label_axes(
-        ax, "Figure 4: speed and operations", "acceptance rate, α", "factor over plain decoding"
-    )
-    legend(ax, fontsize=7)
+    label_axes(ax, "", "acceptance rate, α", "factor over plain decoding")
+    legend_above(ax, "Figure 4: speed and operations", num_columns=2)
     return figure_of(ax)
 
 
