@@ -287,7 +287,7 @@ def test_texts_of_a_wrong_rule_are_likened_to_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The joint distribution fails too, and tells which of the named faults it looks like."""
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 600)
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 1200)
     part = drawn_parts(subject(None, WRONG_RULES[name]))["joint distribution"]
     assert part.status == "failed"
     assert f"they look like: {name}" in part.verdict

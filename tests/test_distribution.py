@@ -422,7 +422,7 @@ def test_a_choice_that_peeks_at_a_draw_is_found():
 
 
 @FULL
-@pytest.mark.parametrize(("alter", "runs"), [(misdeclared, 1600), (dropped, 1000)])
+@pytest.mark.parametrize(("alter", "runs"), [(misdeclared, 2400), (dropped, 1000)])
 def test_wrong_drafts_are_found(alter, runs):
     """The same test rejects them."""
     assert rejects(Altered(alter), runs)
