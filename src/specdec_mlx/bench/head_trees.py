@@ -8,9 +8,8 @@ texts.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -19,16 +18,21 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.bench.heads import Begin, add_arguments, openings, race, tokens_a_pass
-from specdec_mlx.bench.machine import describe_machine
-from specdec_mlx.bench.prompts import read_prompts
+from specdec_mlx.bench.heads import (
+    Begin,
+    add_arguments,
+    race,
+    report,
+    target_and_prompts,
+    tokens_a_pass,
+)
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.lab import draft_path, head_path, target_path
+from specdec_mlx.lab import draft_path, head_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
@@ -139,24 +143,18 @@ def format_tree_rows(rows: Sequence[TreeRow]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
     args = _parser().parse_args(arguments)
-    target, tokenizer = load_model(args.model or target_path())
-    drafters = dict(_drafters(args, target))
-    texts = read_prompts(args.prompts) if args.prompts else openings()
-    prompts = [list(tokenizer.encode(p.text)) for p in texts[:: args.every]]
+    target, prompts = target_and_prompts(args)
     rows = list(
         compare_trees(
             target,
-            drafters,
+            dict(_drafters(args, target)),
             prompts,
             sizes=args.sizes,
             branches=args.branches,
             max_tokens=args.max_tokens,
         )
     )
-    if args.json:
-        record = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
-        args.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    print(f"{len(prompts)} texts of {args.max_tokens} tokens\n\n{format_tree_rows(rows)}\n\n{NOTE}")
+    report(args, prompts, rows, f"{format_tree_rows(rows)}\n\n{NOTE}")
 
 
 def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str, Forking]]:

@@ -162,17 +162,28 @@ def format_rows(rows: Sequence[Row]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
     args = _parser().parse_args(arguments)
-    target, tokenizer = load_model(args.model or target_path())
+    target, prompts = target_and_prompts(args)
     drafters = dict(_drafters(args, target))
+    lengths, max_tokens = args.lengths, args.max_tokens
+    rows = list(compare(target, drafters, prompts, lengths=lengths, max_tokens=max_tokens))
+    report(args, prompts, rows, f"{format_rows(rows)}\n\n{NOTE}")
+
+
+def target_and_prompts(args: argparse.Namespace) -> tuple[nn.Module, list[list[int]]]:
+    """What the flags of `add_arguments` name, the prompts as token ids."""
+    target, tokenizer = load_model(args.model or target_path())
     texts = read_prompts(args.prompts) if args.prompts else openings()
-    prompts = [list(tokenizer.encode(p.text)) for p in texts[:: args.every]]
-    rows = list(
-        compare(target, drafters, prompts, lengths=args.lengths, max_tokens=args.max_tokens)
-    )
+    return target, [list(tokenizer.encode(p.text)) for p in texts[:: args.every]]
+
+
+def report(
+    args: argparse.Namespace, prompts: Sequence[Sequence[int]], rows: Sequence[Any], table: str
+) -> None:
+    """Print a table of these prompts, and write its rows, dataclasses, where that was asked for."""
     if args.json:
         record = {"machine": describe_machine(), "rows": [asdict(row) for row in rows]}
         args.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    print(f"{len(prompts)} texts of {args.max_tokens} tokens\n\n{format_rows(rows)}\n\n{NOTE}")
+    print(f"{len(prompts)} texts of {args.max_tokens} tokens\n\n{table}")
 
 
 def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str, Drafter]]:

@@ -89,7 +89,7 @@ class StepwiseAccount(Account):
     all. num_emitted: tokens of this generation. text_budget: what the text may still lose.
     prefill: seconds that the target took to read a token of the prompt. is_trial: whether
     reading is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it
-    was last asked. rest: rounds until it is worked out again whether to ask. _passes, _expected:
+    was last asked. rest: rounds until it is worked out again whether to ask. _passes, _gains:
     costs of passes and expected tokens, by length, as they are worked out for a round.
     """
 
@@ -107,7 +107,7 @@ class StepwiseAccount(Account):
     num_emitted: int = 0
     text_budget: float = TEXT_BUDGET
     _passes: list[float] = field(default_factory=list)
-    _expected: list[float] | None = None
+    _gains: list[float] | None = None
     first_budget: ClassVar[float] = EXPENSIVE_BUDGET
 
     def __post_init__(self) -> None:
@@ -180,10 +180,10 @@ class StepwiseAccount(Account):
     @property
     def gains(self) -> list[float]:
         """[K] tokens that a draft of each length brings, of which only the places are known."""
-        if self._expected is None:
+        if self._gains is None:
             chances = self.learned.blind.chances([0] * LONGEST)
-            self._expected = list(accumulate(accumulate(chances, mul)))
-        return self._expected
+            self._gains = list(accumulate(accumulate(chances, mul)))
+        return self._gains
 
     def goes_on(self, evidence: Sequence[Evidence], rate: float) -> Step:
         """Weigh the latest position and those that could follow it."""
@@ -366,7 +366,7 @@ class StepwiseAccount(Account):
     def _forget(self) -> None:
         """What was worked out for the round before is out of date."""
         self._passes.clear()
-        self._expected = None
+        self._gains = None
         if self.num_idle % LOOK_AGAIN == 0:
             self.outlook = None
 

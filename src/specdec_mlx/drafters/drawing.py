@@ -274,14 +274,3 @@ def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
     if width > vocab_size:
         return logits[:, :vocab_size]
     return mx.pad(logits, [(0, 0), (0, vocab_size - width)], constant_values=-mx.inf)
-
-
-def time_of(run: Callable[[], mx.array]) -> float:
-    """Seconds that a step takes: the quicker of two after one to warm up."""
-    seconds = []
-    for _ in range(3):
-        mx.synchronize()
-        began = perf_counter()
-        mx.eval(run())
-        seconds.append(perf_counter() - began)
-    return min(seconds[1:])

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width, time_of
+from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.retokenized import Retokenized, session_for
@@ -25,6 +25,7 @@ from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.exactness import is_exact_on_trees
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Drafter, GoesOn, key_of

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import mlx.core as mx
 
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
@@ -45,7 +47,7 @@ class Writes:
         return draws
 
 
-class WritesAtOnce(Writes):
+class WritesAtOnce(Writes, ABC):
     """One that has the logits of a whole draft from one pass."""
 
     at_once = True
@@ -68,6 +70,6 @@ class WritesAtOnce(Writes):
         logits = self.all_logits(limit)
         return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
 
+    @abstractmethod
     def all_logits(self, limit: int) -> mx.array | None:
         """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
-        raise NotImplementedError

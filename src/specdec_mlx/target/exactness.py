@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +24,7 @@ from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
+from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
 from specdec_mlx.types.trees import depths_of, path_to
 
@@ -188,18 +188,7 @@ def rows_cost(model: nn.Module) -> float:
         again = model(ids[None, :deepest], cache=copy.deepcopy(start))
         return [again, tree_logits(model, start, ids, TREE)]
 
-    return _seconds(rows) / _seconds(chain)
-
-
-def _seconds(run: Callable[[], list[mx.array]]) -> float:
-    """The quickest of three, after one to warm up."""
-    seconds = []
-    for _ in range(4):
-        mx.synchronize()
-        began = perf_counter()
-        mx.eval(run())
-        seconds.append(perf_counter() - began)
-    return min(seconds[1:])
+    return time_of(rows, times=3) / time_of(chain, times=3)
 
 
 def _trees_at_start(model: nn.Module) -> bool:

@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.eagle import layer_classes
 from specdec_mlx.drafters.heads.session import OnePassSession
@@ -23,6 +22,7 @@ from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 

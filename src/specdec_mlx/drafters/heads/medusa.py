@@ -12,11 +12,11 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.target.timing import time_of
 from specdec_mlx.types import DraftContext
 
 

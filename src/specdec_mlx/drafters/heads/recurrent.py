@@ -14,14 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from specdec_mlx.drafters.drawing import time_of
 from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_ropes, view_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import DraftContext, FeatureRows
+from specdec_mlx.types import Draft, DraftContext, FeatureRows
 
 
 @runtime_checkable
@@ -105,6 +105,15 @@ class RecurrentSession(SteppingSession):
     def forks(self) -> bool:
         """Where branches were asked for, and rows of these caches can see their own path alone."""
         return self.branches > 1 and self.rollback.takes_trees()
+
+    def propose(self, limit: int) -> Draft:
+        """`limit` tokens, a chain or a tree; see `SteppingSession`."""
+        if not self.forks:
+            return super().propose(limit)
+        if not self.begin_draft(limit):
+            return Draft()
+        self.begin_tree()
+        return self.tree_draws().write(self.next_logits(None), self, limit)
 
     def begin_tree(self) -> None:
         """From the state of the last pair."""

@@ -156,13 +156,8 @@ class SteppingSession(HeadSession):
         return False
 
     def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph, or a tree; none before anything was read."""
+        """`limit` tokens, as one lazy graph; none before anything was read."""
         length = self.begin_draft(limit)
-        if length and self.forks:
-            self.begin_tree()
-            draft = self.tree_draws().write(self.next_logits(None), self, length)
-            self.end_draft()
-            return draft
         draft = draft_to(length, self.draws(length), self.next_logits)
         self.end_draft()
         return draft
@@ -177,13 +172,6 @@ class SteppingSession(HeadSession):
     @abstractmethod
     def begin_draft(self, limit: int) -> int:
         """Read what waits; how many tokens may be drafted then."""
-
-    def begin_tree(self) -> None:
-        """Get ready for `logits_after`."""
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""
-        raise NotImplementedError
 
     def end_draft(self) -> None:
         """Let go of what was held for a draft; by default nothing is."""
@@ -200,10 +188,6 @@ class SteppingSession(HeadSession):
 
 class OnePassSession(WritesAtOnce, HeadSession):
     """Drafts all tokens in one pass; see `HeadSession`."""
-
-    @abstractmethod
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
 
     @abstractmethod
     def time_step(self) -> float:
