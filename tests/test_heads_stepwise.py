@@ -116,7 +116,7 @@ class Enumerated:
         if self.at_once:
             draws.num_drawn = LONGEST
             return cut_while(draws, self.goes_on)
-        pace = Pace(build=1.0) if self.overlaps else Pace(wait=1.0)
+        pace = Pace(build=1.0, wait=1.0) if self.overlaps else Pace(wait=1.0)
         return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
 
 
@@ -174,7 +174,7 @@ class Reader:
         self.tokens, self.num_shown = list(PROMPT), 0
         if hasattr(self.session, "pace"):
             self.session.pace.build = 1.0 if overlaps else 0.0
-            self.session.pace.wait = 0.0 if overlaps else 1.0
+            self.session.pace.wait = 1.0
 
     def propose(self, limit: int, goes_on: GoesOn | None = None) -> Draft:
         self.show()

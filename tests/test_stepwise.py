@@ -31,6 +31,7 @@ from specdec_mlx.bench.recorded_drafts import (
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.stepwise import TEXT_BUDGET, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
@@ -166,12 +167,29 @@ def session(sampling: sd.Sampling, name: str = "qwen2", overlaps: bool = False) 
     context = DraftContext(sampling=sampling, noise=Noise(7), vocab_size=VOCAB)
     begun = sd.ModelDrafter(model(name)).begin(PROMPT, context)
     begun.pace.build = 1.0 if overlaps else 0.0
-    begun.pace.wait = 0.0 if overlaps else 1.0
+    begun.pace.wait = 1.0
     return begun
 
 
 def stop_at(n: int, step: Step) -> GoesOn:
     return lambda evidence: step if len(evidence) == n else Step.GO_ON
+
+
+def test_a_step_is_built_ahead_only_where_that_saves_a_wait() -> None:
+    """Where the device is done by the time it is asked, a step ahead saves nothing and may be
+    dropped; how long a step is waited for is not known from one that another was built behind.
+    """
+    pace = Pace(build=1.0)
+    assert not pace.overlaps(0.99)
+    with pace.waiting(alone=False):
+        pass
+    assert pace.wait is None
+    with pace.waiting(alone=True):
+        pass
+    assert pace.wait is not None
+    assert pace.wait < 0.1
+    assert not pace.overlaps(0.99)
+    assert Pace(build=1.0, wait=1.0).overlaps(0.99)
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
@@ -349,6 +367,30 @@ def test_a_bad_text_after_good_ones_loses_what_a_text_may(draft_cost: float) -> 
     assert max(lost) < TEXT_BUDGET + 0.02 * 120
     assert min(run.plain_seconds / run.seconds for run in runs) > 0.95
     assert runs[-1].plain_seconds / runs[-1].seconds > 0.95 * speed(runs[:6])
+
+
+def test_a_text_of_which_nothing_is_sure_is_asked_about_less_and_less() -> None:
+    """A step that ends before its token costs time as well; asking in every second round took 39 of
+    them.
+    """
+    good, drafter = made_up([varied] * 6)
+    texts, bad = made_up([varied] * 6 + [useless])
+    modelled(good, drafter, "auto", CURVES["slope"], 0.1)
+    modelled(texts, bad, "auto", CURVES["slope"], 0.1)
+    assert 0 < bad.num_steps - drafter.num_steps < 30
+
+
+def test_a_text_that_began_with_bad_luck_is_drafted_for_again() -> None:
+    """By a model that paid in other texts, within a few dozen tokens."""
+    unlucky = account(step=0.2, slope=0.1)
+    unlucky.learned.is_proven, unlucky.learned.exploration_budget = True, 10.0
+    unlucky.num_missed, unlucky.text_budget = 0, -0.3
+    rounds = 0
+    while not unlucky.limit(1.0) and rounds < 200:
+        unlucky.num_missed = 0
+        unlucky.follow(RoundRecord(0, 0, 1, 1))
+        rounds += 1
+    assert 10 < rounds < 40
 
 
 def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:

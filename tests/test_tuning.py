@@ -307,6 +307,22 @@ def test_form_tells_predictable_texts_from_others() -> None:
     assert history.chance(3, 0) > in_bad_form + 0.1
 
 
+def test_form_is_forgotten_while_nothing_is_tried() -> None:
+    """What was wrong a dozen rounds ago says little: a draft model that is not asked for that must
+    not stay unasked for it.
+    """
+    history = AcceptanceHistory()
+    for right in [True] * 20 + [False] * 10:
+        history.learn(3, 0, right)
+    in_bad_form, before = history.chance(3, 0), history.recent
+    history.pass_by()
+    assert before < history.recent < 0.5
+    for _ in range(20):
+        history.pass_by()
+    assert history.recent == pytest.approx(0.5, abs=0.01)
+    assert history.chance(3, 0) > in_bad_form
+
+
 def test_kinds_of_evidence_learn_apart_and_by_classes() -> None:
     """What is learned of a match of 20 holds for one of 30, and less for one of 2."""
     history = AcceptanceHistory()

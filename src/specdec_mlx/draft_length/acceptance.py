@@ -32,6 +32,9 @@ UNKNOWN = 0.5
 RECENT_MEMORY = 0.7
 """Decay of the moving average of "this draft token was right": texts turn quickly."""
 
+IDLE_MEMORY = 0.8
+"""Decay of what that average is away from `UNKNOWN`, in a round in which nothing was tried."""
+
 VARIANCE = 0.1
 """Of each prior log-odds around what it is for one model and one kind of text."""
 
@@ -99,13 +102,14 @@ class AcceptanceHistory:
     odds: the log-odds of all classes of all features, those of one beginning at `START`. variances:
     of the same. tokens: what tokens that were copied add to that, which no draft that was drawn at
     random may look at. recent: share of the tokens tried lately that were accepted; the same
-    evidence means more in a text that has been predictable.
+    evidence means more in a text that has been predictable. memory: decay of that.
     """
 
     odds: list[float] = field(default_factory=lambda: in_a_row(PRIOR_LOG_ODDS))
     variances: list[float] = field(default_factory=lambda: [VARIANCE] * sum(SIZES.values()))
     tokens: TokenEffects = field(default_factory=TokenEffects)
     recent: float = UNKNOWN
+    memory: float = RECENT_MEMORY
 
     @classmethod
     def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
@@ -152,6 +156,10 @@ class AcceptanceHistory:
         """Forget how predictable the last text was; what was learned of evidence stays."""
         self.recent = UNKNOWN
 
+    def pass_by(self) -> None:
+        """Let a round go by in which nothing was tried: what was recent is less so."""
+        self.recent = UNKNOWN + IDLE_MEMORY * (self.recent - UNKNOWN)
+
     def learn(
         self,
         evidence: Evidence | int,
@@ -191,7 +199,7 @@ class AcceptanceHistory:
             effect[0] += variance * step
             reduced = variance * (1 - variance * shrinkage)
             effect[1] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
-        self.recent = RECENT_MEMORY * self.recent + (1 - RECENT_MEMORY) * accepted
+        self.recent += (1 - self.memory) * (accepted - self.recent)
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""

@@ -154,16 +154,16 @@ class Pace:
     """How long a step takes the host to build, how long it is then waited for, and how often the
     next one was wanted.
 
-    To build the next step while the evidence of one is awaited saves the host's time where the
-    draft goes on, and costs a step where it does not. How likely either is, follows from the
-    latest evidence that is known by then.
+    To build the next step while the evidence of one is awaited saves that wait, or as much of it as
+    building takes, where the draft goes on, and costs a step where it does not. How likely either
+    is, follows from the latest evidence that is known by then.
 
-    build, wait: in seconds. went_on: by class of that evidence, the share of positions after it at
-    which the draft went on.
+    build, wait: in seconds; wait of a step that nothing was built behind, None before the first.
+    went_on: by class of that evidence, the share of positions after it at which the draft went on.
     """
 
     build: float = 0.0
-    wait: float = 0.0
+    wait: float | None = None
     went_on: list[float] = field(default_factory=lambda: [WENT_ON] * (len(CONFIDENCES_BEFORE) + 2))
 
     def overlaps(self, latest: float | None) -> bool:
@@ -172,8 +172,10 @@ class Pace:
         Args:
             latest: largest probability at the position before it; None for a draft's first.
         """
+        if self.wait is None:
+            return False
         chance = self.went_on[_class_of(latest)]
-        return chance * self.build > (1 - chance) * (self.build + self.wait)
+        return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
 
     def learn(self, latest: float | None, went_on: bool) -> None:
         """Note whether the draft went on at the position after that evidence."""
@@ -188,11 +190,12 @@ class Pace:
         self.build = _mix(self.build, perf_counter() - began)
 
     @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Time the wait for one."""
+    def waiting(self, alone: bool) -> Iterator[None]:
+        """Time the wait for one; alone: whether nothing was built behind it."""
         began = perf_counter()
         yield
-        self.wait = _mix(self.wait, perf_counter() - began)
+        if alone:
+            self.wait = _mix(self.wait or 0.0, perf_counter() - began)
 
 
 def _class_of(latest: float | None) -> int:
@@ -230,7 +233,7 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
                 token = draws.draw(step(token))
                 confidences.append(draws.confidence())
                 mx.async_eval(token, confidences[-1])
-        with pace.waiting():
+        with pace.waiting(alone=len(draws) == len(evidence) + 1):
             confidence = float(confidences[len(evidence)].item())  # type: ignore[arg-type]
         evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
