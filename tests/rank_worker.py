@@ -12,8 +12,9 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 import mlx.core as mx
@@ -21,9 +22,21 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
-from specdec_mlx import ModelDrafter, NGramDrafter, PromptLookupDrafter, Sampling, lab, speculate
-from specdec_mlx.errors import RankError
-from specdec_mlx.types import Draft
+from specdec_mlx import (
+    FirstOf,
+    ModelDrafter,
+    NGramDrafter,
+    PromptLookupDrafter,
+    Sampling,
+    lab,
+    load_head,
+    speculate,
+)
+from specdec_mlx.drafters.heads.early_exit import early_exit
+from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.rounds.ranks import Ranks
+from specdec_mlx.types import Draft, Features
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()
@@ -50,8 +63,6 @@ def sharded() -> nn.Module:
 
 def drafter(name: str, model: nn.Module) -> Any:
     """A drafter by name; model: what a draft model is."""
-    from specdec_mlx import FirstOf
-
     made: dict[str, Callable[[], Any]] = {
         "prompt-lookup": PromptLookupDrafter,
         "ngram": NGramDrafter,
@@ -116,6 +127,105 @@ def block() -> Cases:
             tokens(pair().target, prompt, drafting, **options),
         )
     return found
+
+
+class Sent:
+    """Counts the arrays that rank 0 sends while it is entered."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.send = Ranks.from_first
+
+    def __enter__(self) -> Sent:
+        def from_first(ranks: Ranks, *arguments: Any) -> mx.array:
+            self.number += 1
+            return self.send(ranks, *arguments)
+
+        Ranks.from_first = from_first  # type: ignore[assignment, method-assign]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        Ranks.from_first = self.send  # type: ignore[method-assign]
+
+
+def heads() -> Cases:
+    """Trained heads, whose target is read on rank 0; what no rank can run alone is refused."""
+    found: Cases = {}
+    prompt = prompts(1)[0]
+    for kind, (temp, rule, length) in product(
+        ("mtp", "eagle3"), ((0.0, "auto", "auto"), (1.0, "coupled", 4))
+    ):
+        options = {"sampler": Sampling(temp=temp), "rule": rule, "seed": 5}
+        expected = tokens(pair().target, prompt, **options)
+        head = load_head(lab.head_path(kind), sharded())
+        got = tokens(sharded(), prompt, head, draft_length=length, **options)
+        found[f"{kind}, temp={temp}, K={length}"] = got, expected
+    for name, alone in (("early exit", early_exit(sharded(), 1)), ("assistant", ReadsCaches())):
+        try:
+            said = str(tokens(sharded(), prompt, alone))
+        except DraftError as error:
+            said = str(error)
+        found[f"{name} is refused"] = "Use a draft model" in said, True
+    found["afterwards"] = tokens(sharded(), prompt), tokens(pair().target, prompt)
+    return found
+
+
+class ReadsCaches(PromptLookupDrafter):
+    """Wants keys and values, as a Gemma assistant does."""
+
+    features = Features(caches=(0,))
+
+
+def every_rank() -> Cases:
+    """Drafts that each rank draws anew: the texts of one machine, and no distribution is sent."""
+    found: Cases = {}
+    prompt = prompts(1)[0]
+    head = load_head(lab.head_path("mtp"), sharded())
+    one_head = load_head(lab.head_path("mtp"), pair().target)
+    model = ModelDrafter(pair().draft, on_every_rank=True)
+    drafters = {
+        "model": (model, model),
+        "first of": (FirstOf(PromptLookupDrafter(), model),) * 2,
+        "head": (replace(head, on_every_rank=True), one_head),
+    }
+    for (name, (here, alone)), (rule, length) in product(
+        drafters.items(), (("block", 4), ("coupled", "auto"))
+    ):
+        options = {"sampler": Sampling(temp=1.0), "rule": rule, "seed": 5, "draft_length": length}
+        expected = tokens(pair().target, prompt, alone, **options)
+        with Sent() as sent:
+            found[f"{name}, {rule}"] = tokens(sharded(), prompt, here, **options), expected
+        found[f"{name}, {rule}, sent"] = sent.number, 0
+    with Sent() as sent:
+        options = {"sampler": Sampling(temp=1.0), "draft_length": 4}
+        tokens(sharded(), prompt, ModelDrafter(pair().draft), **options)
+    found["by default they are sent"] = sent.number > 0, True
+    return found
+
+
+def every_rank_fails() -> Cases:
+    """A session that raises on rank 1 alone: all ranks end, and the next generation is right."""
+    prompt, calls, propose = prompts(1)[0], [0], ModelSession.propose
+
+    def raising(session: ModelSession, limit: int) -> Draft:
+        calls[0] += 1
+        if RANK == 1 and calls[0] == 3:
+            raise ArithmeticError("propose")
+        return propose(session, limit)
+
+    ModelSession.propose = raising  # type: ignore[assignment, method-assign]
+    drafting = ModelDrafter(pair().draft, on_every_rank=True)
+    options = {"sampler": Sampling(temp=1.0), "seed": 5, "rule": "coupled"}
+    generation = speculate(sharded(), prompt, drafting, draft_length=2, **options)
+    got, error = ending(generation)
+    ModelSession.propose = propose  # type: ignore[method-assign]
+    expected = tokens(pair().target, prompt, max_tokens=len(got), **options)
+    return {
+        "tokens": (got if RANK == 0 else [], expected if RANK == 0 else []),
+        "some were handed out": (len(got) > 3, True),
+        "error": (error, "RankError" if RANK == 0 else "ArithmeticError"),
+        "afterwards": (tokens(sharded(), prompt, drafting), tokens(pair().target, prompt)),
+    }
 
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_5")
@@ -331,8 +441,8 @@ def dies() -> Cases:
 JOBS: dict[str, Callable[[], Cases]] = {
     job.__name__: job
     for job in (
-        texts, many_texts, block, families, more_families, pipelined, many_ranks, failures,
-        leaving, recurrent, arguments, dies,
+        texts, many_texts, block, heads, every_rank, every_rank_fails, families, more_families,
+        pipelined, many_ranks, failures, leaving, recurrent, arguments, dies,
     )
 }  # fmt: skip
 

@@ -22,7 +22,19 @@ from specdec_mlx.draft_length.store import tuning_path
 from specdec_mlx.rounds import ranks as rounds_of_ranks
 from specdec_mlx.target.ranks import group_of
 
-JOBS = ("texts", "block", "families", "pipelined", "failures", "leaving", "recurrent", "arguments")
+JOBS = (
+    "texts",
+    "block",
+    "heads",
+    "every_rank",
+    "every_rank_fails",
+    "families",
+    "pipelined",
+    "failures",
+    "leaving",
+    "recurrent",
+    "arguments",
+)
 SLOW_JOBS = ("many_texts", "more_families")
 SENTENCES = (
     "The following statements are executed in the order in which they are written. An assignment "

@@ -52,6 +52,8 @@ class ModelDrafter:
     name of one, that speculates for the draft model's own decoding: the same drafts in fewer of its
     passes, where its text repeats what stands further up. branches: most tokens at a place; with
     more than one it proposes trees, if it has the target's tokenizer; see `drafters.growing`.
+    on_every_rank: of a target that is spread over several machines, each runs the draft model; by
+    default the first does, and sends what it drew from.
 
     Draws come from the draft model's logits under the same law as the target's (processors,
     temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
@@ -65,6 +67,7 @@ class ModelDrafter:
     drafter: Drafter | str | None = None
     tokenizers: str = "any"
     branches: int = 1
+    on_every_rank: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a temperature that is none, a drafter that is no look-up, and what nobody knows

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import mlx.core as mx
+
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.token_ids import to_list
@@ -30,6 +32,9 @@ class FeatureFeed:
     Args:
         readers: the sessions that read, each with what it wants to see.
         target: what they read.
+
+    at_once: whether what is shown of the prompt is computed there and then. On several ranks it has
+        to be: computing it may take all of them, at the same place of what they do.
     """
 
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
@@ -38,6 +43,7 @@ class FeatureFeed:
         self._rejected_readers = [(s, wish) for s, wish in readers if isinstance(s, SeesRejected)]
         self._target = target
         self._num_shown = 0
+        self.at_once = False
 
     @classmethod
     def between(cls, drafter: Drafter, session: DraftSession, target: Target) -> FeatureFeed | None:
@@ -74,9 +80,25 @@ class FeatureFeed:
         target.tap(_all_of([wanted for _, wanted in readers]))
         return cls(readers, target)
 
+    @classmethod
+    def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
+        """What `between` makes where the sessions are on another rank: this one computes as much.
+
+        Args:
+            drafter: the drafter, or None.
+            target: is tapped for all that any part wants.
+        """
+        wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+        if not wishes or not isinstance(target, Tappable):
+            return None
+        target.tap(_all_of(wishes))
+        return cls([], target)
+
     def show_fed(self, start: int) -> None:
         """Show what the latest `feed` computed; it began at position `start` of the text."""
         rows, num_rows = self._target.fed_features()
+        if self.at_once:
+            mx.eval(rows.layers, rows.head_input, rows.top_tokens)
         self._show(rows, num_rows, start, range(num_rows))
 
     def show_round(self, current: Round, outcome: Outcome, start: int) -> None:

@@ -11,22 +11,24 @@ Rank 0's caller counts: the others hand out what it has taken, and caches end wh
 
 from __future__ import annotations
 
+import math
 import sys
 import zlib
 from array import array
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
-from specdec_mlx.errors import RankError
+from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
@@ -34,10 +36,19 @@ from specdec_mlx.target.inputs import check_draft
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Drafter, Outcome, Target
-
-MOST_TOKENS = 26
-"""Tokens of a draft that go with the meeting; longer ones take a second collective."""
+from specdec_mlx.types import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftsOnEveryRank,
+    Outcome,
+    ReadsTarget,
+    RunsModel,
+    Target,
+    all_drafters,
+    key_of,
+)
 
 WORD = 32
 """Bits of a number that is sent."""
@@ -114,52 +125,33 @@ def shared_noise(
     return Noise(high << WORD | low)
 
 
-class State(IntEnum):
-    """What a rank says when the ranks meet."""
-
-    GOES_ON = 0
-    LEAVES = 1
-    FAILED = 2
-
-
-@dataclass(frozen=True)
-class _Said:
-    """What one rank says when the ranks meet.
-
-    state: whether it goes on. end: prompt + tokens that its caller has. checksum: of its text.
-    num_tokens, is_drawn, is_tree: of the draft, on rank 0. tokens: of the draft, as far as
-        they fit.
-    """
-
-    state: State
-    end: int
-    checksum: int
-    num_tokens: int = 0
-    is_drawn: bool = False
-    is_tree: bool = False
-    tokens: Sequence[int] = ()
-
-    def numbers(self) -> list[int]:
-        """All of it, as many numbers each time."""
-        head = [self.state, self.end, self.checksum]
-        tokens = [*self.tokens[:MOST_TOKENS], *[0] * (MOST_TOKENS - len(self.tokens))]
-        return [*head, self.num_tokens, self.is_drawn, self.is_tree, *tokens]
-
-    @classmethod
-    def read(cls, numbers: Sequence[int]) -> _Said:
-        """What `numbers` gave."""
-        state, end, checksum, num_tokens, is_drawn, is_tree, *tokens = numbers
-        flags = bool(is_drawn), bool(is_tree)
-        return cls(State(state), end, checksum, num_tokens, *flags, tokens[:num_tokens])
+def check_drafts_alone(drafter: Drafter | None) -> None:
+    """Raise DraftError for a drafter that one rank cannot ask while the others wait."""
+    for part in all_drafters(drafter):
+        name = type(part).__name__
+        if isinstance(part, RunsModel) and group_of(part.model) is not None:
+            raise DraftError(
+                f"{name} drafts with layers that are spread over the ranks, as the target's are, "
+                "and ranks draft one by one. Use a draft model that is whole on each."
+            )
+        if isinstance(part, ReadsTarget) and part.features.caches:
+            raise DraftError(
+                f"{name} reads the target's keys and values, of which each rank has a part. Use a "
+                "draft model, or a head that reads states."
+            )
 
 
 class SharedDrafting(Drafting):
-    """Drafting on rank 0, for all ranks; the others have no session and no policy of their own.
+    """Drafting on rank 0, for all ranks; the others have no policy of their own, and no session.
+
+    A part that drafts on every rank has one on each. There rank 0 says how many tokens it has
+    drawn, and the others draw them anew for their distribution: all draw with the same noise.
 
     is_over: whether some rank was seen to leave or to fail; all end then. failure: what to raise
-    here for another rank's failure. meets_next: whether the next thing that all ranks do is to
-    meet. leaves: whether this rank's caller has left. first_end: prompt + tokens that rank 0's
-    caller has. is_apart: whether the ranks' texts differ. is_lost: whether they cannot be reached.
+    here for another rank's failure, or for this one's since the last meeting. meets_next: whether
+    the next thing that all ranks do is to meet. leaves: whether this rank's caller has left.
+    first_end: prompt + tokens that rank 0's caller has. is_apart: whether the ranks' texts differ.
+    is_lost: whether they cannot be reached.
     """
 
     def __init__(
@@ -178,7 +170,7 @@ class SharedDrafting(Drafting):
         super().__init__(drafter, length, target, sequence, keeps_cache=keeps_cache, stream=stream)
         self.ranks = ranks
         self.is_over = False
-        self.failure: RankError | None = None
+        self.failure: Exception | None = None
         self.meets_next = True
         self.leaves = False
         self.is_apart = False
@@ -186,11 +178,21 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._checksum = 0
         self._num_summed = 0
+        self._everywhere = [
+            key_of(part)
+            for part in all_drafters(drafter)
+            if isinstance(part, DraftsOnEveryRank) and part.on_every_rank
+        ]
 
     def begin(self, context: DraftContext) -> None:
-        """Begin the session on rank 0, and see that it could be."""
-        if self.ranks.is_first:
+        """Begin the session on rank 0 or everywhere, and see that it could be."""
+        check_drafts_alone(self.drafter)
+        if self.ranks.is_first or self._everywhere:
             super().begin(context)
+        else:
+            self.features = FeatureFeed.of_nobody(self.drafter, self.target)
+        if self.features is not None:
+            self.features.at_once = True
         self.meet(State.GOES_ON)
         if self.failure is not None:
             raise self.failure
@@ -209,10 +211,11 @@ class SharedDrafting(Drafting):
             draft = NO_DRAFT if leaves else super().propose()
             check_draft(draft, self.target.vocab_size())
         tokens = to_list(draft.tokens)
-        first = self.meet(State.LEAVES if leaves else State.GOES_ON, draft, tokens)
+        state = State.FAILED if self.failure else State.LEAVES if leaves else State.GOES_ON
+        first = self.meet(state, draft, tokens)
         return NO_DRAFT if self.is_over else self._received(first, draft, tokens)
 
-    def meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> _Said:
+    def meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> Said:
         """Tell the other ranks how this one goes on, and note what they say.
 
         Args:
@@ -224,18 +227,21 @@ class SharedDrafting(Drafting):
             What rank 0 said.
         """
         flags = draft.logprobs is not None, draft.parents is not None
-        said = _Said(state, self.sequence.end, self._sum(), len(tokens), *flags, tokens)
+        part = 0
+        if flags == (True, False) and self.part in self._everywhere:
+            part = 1 + self._everywhere.index(self.part)
+        said = Said(state, self.sequence.end, self._sum(), len(tokens), *flags, part, tokens)
         with self.noting_loss():
             gathered = self.ranks.gather(said.numbers())
-        all_said = [_Said.read(numbers) for numbers in gathered]
+        all_said = [Said.read(numbers) for numbers in gathered]
         self.meets_next = False
         self.is_apart = len({one.checksum for one in all_said}) > 1
         failed = [rank for rank, one in enumerate(all_said) if one.state is State.FAILED]
-        if failed:
+        if failed and self.failure is None:
             self.failure = RankError(
                 f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."
             )
-        elif self.is_apart:
+        elif self.is_apart and not failed:
             self.failure = RankError(
                 "The ranks' texts differ. Call all of them with the same arguments, samplers and "
                 "processors; if they were, their hardware computes different numbers."
@@ -263,11 +269,11 @@ class SharedDrafting(Drafting):
         self._num_summed += len(new)
         return self._checksum
 
-    def _received(self, first: _Said, own: Draft, tokens: Sequence[int]) -> Draft:
+    def _received(self, first: Said, own: Draft, tokens: Sequence[int]) -> Draft:
         """The draft that rank 0 spoke of, the same on every rank.
 
-        A distribution is sent, since that is less than a draft model's weights, which would have
-        to be read once more, one rank after the other.
+        Where nobody asked for drafts on every rank a distribution is sent, since that is less than
+        a draft model's weights, which would have to be read once more, one rank after the other.
         """
         num_tokens, ids = first.num_tokens, list(first.tokens)
         is_first = self.ranks.is_first
@@ -279,12 +285,31 @@ class SharedDrafting(Drafting):
             sent = mx.array(list(own.parents or ()), mx.int32) if is_first else None
             parents = to_list(self.ranks.from_first(sent, (num_tokens,), mx.int32))
         logprobs = None
-        if first.is_drawn:
+        if first.part:
+            logprobs = own.logprobs if is_first else self._drawn_anew(first)
+        elif first.is_drawn:
             shape = num_tokens, self.target.vocab_size()
             logprobs = self.ranks.from_first(own.logprobs, shape, mx.float32)
         if is_first:
             return replace(own, tokens=ids)
         return Draft(ids, logprobs, parents=parents)
+
+    def _drawn_anew(self, first: Said) -> mx.array:
+        """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
+
+        Where that fails, this rank stays with the others for one more pass, and says so then.
+        """
+        key, num_tokens = self._everywhere[first.part - 1], first.num_tokens
+        try:
+            part = next(p for group in self._groups for p in group if p.key == key)
+            draft = self._ask(part, num_tokens)
+            if len(draft) != num_tokens or draft.logprobs is None:
+                raise DraftError(f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0.")
+            return draft.logprobs
+        except Exception as error:
+            self.failure = error
+            vocab_size = self.target.vocab_size()
+            return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
 
 class Rounds(Protocol[T_co]):

@@ -93,6 +93,16 @@ class ReadsTarget(Protocol):
 
 
 @runtime_checkable
+class DraftsOnEveryRank(Protocol):
+    """A drafter that says where it drafts for a target on several ranks; default: on rank 0."""
+
+    @property
+    def on_every_rank(self) -> bool:
+        """Whether each rank draws its drafts anew, so that no distribution has to be sent."""
+        ...
+
+
+@runtime_checkable
 class Cheap(Protocol):
     """A session that says what asking it costs; default: asking costs time."""
 

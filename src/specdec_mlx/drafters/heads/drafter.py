@@ -112,6 +112,7 @@ class HeadDrafter:
         vocab_size: V of the target that it was loaded for, None for any.
         branches: most tokens at a place. With more than one it proposes trees; see
             `drafters.growing`.
+        on_every_rank: see `ModelDrafter`.
     """
 
     head: Head
@@ -120,6 +121,7 @@ class HeadDrafter:
     name: str = ""
     vocab_size: int | None = None
     branches: int = 1
+    on_every_rank: bool = False
 
     def __post_init__(self) -> None:
         """Refuse a temperature and a number of branches that are none."""
