@@ -299,8 +299,9 @@ class SharedDrafting(Drafting):
 
         Where that fails, this rank stays with the others for one more pass, and says so then.
         """
-        key, num_tokens = self._everywhere[first.part - 1], first.num_tokens
+        num_tokens = first.num_tokens
         try:
+            key = self._everywhere[first.part - 1]
             part = next(p for group in self._groups for p in group if p.key == key)
             draft = self._ask(part, num_tokens)
             if len(draft) != num_tokens or draft.logprobs is None:
