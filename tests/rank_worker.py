@@ -204,7 +204,7 @@ def every_rank() -> Cases:
 
 
 def every_rank_fails() -> Cases:
-    """A session that raises on rank 1 alone: all ranks end, and the next generation is right."""
+    """A session that raises on rank 1, or is not there: all end, and the next text is right."""
     prompt, calls, propose = prompts(1)[0], [0], ModelSession.propose
 
     def raising(session: ModelSession, limit: int) -> Draft:
@@ -220,10 +220,13 @@ def every_rank_fails() -> Cases:
     got, error = ending(generation)
     ModelSession.propose = propose  # type: ignore[method-assign]
     expected = tokens(pair().target, prompt, max_tokens=len(got), **options)
+    differing = ModelDrafter(pair().draft, on_every_rank=RANK == 0)
+    _, other = ending(speculate(sharded(), prompt, differing, draft_length=2, **options))
     return {
         "tokens": (got if RANK == 0 else [], expected if RANK == 0 else []),
         "some were handed out": (len(got) > 3, True),
         "error": (error, "RankError" if RANK == 0 else "ArithmeticError"),
+        "another drafter on each": (other, "RankError"),
         "afterwards": (tokens(sharded(), prompt, drafting), tokens(pair().target, prompt)),
     }
 

@@ -301,6 +301,11 @@ class SharedDrafting(Drafting):
         """
         num_tokens = first.num_tokens
         try:
+            if first.part > len(self._everywhere):
+                raise RankError(
+                    "Rank 0 drafts with another drafter than this rank. Call all ranks of a "
+                    "sharded model with the same arguments."
+                )
             key = self._everywhere[first.part - 1]
             part = next(p for group in self._groups for p in group if p.key == key)
             draft = self._ask(part, num_tokens)
