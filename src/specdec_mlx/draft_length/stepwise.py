@@ -68,7 +68,7 @@ EXPLORATION_SHARE = 0.003
 """Share of the time that a draft model may lose which never paid; over 10 texts of 96 tokens a
 useless one costs less than a hundredth."""
 
-HOPEFUL_SHARE = 0.005
+LIKELY_SHARE = 0.005
 """The same of one that never paid, and is expected to: bad luck with the first text shall not
 silence it for ten others."""
 
@@ -390,7 +390,7 @@ class StepwiseAccount(Account):
         """Share of the time of all texts that may be lost."""
         if self.learned.is_proven:
             return PROVEN_SHARE
-        return HOPEFUL_SHARE if self.gain > 0 else EXPLORATION_SHARE
+        return LIKELY_SHARE if self.gain > 0 else EXPLORATION_SHARE
 
     def _share_of_text(self) -> float:
         """Share of the time that this text may lose."""
