@@ -145,6 +145,7 @@ class StepwiseAccount(Account):
         if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
         if not self._outlook()[0]:
+            self.gain = 0.0
             return 0
         self.gain, needed = self._plan(rate)
         longest = self._longest()
