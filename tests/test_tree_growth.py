@@ -61,19 +61,24 @@ class Guessing:
 
 def account_of(price: float, first: float = 0.0) -> TreeAccount:
     """An account whose costs are measured: a node costs so much, and the first one more."""
+    return TreeAccount(Learned(by_context={0: costs_of(price, first)}))
+
+
+def costs_of(price: float, first: float = 0.0) -> RoundCosts:
+    """Measured costs of drafts, see `account_of`."""
     costs = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
     for size in SIZES:
         for _ in range(3):
             costs.add(size, 1.0 + first + price * size)
-    return TreeAccount(Learned(by_context={0: costs}))
+    return costs
 
 
 def sources_of(seed: int) -> Sources:
     """A guesser of a few tokens, and two chains."""
     coins = random.Random(seed)
     table = {t: coins.sample(range(VOCAB), 2) for t in range(VOCAB)}
-    history = AcceptanceHistory()
-    chains = [Chain.of(Draft([coins.randrange(VOCAB) for _ in range(3)]), history) for _ in "ab"]
+    known = list(AcceptanceHistory().chances([0] * 3))
+    chains = [Chain(tuple(coins.randrange(VOCAB) for _ in known), known) for _ in "ab"]
     return Sources(chains, chains[0], [(Guessing(table), GuessHistory.of("SuffixDrafter"))])
 
 
@@ -345,6 +350,31 @@ def test_what_was_asked_is_scored_along_the_text() -> None:
     account.follow(RoundRecord(3, 1, 2, 4, tokens=[*path, 99]))
     assert learned == [0, 1]
     assert account.asked == {}
+
+
+def test_a_proposed_chain_is_as_likely_in_a_tree_as_by_itself() -> None:
+    """What other drafts and its tokens themselves say of it counts in both: it is worth as much."""
+    choice = Auto(Tuning())
+    choice.begin_tree("tree", [])
+    for key in "ab":
+        choice.limit(key, cheap=True)
+    for account in choice._parts.values():
+        account.learned.exploration_budget = 99.0
+        account.learned.by_context = {0: costs_of(0.01)}
+        for _ in range(20):
+            account.learned.acceptance.learn(Evidence(2), 0, accepted=False, token=8)
+    given: list[Sources] = []
+    tree: Any = choice._parts["tree"]
+    tree.grow = lambda sources, *rest: (given.append(sources), (Draft(), -1.0))[1]
+    drafts = [("a", sd.Draft([7, 8, 9])), ("b", sd.Draft([7, 5]))]
+    kept = choice.grow("tree", drafts, [], (64, 64), lambda: True)
+    best = given[0].best
+    assert best is not None
+    assert best in given[0].chains
+    assert given[0].chains[0].chances[1] < given[0].chains[1].chances[1]
+    reach = [math.prod(best.chances[: i + 1]) for i in range(len(kept))]
+    gain = math.fsum(reach) - 0.01 * len(kept)
+    assert tree.gain == pytest.approx(gain)
 
 
 def test_what_was_learned_of_guesses_is_kept_in_a_file(tmp_path: Any) -> None:

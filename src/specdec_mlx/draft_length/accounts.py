@@ -116,7 +116,7 @@ class Account(ABC):
 
     def keep(self, tokens: list[int], evidence: Sequence[Evidence | int], rate: float) -> int:
         """The same of tokens on the host, and what speaks for each; from now on they are scored."""
-        copied = tokens if self.looks_at_tokens else None
+        copied = self._copied(tokens)
         kept = self.best_length(evidence, rate, plain_value=1.0 - rate, copied=copied)
         self.was_cut = True
         if kept or self.scored is None:
@@ -128,6 +128,15 @@ class Account(ABC):
                 before=self.latest,
             )
         return kept
+
+    def chances(self, tokens: list[int], evidence: Sequence[Evidence | int]) -> list[float]:
+        """How likely each token of a draft is to be accepted, if those before it are; [K]."""
+        acceptance, copied = self.learned.acceptance, self._copied(tokens)
+        return list(acceptance.chances(evidence, copied, self.latest))
+
+    def _copied(self, tokens: list[int]) -> list[int] | None:
+        """The tokens of a draft, if the choice may look at them."""
+        return tokens if self.looks_at_tokens else None
 
     def follow(self, round_: RoundRecord) -> None:
         """Score the open draft, and go on by one round of any part or none."""

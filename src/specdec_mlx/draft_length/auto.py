@@ -102,12 +102,20 @@ class Auto:
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
         together = compared([draft for _, draft in drafts])
-        parts, rate = self._parts, self.rate
+        return self._choose([self._parts[part] for part, _ in drafts], together)
+
+    def _choose(
+        self,
+        accounts: Sequence[Account],
+        proposed: Sequence[tuple[list[int], Sequence[Evidence]]],
+    ) -> tuple[int, int]:
+        """The same by accounts, and by tokens with what speaks for each."""
+        rate = self.rate
         lengths = [
-            parts[part].keep(tokens, evidence, rate)
-            for (part, _), (tokens, evidence) in zip(drafts, together, strict=True)
+            account.keep(tokens, evidence, rate)
+            for account, (tokens, evidence) in zip(accounts, proposed, strict=True)
         ]
-        gains = [self._parts[part].gain for part, _ in drafts]
+        gains = [account.gain for account in accounts]
         best = gains.index(max(gains))
         self._chosen_gain = gains[best]
         return best, lengths[best]
@@ -128,13 +136,18 @@ class Auto:
         account = self._parts[part]
         assert isinstance(account, TreeAccount)
         best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
+        together = compared([draft for _, draft in drafts])
+        accounts = [self._parts[key] for key, _ in drafts]
         chosen = -1
         if drafts:
-            chosen, length = self.choose(drafts)
+            chosen, length = self._choose(accounts, together)
             account.drafter, draft = drafts[chosen]
             best, account.gain = draft.head(length), self._chosen_gain
         if account.forks_may_pay():
-            chains = [Chain.of(d, self._parts[key].learned.acceptance) for key, d in drafts]
+            chains = [
+                Chain(tuple(tokens), proposer.chances(tokens, evidence))
+                for proposer, (tokens, evidence) in zip(accounts, together, strict=True)
+            ]
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
             sources = Sources(chains, chains[chosen] if drafts else None, histories)
             tree, gain = account.grow(sources, self.rate, *size)

@@ -15,10 +15,8 @@ from heapq import heappop, heappush
 from itertools import count
 from typing import ClassVar, NamedTuple
 
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import COPY_LENGTHS, LookUpAccount
 from specdec_mlx.draft_length.guesses import GuessHistory
-from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import ROOT, Branches, Draft, Guess, RoundRecord
 from specdec_mlx.types.trees import chain
 
@@ -41,12 +39,6 @@ class Chain(NamedTuple):
 
     tokens: Path
     chances: Sequence[float]
-
-    @classmethod
-    def of(cls, draft: Draft, history: AcceptanceHistory) -> Chain:
-        """By what is known of its drafter."""
-        evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        return cls(tuple(to_list(draft.tokens)), list(history.chances(evidence)))
 
     def goes_through(self, path: Path) -> bool:
         """Whether it begins with a path, and goes on."""
