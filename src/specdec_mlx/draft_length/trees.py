@@ -27,8 +27,8 @@ SIZES = (*COPY_LENGTHS, 96, 128)
 """Numbers of nodes that are tried: few, as with draft lengths, so that each is measured soon."""
 
 MOST_EXPENSIVE = 0.035
-"""What a further position may cost, in plain rounds, where trees are grown. At 0.05 they gain 1 to
-2% over all texts in replays, and lose 3% of some kinds."""
+"""What a further position may cost, in plain rounds, where trees are grown. At 0.05 they gain up to
+1% over all texts in replays, and lose 2 to 4% of some kinds."""
 
 LONG_ENOUGH = 4
 """Tokens of a draft that says what further positions cost, with a shorter one."""
