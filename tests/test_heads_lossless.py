@@ -376,13 +376,13 @@ def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatc
     subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), TEXTS, 6)
     work = Work(time.perf_counter() + 60)
     assert check_state(subject, work).status == "passed"
-    read = RecurrentSession.read
+    read_pairs = RecurrentSession.read_pairs
 
-    def wrong(self: RecurrentSession) -> list[Any]:
+    def wrong(self: RecurrentSession, number: int) -> None:
         self.num_read = self.rollback.position
-        return read(self)
+        read_pairs(self, number)
 
-    monkeypatch.setattr(RecurrentSession, "read", wrong)
+    monkeypatch.setattr(RecurrentSession, "read_pairs", wrong)
     assert check_state(subject, work).status == "failed"
 
 

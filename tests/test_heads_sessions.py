@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import re
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -10,6 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import heads
@@ -463,3 +466,22 @@ def test_a_whole_vocabulary_needs_no_widening() -> None:
     assert DraftVocabulary(mx.array([0, 0, 0]), 3).widen(logits).tolist() == [[1, 2, 3]]
     assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
     assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
+
+
+@pytest.mark.parametrize("name", ["eagle1", "eagle3", "qwen3_5"])
+def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> None:
+    """No attention and no logits are computed but at the last position, which drafts."""
+    one = drafter(name)
+    session = Shown(one, list(range(40)), context()).session
+    assert operations_of(session.read()).isdisjoint({"ScaledDotProductAttention", "Softmax"})
+    assert len(session.waiting) == 1
+    fresh = Shown(one, list(range(40)), context())
+    assert to_list(session.propose(3).tokens) == to_list(fresh.propose(3).tokens)
+
+
+def operations_of(arrays: Any) -> set[str]:
+    """Names of the operations that make a tree of arrays."""
+    dot = io.StringIO()
+    leaves = [leaf for _, leaf in tree_flatten(arrays) if isinstance(leaf, mx.array)]
+    mx.export_to_dot(dot, *leaves)
+    return set(re.findall(r'label ="(\w+)"', dot.getvalue()))

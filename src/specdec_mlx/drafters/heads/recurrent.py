@@ -23,6 +23,9 @@ from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_ropes, 
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, FeatureRows
 
+FEW = 8
+"""Pairs that are read in one step with the last one; more are read apart, for less."""
+
 
 @runtime_checkable
 class RecurrentHead(Protocol):
@@ -67,8 +70,8 @@ class RecurrentSession(SteppingSession):
         context: the generation's.
 
     rollback: the head's caches, which hold `num_read` pairs, and behind them what was drafted last.
-    state: [1, D] of the last pair, None before the first. drafted: the one that drafts next. made:
-    [1 + n, D] that state, and those of n tokens of a tree; rows: of these in the caches.
+    state: [1, D] of the last pair, None where that was not read. drafted: the one that drafts next.
+    made: [1 + n, D] that state, and those of n tokens of a tree; rows: of these in the caches.
     """
 
     def __init__(
@@ -87,7 +90,9 @@ class RecurrentSession(SteppingSession):
         """`limit`; 0 before a pair was read."""
         if limit == 0:
             return 0
-        self.read()
+        if self.num_pairs() > FEW:
+            self.read()
+        self.read_pairs(self.num_pairs())
         if self.state is None:
             return 0
         self.rollback.checkpoint()
@@ -139,15 +144,26 @@ class RecurrentSession(SteppingSession):
         return time_of(lambda: head.logits(head.step(state, token, caches)))
 
     def read(self) -> list[Any]:
-        """Read the pairs that are complete; drops what was drafted."""
+        """Read the pairs that are complete, but for the last one, whose state a draft begins with.
+
+        What the others leave in the caches is all that anybody needs of them, so that of the last
+        layer no more is computed than keys and values.
+        """
+        if self.num_pairs() > 1:
+            self.read_pairs(self.num_pairs() - 1)
+            self.state = None
+        return [cache.state for cache in self.rollback.caches]
+
+    def read_pairs(self, number: int) -> None:
+        """Read so many of the pairs that are complete; drops what was drafted."""
         self.rollback.rewind_to(self.num_read)
-        most = self.context.prefill_step_size
-        while (count := min(self.num_pairs(), most)) > 0:
+        while number > 0:
+            count = min(number, self.context.prefill_step_size)
             first = self.waiting.start + 1
             tokens = to_ids(self.tokens[first : first + count])
             self.state = self.step(self.waiting.take(count), tokens)[-1:]
             self.num_read += count
-        return [self.state, *(cache.state for cache in self.rollback.caches)]
+            number -= count
 
     def num_pairs(self) -> int:
         """How many rows wait whose next token is known."""
