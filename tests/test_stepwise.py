@@ -28,6 +28,7 @@ from specdec_mlx.bench.recorded_drafts import (
     record_drafts,
     save_drafts,
 )
+from specdec_mlx.draft_length.accounts import LONGEST
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.stepwise import TEXT_BUDGET, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
@@ -391,6 +392,33 @@ def test_a_text_that_began_with_bad_luck_is_drafted_for_again() -> None:
         unlucky.follow(RoundRecord(0, 0, 1, 1))
         rounds += 1
     assert 10 < rounds < 40
+
+
+def test_what_is_surely_worth_asking_is_weighed_in_every_second_round() -> None:
+    """As long as it drafts: after a round without its draft, or an empty one, at once."""
+    sure = account(step=0.01, slope=0.01)
+    sure.learned.exploration_budget = sure.text_budget = 10.0
+    sure.num_missed = 0
+    weighed = 0
+    plan = sure._plan
+
+    def counted(rate: float) -> tuple[float, int]:
+        nonlocal weighed
+        weighed += 1
+        return plan(rate)
+
+    sure._plan = counted  # type: ignore[method-assign]
+    counts = []
+    for what in ("draft", "draft", "nothing", "draft", "draft", "empty", "draft", "draft"):
+        assert sure.limit(1.0) == LONGEST
+        counts.append(weighed)
+        if what != "nothing":
+            sure.goes_on([Evidence(confidence=0.9)], 1.0)
+        round_ = RoundRecord(0, 0, 1, 1) if what != "draft" else RoundRecord(1, 1, 2, 1)
+        (sure.settle if what == "draft" else sure.settle_steps)(round_)
+        sure.follow(round_)
+        sure.text_budget = 10.0
+    assert counts == [1, 1, 2, 3, 3, 4, 5, 5]
 
 
 def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import accumulate
+from typing import Any
 
 from specdec_mlx.draft_length.agreement import NUM_CLASSES
 from specdec_mlx.draft_length.priors import LOOK_UPS
@@ -259,38 +260,47 @@ def by_feature(in_a_row: Sequence[float]) -> dict[str, list[float]]:
     return {name: list(in_a_row[START[name] : START[name] + n]) for name, n in SIZES.items()}
 
 
+CONFIDENCE = Evidence._fields.index("confidence")
+"""Its place among the fields."""
+
+
 def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
     """The weights of what speaks for a token, by their places in the list of all."""
-    if isinstance(evidence, Evidence) and evidence.confidence is not None:
-        return (*_others(evidence._replace(confidence=None)), _of_confidence(evidence))
-    return _others(evidence)
+    if not isinstance(evidence, Evidence):
+        return _classes((evidence,), None)
+    confidence = evidence.confidence
+    if confidence is None:
+        return _classes(evidence, None)
+    others = evidence[:CONFIDENCE] + evidence[CONFIDENCE + 1 :]
+    return _classes(others, bisect_right(CONFIDENCE_EDGES, confidence))
 
 
 @lru_cache(maxsize=1 << 16)
-def _others(evidence: Evidence | int) -> tuple[int, ...]:
-    """The same without the confidence: the same few come up over and over."""
-    if not isinstance(evidence, Evidence):
-        evidence = Evidence(evidence)
-    always = {
+def _classes(known: tuple[Any, ...], confidence: int | None) -> tuple[int, ...]:
+    """The same few come up over and over.
+
+    Args:
+        known: the fields of an `Evidence`, those behind the last one at their defaults; without the
+            confidence, if that is given.
+        confidence: its class.
+    """
+    if confidence is not None:
+        known = (*known[:CONFIDENCE], None, *known[CONFIDENCE:])
+    evidence = Evidence(*known)
+    classes = {
         "match": MATCH_CLASSES[min(evidence.match, LARGEST_MATCH)],
         "after one": evidence.after_one,
         "after two": evidence.after_two,
         "agreement": evidence.agreement,
     }
-    known = {
+    told = {
         "share": evidence.share,
         "places": evidence.places,
         "distance": evidence.distance,
         "surroundings": evidence.surroundings,
     }
-    return (
-        *(START[name] + kind for name, kind in always.items()),
-        *(START[name] + kind for name, kind in known.items() if kind),
-    )
-
-
-def _of_confidence(evidence: Evidence) -> int:
-    """Where the weight of a draft model's largest probability is."""
-    assert evidence.confidence is not None
-    name = "confidence in a draw" if evidence.is_drawn else "confidence"
-    return START[name] + 1 + class_of(evidence.confidence, CONFIDENCE_EDGES)
+    classes |= {name: kind for name, kind in told.items() if kind}
+    if confidence is not None:
+        name = "confidence in a draw" if evidence.is_drawn else "confidence"
+        classes[name] = 1 + confidence
+    return tuple(START[name] + kind for name, kind in classes.items())

@@ -330,10 +330,15 @@ def _median(samples: Sequence[float]) -> float:
 
 def _fit(points: Sequence[tuple[int, float, float]]) -> tuple[float, float]:
     """Intercept and slope, neither below 0, of the least-squares line through (x, y, weight)."""
-    total = sum(w for _, _, w in points)
-    mean_x = sum(w * x for x, _, w in points) / total
-    mean_y = sum(w * y for _, y, w in points) / total
-    spread = sum(w * (x - mean_x) ** 2 for x, _, w in points)
-    slope = sum(w * (x - mean_x) * (y - mean_y) for x, y, w in points) / spread
-    slope = max(0.0, slope)
+    total = mean_x = mean_y = 0.0
+    for x, y, weight in points:
+        total += weight
+        mean_x += weight * x
+        mean_y += weight * y
+    mean_x, mean_y = mean_x / total, mean_y / total
+    spread = joint = 0.0
+    for x, y, weight in points:
+        spread += weight * (x - mean_x) ** 2
+        joint += weight * (x - mean_x) * (y - mean_y)
+    slope = max(0.0, joint / spread)
     return max(0.0, mean_y - slope * mean_x), slope

@@ -27,11 +27,11 @@ from specdec_mlx.draft_length.accounts import (
 from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step
 
 LOOK_AGAIN = 8
-"""Idle rounds after which it is worked out anew whether asking may pay."""
+"""Rounds after which it is worked out anew whether asking may ever pay."""
 
 REST = 2
-"""Rounds after one in which it was not worth asking, before that is worked out anew: to work it out
-takes as long as a hundredth of a small model's round."""
+"""Rounds from one in which it was not worth asking, or surely was, to the one in which that is
+worked out anew: to work it out takes as long as a hundredth of a small model's round."""
 
 RETRY_AFTER = 12
 """Rounds after which a draft model is asked again where its last drafts were not worth it."""
@@ -94,14 +94,16 @@ class StepwiseAccount(Account):
 
     time_step: measures the seconds of one draft step before anything is read. reads_along:
     whether the text is read as it comes, and nothing is ever missed. evidence: of the draft in
-    the making. reaches: chance that all of it is accepted, up to each position. num_steps: draft
-    steps since the latest round was recorded. num_missed: tokens of the text that it has not read,
-    None for all. num_emitted: tokens of this generation. text_budget: what the text may still lose.
-    prefill: seconds that the target took to read a token of the prompt. is_trial: whether
-    reading is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it
-    was last asked. num_dropped: drafts in a row that ended before their first token; after each of
-    them it rests a round longer. rest: rounds until it is worked out again whether to ask.
-    _passes, _gains: costs of passes and expected tokens, by length, worked out for a round.
+    the making. reaches: chance that all of it is accepted, up to each position. num_rounds: of this
+    generation. num_steps: draft steps since the latest round was recorded. num_missed: tokens of
+    the text that it has not read, None for all. num_emitted: tokens of this generation.
+    text_budget: what the text may still lose. prefill: seconds that the target took to read a token
+    of the prompt. is_trial: whether reading is charged to the budgets. outlook: what `_outlook`
+    found. num_idle: rounds since it was last asked. num_dropped: drafts in a row that ended before
+    their first token; after each of them it rests a round longer. rest: rounds until it is worked
+    out again whether to ask. is_sure: whether it is asked until then, since the budgets stood the
+    longest draft. _passes, _gains: costs of passes and expected tokens, by length, worked out for a
+    round.
     """
 
     time_step: Callable[[], float] | None = None
@@ -111,10 +113,12 @@ class StepwiseAccount(Account):
     evidence: list[Evidence] = field(default_factory=list)
     reaches: list[float] = field(default_factory=list)
     outlook: tuple[bool, float] | None = None
+    num_rounds: int = 0
     num_steps: int = 0
     num_idle: int = 0
     num_dropped: int = 0
     rest: int = 0
+    is_sure: bool = False
     num_missed: int | None = None
     num_emitted: int = 0
     text_budget: float = TEXT_BUDGET
@@ -133,15 +137,16 @@ class StepwiseAccount(Account):
 
     def limit(self, rate: float) -> int:
         """The longest draft whose loss can be borne, if drafting may pay."""
+        self.evidence, self.reaches, self.is_trial = [], [], False
         if self.rest:
-            return 0
+            return LONGEST if self.is_sure else 0
         length = self._worth_asking(rate)
-        self.rest = 0 if length else REST
+        self.is_sure = length == LONGEST and self.gain > 0
+        self.rest = 0 if 0 < length < LONGEST else REST
         return length
 
     def _worth_asking(self, rate: float) -> int:
         """The same, worked out anew."""
-        self.evidence, self.reaches, self.is_trial = [], [], False
         if not self.learned.drafting.is_known or self._is_stuck():
             self._measure_step()
         if not self._outlook()[0]:
@@ -162,8 +167,9 @@ class StepwiseAccount(Account):
         ask, a shorter draft may lose where a longer one gains.
         """
         best, needed = -float("inf"), 0
+        passes, (start, step) = self.passes, self.learned.drafting.line()
         for k, tokens in enumerate(self.gains, start=1):
-            value = tokens - rate * (self._pass(k) - 1.0 + self._drafting(k))
+            value = tokens - rate * (passes[k] - 1.0 + start + k * step)
             if value > best:
                 needed = k if best <= 0 else needed
                 best = value
@@ -176,12 +182,14 @@ class StepwiseAccount(Account):
             length: of the draft.
             expected: tokens that it is expected to bring, besides the round's own.
         """
+        loss = self._worst_pass(length) - 1.0 + self._drafting(length) - expected / 2
+        return loss <= min(self.learned.exploration_budget, self.text_budget)
+
+    def _worst_pass(self, length: int) -> float:
+        """Most that a pass over a draft is taken to cost."""
         costs = self.learned.costs
         worst = costs.worst_ratio(length)
-        if not costs.is_measured(length):
-            worst = min(worst, 1.0 + UNKNOWN_POSITION * length)
-        loss = worst - 1.0 + self._drafting(length) - expected / 2
-        return loss <= min(self.learned.exploration_budget, self.text_budget)
+        return worst if costs.is_measured(length) else min(worst, 1.0 + UNKNOWN_POSITION * length)
 
     def _longest(self) -> int:
         """The longest draft that can be afforded; 0 if there is none."""
@@ -207,24 +215,24 @@ class StepwiseAccount(Account):
             before = self.reaches[-1] if i else 1.0
             self.reaches.append(before * self.learned.acceptance.chance(evidence[i], i))
         self.evidence, reach = list(evidence), self.reaches[-1]
-        own = reach - rate * (self._pass(length) - self._pass(length - 1))
-        further = self._value_of_more(reach, length, rate)
-        if length < LONGEST and further > 0 and own + further > 0:
+        passes = self.passes
+        own = reach - rate * (passes[length] - passes[length - 1])
+        if length < LONGEST and self._more_is_worth(max(0.0, -own), length, rate):
             return Step.GO_ON
         return Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
 
-    def _value_of_more(self, reach: float, length: int, rate: float) -> float:
-        """The largest value of a few more tokens, by what is known now."""
-        latest, value, best, reached = self.evidence[-1], 0.0, -1.0, reach
-        step, before = 0.0 if latest.is_free else self.step, self._pass(length)
+    def _more_is_worth(self, least: float, length: int, rate: float) -> bool:
+        """Whether some further tokens are worth more than `least`, by what is known now."""
+        latest, passes, value, reached = self.evidence[-1], self.passes, 0.0, self.reaches[-1]
+        step = 0.0 if latest.is_free else self.step
         history = self.learned.acceptance if latest.is_free else self.learned.before
         for chance in history.chances([latest] * LOOKAHEAD, first=length):
             reached *= chance
             length += 1
-            after = self._pass(length)
-            value += reached - rate * (after - before + step)
-            best, before = max(best, value), after
-        return best
+            value += reached - rate * (passes[length] - passes[length - 1] + step)
+            if value > least:
+                return True
+        return False
 
     def cut(self, draft: Draft, rate: float) -> int:
         """All of it: its length was chosen while it was drafted."""
@@ -232,7 +240,8 @@ class StepwiseAccount(Account):
 
     def round_cost(self, num_drafted: int) -> float:
         """The pass, and the steps that were run for it."""
-        return self._pass(num_drafted) + self._drafting(self.num_steps)
+        verified = self.learned.costs.optimistic_ratio(num_drafted)
+        return verified + self._drafting(self.num_steps)
 
     @property
     def dropped_cost(self) -> float:
@@ -249,11 +258,13 @@ class StepwiseAccount(Account):
         start, step = self.learned.drafting.line()
         return start + num_steps * step
 
-    def _pass(self, length: int) -> float:
-        """Cost of a pass over a draft of so many tokens."""
-        while len(self._passes) <= length:
-            self._passes.append(self.learned.costs.optimistic_ratio(len(self._passes)))
-        return self._passes[length]
+    @property
+    def passes(self) -> list[float]:
+        """Costs of passes over drafts of 0, 1, ... tokens."""
+        if not self._passes:
+            ratio = self.learned.costs.optimistic_ratio
+            self._passes = [ratio(length) for length in range(LONGEST + LOOKAHEAD + 1)]
+        return self._passes
 
     # --- whether to ask at all ------------------------------------------------------------------
 
@@ -278,7 +289,8 @@ class StepwiseAccount(Account):
 
     def _can_ever_pay(self) -> bool:
         """Whether some length would pay if every token of it were accepted."""
-        return any(k + 1 > self._pass(k) + self._drafting(k) for k in range(1, LONGEST + 1))
+        start, step = self.learned.drafting.line()
+        return any(k + 1 > self.passes[k] + start + k * step for k in range(1, LONGEST + 1))
 
     def _may_read(self) -> bool:
         """Whether what it has missed is read by now.
@@ -318,8 +330,9 @@ class StepwiseAccount(Account):
 
     def _best_rate(self) -> float:
         """Tokens that the time of a plain round would bring at the best fixed length."""
+        passes, (start, step) = self.passes, self.learned.drafting.line()
         rates = [
-            (1.0 + tokens) / (self._pass(k) + self._drafting(k))
+            (1.0 + tokens) / (passes[k] + start + k * step)
             for k, tokens in enumerate(self.gains, start=1)
         ]
         return max(1.0, *rates)
@@ -336,7 +349,6 @@ class StepwiseAccount(Account):
         self.num_dropped = 0
         if round_.steady and costs.plain:
             costs.add(round_.drafted, round_.seconds - round_.draft_seconds)
-            self._passes.clear()
         cost = self.round_cost(round_.drafted)
         self._learn_steps(round_)
         self._change_budget(round_.emitted - cost)
@@ -344,6 +356,7 @@ class StepwiseAccount(Account):
     def settle_steps(self, round_: RoundRecord) -> None:
         """The same of a round that verified nothing of what it drafted."""
         if self.evidence:
+            self.is_sure = False
             self.num_dropped += 1
             self.rest = min(self.num_dropped - 1, RETRY_AFTER)
         self._learn_steps(round_)
@@ -373,6 +386,8 @@ class StepwiseAccount(Account):
                 self._change_budget(-self._reading_cost())
             self.num_missed, self.is_trial, self.num_idle = 0, False, 0
         else:
+            if self.is_sure:
+                self.is_sure, self.rest = False, 0
             self.num_idle += 1
             self.learned.drafting.num_idle += 1
             for history in self._histories():
@@ -384,9 +399,10 @@ class StepwiseAccount(Account):
 
     def _forget(self) -> None:
         """What was worked out for the round before is out of date."""
-        self._passes.clear()
+        self._passes = []
         self._gains = None
-        if self.num_idle % LOOK_AGAIN == 0:
+        self.num_rounds += 1
+        if self.num_rounds % LOOK_AGAIN == 0:
             self.outlook = None
 
     def _share_of_exploration(self) -> float:
