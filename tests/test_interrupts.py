@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -15,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.target.rollback import Rollback, check_usable, refuse
 from specdec_mlx.target.strategies import STRATEGIES, Trim, leaves
 from specdec_mlx.types import Draft
@@ -255,3 +260,29 @@ def test_all_caches_go_forward_together_or_not_at_all() -> None:
         rollback.forward(half, mx.array([1, 2, 3]))
     assert rollback.position == 0
     assert all(cache.empty() for cache in rollback.caches)
+
+
+def test_a_command_that_is_terminated_cleans_up_first() -> None:
+    """SIGTERM goes the way of Ctrl-C, and ends the process with its usual status."""
+    closed = []
+    with pytest.raises(SystemExit) as ended, terminated_as_interrupted():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        finally:
+            closed.append(True)
+    assert (ended.value.code, closed) == (143, [True])
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_who_handles_interrupts_handles_termination() -> None:
+    """Once; Ctrl-C itself, and a handler that was there before, stay what they were."""
+    with terminated_as_interrupted(), suppress(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+    with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
+        raise KeyboardInterrupt
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with terminated_as_interrupted():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    signal.signal(signal.SIGTERM, before)

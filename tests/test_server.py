@@ -25,6 +25,7 @@ from mlx_lm.generate import generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
+import specdec_mlx as sd
 from command_line import both_ways, run
 from selection import FULL
 from specdec_mlx.mlx_lm_plugin.channel import Channel
@@ -375,3 +376,12 @@ def test_a_channel_passes_on_that_the_client_is_gone(pair: tuple[Any, Any]) -> N
     channel.put(Response("a", 70, 0.0, None, ()))
     assert later._should_stop
     assert not channel.alive
+
+
+def test_what_was_written_is_remembered_by_a_server_that_is_terminated(folder: Path) -> None:
+    """A service manager stops it with SIGTERM: the memory is saved as after Ctrl-C."""
+    file = folder.parent / "terminated.memory"
+    with serving(folder, "--memory", str(file)) as server:
+        server.complete(max_tokens=40)
+        held = len(sd.Memory.load(file)) if file.exists() else 0
+    assert held < len(sd.Memory.load(file)) <= 41

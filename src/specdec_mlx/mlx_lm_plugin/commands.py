@@ -14,6 +14,7 @@ import mlx.core as mx
 
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import check_version
+from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     argparse_with_flags,
@@ -39,6 +40,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        stack.enter_context(terminated_as_interrupted())
         COMMANDS[name](arguments)
 
 
