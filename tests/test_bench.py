@@ -41,6 +41,7 @@ from specdec_mlx.bench.summary import (
 )
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.drafters import draft_models
+from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.types import Outcome
 
@@ -459,6 +460,24 @@ def test_a_draft_model_brings_both_speculations(capsys: pytest.CaptureFixture[st
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION in report
     assert "| model " in report
+
+
+def test_a_trained_head_is_a_draft_model(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of ours: mlx-lm's own speculation has no use for it, and nor have flags of whole models."""
+    pair = load_pair()
+    monkeypatch.setattr(run, "load_target", lambda name: (pair.target, pair.tokenizer))
+    arguments = ["--draft-model", str(head_path("medusa")), "--no-cost", "--max-tokens", "6"]
+    one = ["--model", "x", "--categories", "chat", "--per-category", "1"]
+    cases = ("model:greedy=true", "cascade", "ngram")
+    named = [word for name in cases for word in ("--drafter", name)]
+    assert run.main(parse(*arguments, *one, *named, "--draft-length", "2")) == 0
+    report = capsys.readouterr().out
+    assert MLX_LM_SPECULATION not in report
+    assert all(f"| {name} " in report for name in cases)
+    with pytest.raises(sd.DraftModelError, match=r"--draft-layers: .* takes --draft-bits alone"):
+        run.main(parse(*arguments, *one, "--draft-layers", "1"))
 
 
 def test_prompts_are_spread_evenly() -> None:

@@ -32,6 +32,7 @@ from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.typed import TypedDrafters
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
@@ -451,7 +452,7 @@ def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Pat
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
-    checked = check._drafter(spec, arguments, target)
+    checked = TypedDrafters(arguments, target).make(spec)
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)

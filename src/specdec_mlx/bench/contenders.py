@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -189,6 +190,7 @@ def make_contenders(
     draft_model: nn.Module | None = None,
     draft_tokenizer: Any = None,
     rules: Sequence[str] = ("auto",),
+    make: Callable[[str], Drafter | None] | None = None,
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then ours.
 
@@ -203,6 +205,7 @@ def make_contenders(
         draft_model: what "model" drafts with, and mlx-lm's own speculation.
         draft_tokenizer: the draft model's.
         rules: acceptance rules, names with options.
+        make: makes the drafter of a name; None for `make_drafter` with the draft model.
 
     Raises:
         UnknownNameError: no drafter or length has this name.
@@ -213,8 +216,11 @@ def make_contenders(
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
         for number in numbers or [MLX_LM_DRAFT_LENGTH]:
             contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
+    make = make or functools.partial(
+        make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer
+    )
     for spec in drafters:
-        drafter = make_drafter(spec, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+        drafter = make(spec)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders

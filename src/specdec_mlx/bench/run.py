@@ -32,8 +32,9 @@ from specdec_mlx.bench.sessions import session_tasks
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
+from specdec_mlx.drafters.draft_models import add_lighter_arguments
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.typed import TypedDrafters
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
@@ -62,7 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME[:KEY=VALUE,...]",
         help=f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})",
     )
-    add("--draft-model", metavar="MODEL", help="also run mlx-lm's own speculation, and our own")
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="a draft model or a trained head; with a model mlx-lm's own speculation runs as well",
+    )
     add_lighter_arguments(parser)
     add(
         "--draft-length",
@@ -98,7 +103,8 @@ def main(args: argparse.Namespace) -> int:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    draft_model, draft_tokenizer = draft_pair(args)
+    typed = TypedDrafters(args, model)
+    draft_model, draft_tokenizer = typed.pair
     contenders = make_contenders(
         model,
         _drafters(args),
@@ -108,6 +114,7 @@ def main(args: argparse.Namespace) -> int:
         draft_model,
         draft_tokenizer,
         args.rule or DEFAULT_RULES,
+        typed.make,
     )
     contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
     tasks = _tasks(args, tokenizer)

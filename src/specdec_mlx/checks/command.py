@@ -8,19 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair, lighter_of
-from specdec_mlx.drafters.heads.loading import is_head, load_head
-from specdec_mlx.drafters.heads.named import named_head
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, WITH_MODEL, make_drafter
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.typed import TypedDrafters
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import split_spec
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import Drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     report = check(
         model,
         tokenizer,
-        drafter=_drafter(name, args, model),
+        drafter=TypedDrafters(args, model).make(name),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
@@ -79,16 +74,3 @@ def main(args: argparse.Namespace) -> int:
         if args.json:
             Path(args.json).write_text(report.to_json(), encoding="utf-8")
     return 0 if report.passed else 1
-
-
-def _drafter(name: str, args: argparse.Namespace, target: nn.Module) -> Drafter | None:
-    """The drafter of a name; a draft model may be a trained head of the target."""
-    if args.draft_model and is_head(args.draft_model):
-        bits = lighter_of(args).bits
-        if split_spec(name)[0] == MODEL_DRAFTER:
-            return named_head(name, args.draft_model, target, bits)
-        if split_spec(name)[0] in WITH_MODEL:
-            head = load_head(args.draft_model, target, draft_bits=bits)
-            return make_drafter(name, draft_model=head)
-    model, tokenizer = draft_pair(args)
-    return make_drafter(name, draft_model=model, draft_tokenizer=tokenizer)

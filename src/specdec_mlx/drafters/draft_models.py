@@ -40,6 +40,16 @@ class Lighter:
         values = {flag_of(field.name): getattr(self, field.name) for field in fields(self)}
         return {flag: str(value) for flag, value in values.items() if value is not None}
 
+    def bits_of_head(self) -> int | None:
+        """Bits of a trained head; raises DraftModelError for what none can be made lighter by."""
+        others = [flag for flag in self.flags if flag != flag_of("bits")]
+        if others:
+            raise DraftModelError(
+                f"{', '.join(others)}: --draft-model is a trained head, which takes --draft-bits "
+                f"alone. Leave {'them' if len(others) > 1 else 'it'} out."
+            )
+        return self.bits
+
     def applied_to(self, model: nn.Module, tokenizer: Any) -> nn.Module:
         """The lighter model, with its weights computed.
 

@@ -162,7 +162,7 @@ class Flags:
             raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
         if self.online:
             return self._learner.drafter(target, spec)
-        return named_head(spec, self.draft_model, target, self.lighter.bits)
+        return named_head(spec, self.draft_model, target, self.lighter.bits_of_head())
 
     @cached_property
     def _learner(self) -> Learner:
