@@ -144,12 +144,15 @@ def _write(drafter: Drafter, texts: Sequence[Int[np.ndarray, " n"]]) -> tuple[li
         coming = text[half : half + TOKENS].tolist()
         while coming:
             begun = time.perf_counter()
-            draft = list(session.propose(LIMIT).tokens)
+            proposed = session.propose(LIMIT)
+            proposing = time.perf_counter() - begun
+            draft = list(proposed.tokens)
             matching = zip(draft, coming, strict=False)
             kept = next((i for i, (a, b) in enumerate(matching) if a != b), len(draft))
             emitted = coming[: kept + 1]
+            begun = time.perf_counter()
             session.observe(emitted)
-            seconds.append(time.perf_counter() - begun)
+            seconds.append(proposing + time.perf_counter() - begun)
             coming = coming[len(emitted) :]
             written += len(emitted)
     return seconds, written / len(seconds)

@@ -124,11 +124,11 @@ class ContextIndex:
         if low == high:
             return []
         intervals = [(low, high)]  # of matches of at least 1 token, of 3, of 6 and so on
-        for level, pack in enumerate(packs, start=1):
-            keys = self._levels[level - 1]
+        for keys, pack in zip(self._levels, packs, strict=True):
             start = bisect_left(keys, pack, low, high)
-            if start == high or keys[start] != pack or len(last) < PER_PACK * level:
-                longest = PER_PACK * (level - 1) + agreement(keys, pack, start, low, high)
+            agreed = PER_PACK * (len(intervals) - 1)
+            if start == high or keys[start] != pack or len(last) < agreed + PER_PACK:
+                longest = agreed + agreement(keys, pack, start, low, high)
                 intervals.append((start, start))
                 break
             low, high = start, _end_of_run(keys, pack, start, high)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -25,8 +26,8 @@ MOST_RECENT = 4096
 class GrowingIndex:
     """One text and its places; tokens are appended, and every place is found from then on.
 
-    Most of the places stand in a `ContextIndex`, the latest ones in a sorted list, which goes over
-    into the index when it is full.
+    The latest places stand in a sorted list, which goes over into a `ContextIndex` when it is full;
+    a short text has no other, and one look-up less.
 
     ids: the text.
     """
@@ -35,9 +36,13 @@ class GrowingIndex:
         """Index `tokens` [n]."""
         self.ids = list(tokens)
         self._key = key_of(self.ids)
-        self._index = ContextIndex.build(np.array(self.ids, np.int64))
         self._keys: list[int] = []
         self._ends: list[int] = []
+        self._index: ContextIndex | None = None
+        if len(self.ids) < MOST_RECENT:
+            self._list()
+        else:
+            self._index = ContextIndex.build(np.array(self.ids, np.int64))
 
     def append(self, tokens: Sequence[int]) -> None:
         """Write on: what stood before each token is a place now."""
@@ -62,6 +67,8 @@ class GrowingIndex:
     ) -> list[Ring]:
         """As `ContextIndex.nearest`; of equally long matches the latest places come first."""
         latest = self._latest(context, most, within, least, fewer)
+        if self._index is None:
+            return latest
         if latest:
             least = max(least, latest[0][0] - within)
         older = self._index.nearest(context, most, within, least, fewer)
@@ -76,8 +83,17 @@ class GrowingIndex:
         So a match at distance d from the end repeats the last d tokens, which is what a periodic
         text does. `more` is what comes behind the text.
         """
-        known = (*self.ids[place : place + length], *more)[:length]
+        known = tuple(self.ids[place : place + length])
+        if more:
+            known = (*known, *more)[:length]
         return known if len(known) == length else (known * -(-length // len(known)))[:length]
+
+    def _list(self) -> None:
+        """Sort all places by their keys; of equal ones the latest come first."""
+        before = list(accumulate(self.ids[:-1], push, initial=0))[: len(self.ids)]
+        latest_first = range(len(before) - 1, -1, -1)
+        self._ends = sorted(latest_first, key=before.__getitem__)
+        self._keys = [before[end] for end in self._ends]
 
     def _latest(
         self, context: Context, most: int, within: int, least: int, fewer: int | None
