@@ -35,7 +35,7 @@ JOBS = (
     "recurrent",
     "arguments",
 )
-SLOW_JOBS = ("many_texts", "more_families")
+SLOW_JOBS = ("many_texts", "more_texts", "more_families")
 SENTENCES = (
     "The following statements are executed in the order in which they are written. An assignment "
     "statement evaluates the expression list and assigns the result. The following statements are "
