@@ -20,7 +20,7 @@ from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Guess
 
 MOST_PLACES = 24
-"""Places that are asked of each index: 20 lose 0.1% of the tokens a pass, 32 gain 0.1%."""
+"""Places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass."""
 
 FEWER_PLACES = 4
 """Of those, the ones that match shorter than the longest; 8 gain nothing."""

@@ -147,7 +147,8 @@ class RecurrentSession(SteppingSession):
         """Read the pairs that are complete, but for the last one, whose state a draft begins with.
 
         What the others leave in the caches is all that anybody needs of them, so that of the last
-        layer no more is computed than keys and values.
+        layer no more is computed than keys and values. A few that a draft begins with are not worth
+        a step of their own.
         """
         if self.num_pairs() > 1:
             self.read_pairs(self.num_pairs() - 1)
