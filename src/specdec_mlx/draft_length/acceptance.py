@@ -34,7 +34,7 @@ RECENT_MEMORY = 0.7
 """Decay of the moving average of "this draft token was right": texts turn quickly."""
 
 IDLE_MEMORY = 0.8
-"""Decay of what that average is away from `UNKNOWN`, in a round in which nothing was tried."""
+"""Decay of what that average is away from the usual, in a round in which nothing was tried."""
 
 VARIANCE = 0.1
 """Of each prior log-odds around what it is for one model and one kind of text."""
@@ -103,7 +103,8 @@ class AcceptanceHistory:
     odds: the log-odds of all classes of all features, those of one beginning at `START`. variances:
     of the same. tokens: what tokens that were copied add to that, which no draft that was drawn at
     random may look at. recent: share of the tokens tried lately that were accepted; the same
-    evidence means more in a text that has been predictable. memory: decay of that.
+    evidence means more in a text that has been predictable. memory: decay of that. usual: what that
+    share is taken for where nothing was tried lately; settling: how far a trial moves it.
     """
 
     odds: list[float] = field(default_factory=lambda: in_a_row(PRIOR_LOG_ODDS))
@@ -111,6 +112,8 @@ class AcceptanceHistory:
     tokens: TokenEffects = field(default_factory=TokenEffects)
     recent: float = UNKNOWN
     memory: float = RECENT_MEMORY
+    usual: float = UNKNOWN
+    settling: float = 0.0
 
     @classmethod
     def of_look_ups(cls, kind: str = "") -> AcceptanceHistory:
@@ -136,12 +139,13 @@ class AcceptanceHistory:
         }
         return cls(in_a_row(PRIOR_LOG_ODDS | later))
 
-    def as_dict(self) -> dict[str, dict[str, list[float]]]:
+    def as_dict(self) -> dict[str, Any]:
         """What was learned, by its names in a file."""
-        return {"log-odds": by_feature(self.odds), "variances": by_feature(self.variances)}
+        odds, variances = by_feature(self.odds), by_feature(self.variances)
+        return {"log-odds": odds, "variances": variances, "usual": self.usual}
 
-    def restore(self, saved: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
-        """Take over what `as_dict` gave.
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `as_dict` gave, in this version or an earlier one.
 
         Raises:
             KeyError: for a feature that is missing.
@@ -152,14 +156,15 @@ class AcceptanceHistory:
             if any(len(known[name]) != size for name, size in SIZES.items()):
                 raise ValueError(f"{told}: expected as many classes as in {SIZES}")
             numbers[:] = in_a_row(known)
+        self.usual = float(saved.get("usual", UNKNOWN))
 
     def begin_text(self) -> None:
         """Forget how predictable the last text was; what was learned of evidence stays."""
-        self.recent = UNKNOWN
+        self.recent = self.usual
 
     def pass_by(self) -> None:
         """Let a round go by in which nothing was tried: what was recent is less so."""
-        self.recent = UNKNOWN + IDLE_MEMORY * (self.recent - UNKNOWN)
+        self.recent = self.usual + IDLE_MEMORY * (self.recent - self.usual)
 
     def learn(
         self,
@@ -201,6 +206,7 @@ class AcceptanceHistory:
             reduced = variance * (1 - variance * shrinkage)
             effect[1] = reduced if reduced > LEAST_VARIANCE else LEAST_VARIANCE
         self.recent += (1 - self.memory) * (accepted - self.recent)
+        self.usual += self.settling * (accepted - self.usual)
 
     def chance(self, evidence: Evidence | int, position: int) -> float:
         """Chance that the token at a position is accepted if those before it were."""
