@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.draft_length import token_effects
-from specdec_mlx.draft_length.acceptance import POSITION, SIZES, START, AcceptanceHistory
+from specdec_mlx.draft_length.acceptance import POSITION, SIZES, START, UNKNOWN, AcceptanceHistory
 from specdec_mlx.draft_length.agreement import (
     ALONE,
     DISPUTED,
@@ -231,6 +231,19 @@ def test_the_prior_grows_with_the_evidence() -> None:
     chances = [history.chance(evidence, 0) for evidence in (1, 2, 3, 4, 5, 7, 10, 16, 500)]
     assert chances == sorted(chances)
     assert 0 < chances[0] < chances[-1] < 1
+
+
+def test_the_usual_acceptance_is_kept_and_may_be_missing() -> None:
+    """A file of an earlier version does not have it."""
+    history = AcceptanceHistory(settling=0.1)
+    for _ in range(50):
+        history.learn(0, 0, True)
+    saved = history.as_dict()
+    other, earlier = AcceptanceHistory(), AcceptanceHistory()
+    other.restore(saved)
+    assert other.usual == history.usual > 0.9
+    earlier.restore({name: saved[name] for name in ("log-odds", "variances")})
+    assert earlier.usual == UNKNOWN
 
 
 @pytest.mark.parametrize("evidence", [0, 1, 4, 40])

@@ -17,13 +17,8 @@ from operator import mul
 from typing import ClassVar
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.accounts import (
-    EXPENSIVE_BUDGET,
-    LARGEST_BUDGET,
-    LONGEST,
-    PROVEN_SHARE,
-    Account,
-)
+from specdec_mlx.draft_length.accounts import EXPENSIVE_BUDGET, LONGEST, Account
+from specdec_mlx.draft_length.budgets import Budgets
 from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step
 
 LOOK_AGAIN = 8
@@ -51,51 +46,11 @@ LOOKAHEAD = 4
 """Further tokens that are considered when one is weighed: a pass over some widths costs no more
 than over fewer."""
 
-TEXT_BUDGET = 2.0
-"""What a text may lose at first, in plain rounds, however much earlier texts have earned."""
-
-TEXT_SHARE = 0.005
-"""Share of its time that a text may lose besides, where the draft model never paid."""
-
-PROVEN_TEXT_SHARE = 0.03
-"""The same where it has: a text keeps 0.95 of plain's speed, and one that began with bad luck is
-drafted for again after a few dozen tokens. With 0.015 the lab's draft model, which gains little at
-temperature 0.7, was silent in more than half of the rounds and gave 1.05 of plain, not 1.11."""
-
-DOUBTFUL_TEXT_SHARE = 0.015
-"""The same where it did in other texts, but is not expected to in this one."""
-
-LUCK = 1 / 3
-"""Share that is booked of what a draft brought beyond what was expected of it, or less. The rest is
-luck: all booked, a model that gained 10% was silent in half of the rounds, for its bad luck."""
-
-LARGEST_BANK = 20.0
-"""Most that gains add up to over all texts: enough that bad luck does not silence a good one."""
-
-EXPLORATION_SHARE = 0.003
-"""Share of the time that a draft model may lose which never paid; over 10 texts of 96 tokens a
-useless one costs less than a hundredth."""
-
-LIKELY_SHARE = 0.005
-"""The same of one that never paid, and is expected to: bad luck with the first text shall not
-silence it for ten others."""
-
-LARGEST_DEBT = 0.3
-"""Most of what a draft lost beyond its budget that later ones have to earn first: one unlucky draft
-must not silence a good model."""
-
 UNKNOWN_POSITION = 0.5
 """Most that a draft token is taken to add to a pass of a width that was not measured."""
 
 UNKNOWN_READING = 0.02
 """Cost of reading a token, in draft steps, where neither model was seen to read."""
-
-TRIAL_SHARE_OF_BUDGET = 0.5
-"""Share of the budget that reading may take where drafts have not paid yet; they have the rest."""
-
-READING_SHARE = 0.04
-"""Share of the text so far that reading may take, if all texts can pay for it: what is believed of
-a model changes only where it is asked, and a long prompt must not keep it silent for good."""
 
 
 @dataclass
@@ -109,9 +64,9 @@ class StepwiseAccount(Account):
     the making. reaches: chance that all of it is accepted, up to each position. num_rounds: of this
     generation. num_steps: draft steps since the latest round was recorded. num_missed: tokens of
     the text that it has not read, None for all. num_emitted: tokens of this generation.
-    text_budget: what the text may still lose. prefill: seconds that the target took to read a token
-    of the prompt. is_trial: whether reading is charged to the budgets. outlook: what `_outlook`
-    found. num_idle: rounds since it was last asked. num_dropped: drafts in a row that ended before
+    prefill: seconds that the target took to read a token of the prompt. is_trial: whether reading
+    is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last
+    asked. num_dropped: drafts in a row that ended before
     their first token; after each of them it rests a round longer. rest: rounds until it is worked
     out again whether to ask. is_sure: whether it is asked until then, since the budgets stood the
     longest draft. _passes, _gains: costs of passes and expected tokens, by length, worked out for a
@@ -133,7 +88,6 @@ class StepwiseAccount(Account):
     is_sure: bool = False
     num_missed: int | None = None
     num_emitted: int = 0
-    text_budget: float = TEXT_BUDGET
     _passes: list[float] = field(default_factory=list)
     _gains: list[float] | None = None
     first_budget: ClassVar[float] = EXPENSIVE_BUDGET
@@ -143,6 +97,7 @@ class StepwiseAccount(Account):
         for history in self._histories():
             history.memory, history.settling = RECENT_MEMORY, USUAL_SHARE
             history.begin_text()
+        self.budgets = Budgets(self.learned)
 
     def _histories(self) -> tuple[AcceptanceHistory, ...]:
         return self.learned.acceptance, self.learned.before, self.learned.blind
@@ -195,7 +150,7 @@ class StepwiseAccount(Account):
             expected: tokens that it is expected to bring, besides the round's own.
         """
         loss = self._worst_pass(length) - 1.0 + self._drafting(length) - expected / 2
-        return loss <= min(self.learned.exploration_budget, self.text_budget)
+        return self.budgets.stand(loss)
 
     def _worst_pass(self, length: int) -> float:
         """Most that a pass over a draft is taken to cost."""
@@ -317,9 +272,7 @@ class StepwiseAccount(Account):
         cost = self._reading_cost()
         if cost <= gain * self.num_emitted:
             return True
-        share = 1.0 if self.learned.is_proven else TRIAL_SHARE_OF_BUDGET
-        most = max(share * self.text_budget, READING_SHARE * self.num_emitted)
-        self.is_trial = cost <= min(share * self.learned.exploration_budget, most)
+        self.is_trial = self.budgets.stand_reading(cost, self.num_emitted)
         return self.is_trial
 
     def _reading_cost(self) -> float:
@@ -364,8 +317,7 @@ class StepwiseAccount(Account):
             costs.add(round_.drafted, round_.seconds - round_.draft_seconds)
         cost = self.round_cost(round_.drafted)
         self._learn_steps(round_)
-        expected = 1.0 + sum(self.reaches[: round_.drafted])
-        self._change_budget(expected + LUCK * (round_.emitted - expected) - cost)
+        self.budgets.book(round_.emitted, 1.0 + sum(self.reaches[: round_.drafted]), cost)
 
     def settle_steps(self, round_: RoundRecord) -> None:
         """The same of a round that verified nothing of what it drafted."""
@@ -374,7 +326,7 @@ class StepwiseAccount(Account):
             self.num_dropped += 1
             self.rest = min(self.num_dropped - 1, RETRY_AFTER)
         self._learn_steps(round_)
-        self._change_budget(-self.dropped_cost)
+        self.budgets.change(-self.dropped_cost)
 
     def _learn_steps(self, round_: RoundRecord) -> None:
         """Learn from the host time of drafting, which waits for every step."""
@@ -391,14 +343,12 @@ class StepwiseAccount(Account):
     def follow(self, round_: RoundRecord) -> None:
         """Earn this round's share of the time."""
         self._forget()
-        self.learned.exploration_budget += self._share_of_exploration()
-        self.text_budget += self._share_of_text()
+        self.budgets.earn(self.gain)
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
         if self.evidence:  # it was asked, and read all that there was
             if self.is_trial:
-                cost = self._reading_cost()
-                self._change_budget(-cost, min(0.0, READING_SHARE * self.num_emitted - cost))
+                self.budgets.pay_for_reading(self._reading_cost(), self.num_emitted)
             self.num_missed, self.is_trial, self.num_idle = 0, False, 0
         else:
             if self.is_sure:
@@ -420,18 +370,6 @@ class StepwiseAccount(Account):
         if self.num_rounds % LOOK_AGAIN == 0:
             self.outlook = None
 
-    def _share_of_exploration(self) -> float:
-        """Share of the time of all texts that may be lost."""
-        if self.learned.is_proven:
-            return PROVEN_SHARE
-        return LIKELY_SHARE if self.gain > 0 else EXPLORATION_SHARE
-
-    def _share_of_text(self) -> float:
-        """Share of the time that this text may lose."""
-        if not self.learned.is_proven:
-            return TEXT_SHARE
-        return PROVEN_TEXT_SHARE if self.gain > 0 else DOUBTFUL_TEXT_SHARE
-
     def learn_acceptance(self, round_: RoundRecord) -> None:
         """Learn from the verdict on its draft, by what was known when."""
         for i in range(min(round_.accepted + 1, round_.drafted)):
@@ -440,10 +378,3 @@ class StepwiseAccount(Account):
             self.learned.blind.learn(0, i, right)
             if i and not self.evidence[i].is_free:
                 self.learned.before.learn(self.evidence[i - 1], i, right)
-
-    def _change_budget(self, amount: float, of_text: float | None = None) -> None:
-        budget = self.learned.exploration_budget + amount
-        self.learned.exploration_budget = min(max(-LARGEST_DEBT, budget), LARGEST_BANK)
-        self.learned.is_proven = self.learned.is_proven or budget >= LARGEST_BUDGET
-        left = self.text_budget + (amount if of_text is None else of_text)
-        self.text_budget = min(max(-LARGEST_DEBT, left), LARGEST_BUDGET)
