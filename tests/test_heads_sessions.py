@@ -428,9 +428,9 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
     confidences = []
     for i in range(len(logits)):
         single.draw(logits[i : i + 1])
-        confidences.append(single.confidence().item())
+        confidences.append(single.log_confidence().item())
     assert len(together) == len(single) == 5
-    assert np.allclose(together.confidences(), confidences, atol=1e-6)
+    assert np.allclose(together.log_confidences(), confidences, atol=1e-6)
     for length in (2, 5):
         some, others = together.draft(length), single.draft(length)
         assert to_list(some.tokens) == to_list(others.tokens)

@@ -76,12 +76,12 @@ class Path(Draws):
         self.num_drawn += 1
         return mx.array([self.tokens[self.num_drawn - 1]])
 
-    def confidence(self) -> mx.array:
-        return self.confidences()[-1:]
+    def log_confidence(self) -> mx.array:
+        return self.log_confidences()[-1:]
 
-    def confidences(self) -> mx.array:
+    def log_confidences(self) -> mx.array:
         drawn = zip(self.rows, self.tokens[: self.num_drawn], strict=False)
-        return mx.array([float(row[x] if self.peeks else row.max()) for row, x in drawn])
+        return mx.log(mx.array([float(row[x] if self.peeks else row.max()) for row, x in drawn]))
 
     def draft(self, length: int | None = None) -> Draft:
         return Draft(self.tokens[:length])

@@ -6,6 +6,7 @@ next token come from, a *step*; what is drawn from them, and when a draft ends, 
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -95,18 +96,19 @@ class Draws:
             self._seen = mx.concatenate([self._seen, token])
         return token
 
-    def confidence(self) -> mx.array:
-        """The largest probability of the distribution that the last token comes from; [1]."""
-        return self._confidences(self._rows[-1][-1:])
+    def log_confidence(self) -> mx.array:
+        """Log of the largest probability of what the last token was drawn from; [1]."""
+        last = self._rows[-1]
+        return self._log_confidences(last if last.shape[0] == 1 else last[-1:])
 
-    def confidences(self) -> mx.array:
+    def log_confidences(self) -> mx.array:
         """The same for each token; [n], at least one."""
-        return self._confidences(_first(self._rows, len(self)))
+        return self._log_confidences(_first(self._rows, len(self)))
 
-    def _confidences(self, rows: mx.array) -> mx.array:
-        """The largest probability in each row."""
+    def _log_confidences(self, rows: mx.array) -> mx.array:
+        """The same of each row; as logs, since each operation on the device takes its time."""
         likeliest = mx.max(rows, axis=-1)
-        return mx.exp(likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1))
+        return likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1)
 
     def draft(self, length: int | None = None) -> Draft:
         """The first `length` tokens of what was drawn; None for all of it."""
@@ -231,10 +233,10 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
         while len(draws) < min(len(evidence) + ahead, length):
             with pace.building():
                 token = draws.draw(step(token))
-                confidences.append(draws.confidence())
+                confidences.append(draws.log_confidence())
                 mx.async_eval(token, confidences[-1])
         with pace.waiting(alone=len(draws) == len(evidence) + 1):
-            confidence = float(confidences[len(evidence)].item())  # type: ignore[arg-type]
+            confidence = math.exp(confidences[len(evidence)].item())  # type: ignore[arg-type]
         evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
         pace.learn(latest, decision is Step.GO_ON)
@@ -251,9 +253,9 @@ def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
         return Draft()
     evidence: list[Evidence] = []
     decision = Step.GO_ON
-    confidences: list[float] = draws.confidences().tolist()  # type: ignore[assignment]
+    confidences: list[float] = draws.log_confidences().tolist()  # type: ignore[assignment]
     for confidence in confidences:
-        evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
+        evidence.append(Evidence(confidence=math.exp(confidence), is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
         if decision is not Step.GO_ON:
             break
