@@ -22,10 +22,10 @@ DOUBTFUL_TEXT_SHARE = 0.015
 """The same where it did in other texts, but is not expected to in this one."""
 
 LUCK = 1 / 3
-"""Share that is booked of what a draft brought beyond what was expected of it, or less, once the
-draft model has paid. The rest is luck: with all of it booked, one that gained a tenth was silent in
-half of the rounds. One that never paid has all of it booked, since what is expected of it is a
-guess."""
+"""Share of what a draft brought beyond what was expected of it, or less, that is booked for all
+texts, once the draft model has paid. The rest is luck: with all of it booked, one that gained a
+tenth was silent for whole texts. One that never paid has all of it booked, since what is expected
+of it is a guess; and so has each text, since what it loses is lost, by bad luck or not."""
 
 LARGEST_BANK = 20.0
 """Most that gains add up to over all texts: enough that bad luck does not silence a good one."""
@@ -78,8 +78,9 @@ class Budgets:
             expected: tokens that it was expected to bring.
             cost: in plain rounds.
         """
+        gain, luck = expected - cost, emitted - expected
         share = LUCK if self.learned.is_proven else 1.0
-        self.change(expected + share * (emitted - expected) - cost)
+        self.change(gain + share * luck, of_text=gain + luck)
 
     def pay_for_reading(self, cost: float, num_emitted: int) -> None:
         """Take it away, from the text's only what goes beyond the share set aside for it."""
