@@ -59,18 +59,17 @@ class StepwiseAccount(Account):
 
     It drafts on account as `ModelAccount` does, and within what a single text may lose.
 
-    time_step: measures the seconds of one draft step before anything is read. reads_along:
-    whether the text is read as it comes, and nothing is ever missed. evidence: of the draft in
-    the making. reaches: chance that all of it is accepted, up to each position. num_rounds: of this
-    generation. num_steps: draft steps since the latest round was recorded. num_missed: tokens of
-    the text that it has not read, None for all. num_emitted: tokens of this generation.
-    prefill: seconds that the target took to read a token of the prompt. is_trial: whether reading
-    is charged to the budgets. outlook: what `_outlook` found. num_idle: rounds since it was last
-    asked. num_dropped: drafts in a row that ended before
-    their first token; after each of them it rests a round longer. rest: rounds until it is worked
-    out again whether to ask. is_sure: whether it is asked until then, since the budgets stood the
-    longest draft. _passes, _gains: costs of passes and expected tokens, by length, worked out for a
-    round.
+    time_step: measures the seconds of one draft step before anything is read. reads_along: whether
+    the text is read as it comes, and nothing is ever missed. evidence: of the draft in the making.
+    reaches: chance that all of it is accepted, up to each position. num_rounds: of this generation.
+    num_steps: draft steps since the latest round was recorded. num_missed: tokens of the text that
+    it has not read, None for all. num_emitted: tokens of this generation. prefill: seconds that the
+    target took to read a token of the prompt. is_trial: whether reading is charged to the budgets.
+    outlook: what `_outlook` found. num_idle: rounds since it was last asked. num_dropped: drafts in
+    a row that ended before their first token; after each of them it rests a round longer. rest:
+    rounds until it is worked out again whether to ask. is_sure: whether it is asked until then,
+    since the budgets stood the longest draft. budgets: what may be lost. _passes, _gains: costs of
+    passes and expected tokens, by length, worked out for a round.
     """
 
     time_step: Callable[[], float] | None = None
