@@ -258,8 +258,17 @@ def test_the_second_start_is_the_last_and_its_children_inherit_nothing(
         (blas, "blas_name", lambda: "MKL"),
         (blas, "find_openblas", lambda: None),
         (sys, "argv", ["/bin/pytest", "tests"]),
+        (sys, "orig_argv", ["python", "/bin/pytest", "tests"]),
     ],
-    ids=["Mac", "GPU", "preloaded by the user", "another library", "none there", "a test"],
+    ids=[
+        "Mac",
+        "GPU",
+        "preloaded by the user",
+        "another library",
+        "none there",
+        "a test",
+        "a test that runs the command",
+    ],
 )
 def test_nothing_starts_again_where_that_gains_nothing(
     module: Any, name: str, value: Any, starts: list, monkeypatch: pytest.MonkeyPatch

@@ -54,14 +54,16 @@ def start_again_with_openblas(command: str) -> str | None:
 
     Returns where there is nothing to gain or nothing to preload, and in the process that was
     started again. A Mac has Accelerate, a GPU needs none, and a library that the user has preloaded
-    stays. Nothing happens either in a process that is not the command itself, such as a test.
+    stays. Nothing happens either in a process that was not started as the command, such as one that
+    runs it by `runpy`: it would be lost with all that it holds.
 
     Returns:
         The library that was preloaded for this process; None if none was.
     """
     if (library := _take_over()) is not None:
         return library
-    is_command = sys.argv[1:2] == [command]
+    arguments = sys.argv[1:]
+    is_command = arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
     if is_command and needs_openblas() and (library := find_openblas()) is not None:
         _start_again(library)
     return None
