@@ -18,7 +18,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Prompt, read_prompts
@@ -122,15 +124,19 @@ class Run:
 def race(generations: Sequence[Iterable[Token]]) -> list[Run]:
     """Run generations to their ends in turns of TURN tokens, so that they share the machine's pace.
 
-    The prompt is read before any turn, and its time is not counted.
+    The prompt is read before any turn, and its time is not counted, nor that of a pass which was
+    launched then. A turn ends when the device is done with it, the pass that was launched ahead
+    included: the next turn would wait for that.
     """
     iterators = [iter(tokens) for tokens in generations]
     runs = [Run(next(iterator).stats) for iterator in iterators]
+    mx.synchronize(generation_stream)
     left = list(zip(iterators, runs, strict=True))
     while left:
         for iterator, run in list(left):
             started = time.perf_counter()
             turn = list(islice(iterator, TURN))
+            mx.synchronize(generation_stream)
             run.seconds += time.perf_counter() - started
             if len(turn) < TURN:
                 left.remove((iterator, run))
