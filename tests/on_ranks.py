@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,8 +16,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 WORKER = str(Path(__file__).parent / "rank_worker.py")
-TIMEOUT = 400.0
-"""Seconds after which ranks count as hanging; a loaded machine needs a tenth of that to start."""
+TIMEOUT = 1200.0
+"""Seconds after which ranks count as hanging: ten times what the longest job takes by itself."""
+
+TURN = Path(tempfile.gettempdir()) / "specdec-mlx-ranks.lock"
+"""Held while ranks run. They wait for each other by looking again and again: on a machine with two
+cores two groups at once take longer than one after the other."""
 
 
 class Rank(NamedTuple):
@@ -42,6 +48,7 @@ def ranks(
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
     shared = {**os.environ, "MLX_HOSTFILE": str(hosts), "SPECDEC_MLX_CACHE": str(folder / "cache")}
     with ExitStack() as stack:
+        fcntl.flock(stack.enter_context(TURN.open("a")), fcntl.LOCK_EX)
         started = []
         for rank in range(num_ranks):
             out, err = folder / f"{rank}.out", folder / f"{rank}.err"

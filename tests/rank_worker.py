@@ -86,18 +86,20 @@ def prompts(num_prompts: int) -> list[list[int]]:
     return [list(pair().tokenizer.encode(text[i * step :])) for i in range(num_prompts)]
 
 
-def text_cases(some: Mapping[int, list[int]]) -> Cases:
-    """Greedy and sampled texts of the lab pair, with each drafter, by `auto` and a fixed length.
+def text_cases(some: Mapping[int, list[int]], num_lengths: int = 1) -> Cases:
+    """Greedy and sampled texts of the lab pair, with each drafter.
 
-    some: prompts by their number, which is the seed.
+    some: prompts by their number, which is the seed. num_lengths: how many of LENGTHS each drafter
+        has with each prompt; with one of them they take turns from prompt to prompt.
     """
     found: Cases = {}
     for i, prompt in some.items():
         for temp, rule in ((0.0, "auto"), (1.0, "coupled")):
             options = {"sampler": Sampling(temp=temp), "rule": rule, "seed": i}
             expected = tokens(pair().target, prompt, **options)
-            for name in DRAFTERS:
-                for length in LENGTHS:
+            for turn, name in enumerate(DRAFTERS, start=i):
+                for k in range(num_lengths):
+                    length = LENGTHS[(turn + k) % len(LENGTHS)]
                     case = f"prompt {i}, temp={temp}, {name}, K={length}"
                     drafting = drafter(name, pair().draft)
                     got = tokens(sharded(), prompt, drafting, draft_length=length, **options)
@@ -106,8 +108,8 @@ def text_cases(some: Mapping[int, list[int]]) -> Cases:
 
 
 def texts() -> Cases:
-    """One prompt."""
-    return text_cases({0: prompts(1)[0]})
+    """One prompt, by `auto` and a fixed length."""
+    return text_cases({0: prompts(1)[0]}, len(LENGTHS))
 
 
 def many_texts() -> Cases:

@@ -75,7 +75,7 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for cell in code_cells(notebook):
         cell.outputs, cell.execution_count = [], None
     resources = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=240, kernel_name="python3", resources=resources).execute()
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
     for cell in code_cells(notebook):
         assert bool(errors(cell)) == fails_on_purpose(cell), cell.source
         assert "DIFFERENT" not in text_of(cell)

@@ -6,7 +6,9 @@ each test reads what one of them has found out.
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import threading
 import urllib.request
 from pathlib import Path
@@ -44,8 +46,16 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two ranks found out in all jobs that always run."""
-    return jobs_on_ranks(JOBS, tmp_path_factory.mktemp("ranks"))
+    """What two ranks found out in all jobs that always run, once for all of xdist's workers."""
+    folder = tmp_path_factory.getbasetemp()
+    folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
+    kept = folder / "found-on-ranks.json"
+    with (folder / "found-on-ranks.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            results = jobs_on_ranks(JOBS, tmp_path_factory.mktemp("ranks"))
+            kept.write_text(json.dumps(results))
+    return list(json.loads(kept.read_text()))
 
 
 def agree(results: list[Any], job: str) -> None:
