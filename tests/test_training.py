@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from selection import cases
 from specdec_mlx.bench.heads import compare, format_rows
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.errors import TrainingError
+from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.training import fitting, losses
 from specdec_mlx.training.continuations import continuations, write
@@ -414,12 +415,25 @@ def test_a_training_can_begin_with_a_head(
         mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "then")
     )
     assert all(mx.array_equal(x, then[name]).item() for name, x in first.items())
-    others = [replace(further, kind="exit" if kind == "medusa" else "medusa")]
-    if kind != "exit":  # whose size is the target's
-        others.append(replace(further, size=replace(plan.size, mlp=24, guesses=5)))
+    others = [
+        replace(further, kind="exit" if kind == "medusa" else "medusa"),
+        replace(further, size=replace(plan.size, mlp=24, guesses=5)),
+    ]
     for i, other in enumerate(others):
         with pytest.raises(TrainingError, match="no head of this kind and size"):
             train(other, *loaded, tmp_path / f"other-{i}")
+
+
+@pytest.mark.parametrize("missing", ["up.weight", "norm.weight"])
+def test_an_exit_that_is_not_whole_is_refused(
+    missing: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    train(plan_for(folder, "exit"), *loaded, tmp_path)
+    tensors = mx.load(str(tmp_path / "model.safetensors"))
+    del tensors[missing]
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
+    with pytest.raises(HeadError, match=rf"(?s)no complete exit.*{re.escape(missing)}"):
+        sd.load_head(tmp_path, loaded[0])
 
 
 def test_a_saved_draft_model_is_a_model_of_its_own(

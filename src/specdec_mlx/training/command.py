@@ -108,7 +108,9 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
 def _add_size(group: argparse._ArgumentGroup) -> None:
     count = argument(positive_int)
     group.add_argument("--width", type=count, help="of the states of eagle3 and draft")
-    group.add_argument("--mlp", type=count, help="width of the MLP (3 times the states')")
+    group.add_argument(
+        "--mlp", type=count, help="width of the MLP (3 times the states'; exit: theirs)"
+    )
     group.add_argument("--heads", type=count, help="of attention (one for each 64 of the width)")
     group.add_argument("--kv-heads", type=count, help="as many as --heads")
     group.add_argument(

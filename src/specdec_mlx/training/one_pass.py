@@ -14,6 +14,7 @@ from mlx_lm.models import llama
 
 from specdec_mlx.drafters.heads.early_exit import (
     EXIT_LAYER,
+    MLP_WIDTH,
     Exit,
     final_norm,
     first_layers,
@@ -73,20 +74,21 @@ class MedusaTrainee(Trainee):
 
 
 class ExitTrainee(Trainee):
-    """An early exit: a translator and a norm behind the target's first layers.
+    """An early exit: an adapter and a norm behind the target's first layers.
 
     Args:
         target: the model.
         ends: its ends.
         num_layers: after how many layers it leaves.
+        mlp: width of the adapter inside.
     """
 
-    def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int) -> None:
+    def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, mlp: int) -> None:
         """It begins as the target's own norm."""
         self.shortened = first_layers(target, num_layers)
         norm = final_norm(self.shortened)
         eps = getattr(norm, "eps", NORM_EPS)
-        self.exit = Exit(ends.width, eps)
+        self.exit = Exit(ends.width, mlp, eps)
         self.exit.norm.weight = norm.weight
         self.num_layers = num_layers
         super().__init__(self.exit, ends, Features(layers=(num_layers - 1,)))
@@ -94,6 +96,7 @@ class ExitTrainee(Trainee):
             "model_type": "early_exit",
             EXIT_LAYER: num_layers,
             "hidden_size": ends.width,
+            MLP_WIDTH: mlp,
             "rms_norm_eps": eps,
             "vocab_size": ends.vocab_size,
         }
@@ -104,7 +107,7 @@ class ExitTrainee(Trainee):
         yield Prediction(self.ends.logits(self.exit(states)), 0)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Translator and norm."""
+        """Adapter and norm."""
         return self.config, dict(tree_flatten(self.module.parameters()))
 
     def writer(self) -> nn.Module:

@@ -237,7 +237,8 @@ def _medusa(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) 
 
 def _exit(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
     layers = plan.size.layers or (max(1, len(target.layers) // 2),)
-    return ExitTrainee(target, target_ends(target), layers[0])
+    ends = target_ends(target)
+    return ExitTrainee(target, ends, layers[0], plan.size.mlp or ends.width)
 
 
 def _draft(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:

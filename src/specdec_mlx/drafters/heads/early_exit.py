@@ -1,8 +1,9 @@
 """Early exit: the target's own first layers, final norm and head draft for it.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others can be tried, or
-get a trained exit: a translator and a norm in place of the final norm (the tuned lens, Belrose et
-al. 2023, arXiv 2303.08112). No second set of layers is loaded. The first layers have caches of
+get a trained exit: an adapter (Houlsby et al. 2019, arXiv 1902.00751) and a norm in place of the
+final norm, as the tuned lens has a linear map there (Belrose et al. 2023, arXiv 2303.08112). No
+second set of layers is loaded. The first layers have caches of
 their own, so that they run twice on what is drafted, and the drafter needs to know nothing of the
 target's pass.
 """
@@ -25,26 +26,32 @@ from specdec_mlx.target.watching import watching
 EXIT_LAYER = "exit_layer"
 """Key of a config that tells a trained exit: after how many layers it leaves."""
 
+MLP_WIDTH = "intermediate_size"
+"""Key of its config: how wide the adapter is inside, else as wide as the states."""
+
 
 class Exit(nn.Module):  # type: ignore[misc]
-    """norm(x + translator(x)), what a trained exit has in place of the target's final norm.
+    """norm(x + down(silu(up(inner_norm(x))))), what a trained exit has for the target's final norm.
 
     Args:
         width: of the target's states.
-        eps: of the norm.
+        mlp: of what lies between `up` and `down`.
+        eps: of the norms.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
-        """As if there were no translator."""
+    def __init__(self, width: int, mlp: int, eps: float) -> None:
+        """As if there were no adapter."""
         super().__init__()
-        self.translator = nn.Linear(width, width)
-        self.translator.weight = mx.zeros((width, width))
-        self.translator.bias = mx.zeros((width,))
+        self.inner_norm = nn.RMSNorm(width, eps)
+        self.up = nn.Linear(width, mlp)
+        self.down = nn.Linear(mlp, width)
+        self.down.weight = mx.zeros((width, mlp))
+        self.down.bias = mx.zeros((width,))
         self.norm = nn.RMSNorm(width, eps)
 
     def __call__(self, x: mx.array) -> mx.array:
         """States [..., D] for the target's head, of the outputs [..., D] of the last layer run."""
-        normed: mx.array = self.norm(x + self.translator(x))
+        normed: mx.array = self.norm(x + self.down(nn.silu(self.up(self.inner_norm(x)))))
         return normed
 
 
@@ -80,13 +87,15 @@ def load_exit(
     shortened = first_layers(target, int(files.config[EXIT_LAYER]))
     tensors, _ = files.read(files.names)
     norm = final_norm(shortened)
-    width = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else 0
-    trained = Exit(width, files.config.get("rms_norm_eps", 1e-5))
-    if width == 0 or width != width_of(shortened):
+    width = width_of(shortened)
+    theirs = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else width
+    if theirs != width:
         raise HeadError(
-            f"{files.name}: its exit is for states of {width} numbers, and those of this target "
-            f"have {width_of(shortened)}. Use one that was trained for it."
+            f"{files.name}: its exit is for states of {theirs} numbers, and those of this target "
+            f"have {width}. Use one that was trained for it."
         )
+    mlp = int(files.config.get(MLP_WIDTH, width))
+    trained = Exit(width, mlp, files.config.get("rms_norm_eps", 1e-5))
     try:
         dtype = norm.weight.dtype
         trained.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
