@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 
@@ -43,3 +44,19 @@ def test_a_generation_pays_for_the_passes_that_it_launched(
     monkeypatch.setattr(heads.mx, "synchronize", device.wait)
     runs = heads.race([device.generation(costs[i], num_tokens) for i in order])
     assert [run.seconds / (num_tokens - 2) for run in runs] == [costs[i] for i in order]
+
+
+def test_each_generation_comes_after_each_other_one() -> None:
+    """What ran before is felt in the processor's caches, and so it is no one's own burden."""
+    turns: list[int] = []
+
+    def generation(index: int) -> Iterator[Token]:
+        for number in range(1 + 20 * heads.TURN):
+            if number % heads.TURN == 1:
+                turns.append(index)
+            yield Token(0, "plain", None, None, 0)  # type: ignore[arg-type]
+
+    heads.race([generation(i) for i in range(3)])
+    follows = set(pairwise(turns))
+    assert {(a, b) for a in range(3) for b in range(3) if a != b} <= follows
+    assert [turns.count(i) for i in range(3)] == [20, 20, 20]

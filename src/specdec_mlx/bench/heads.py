@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -126,14 +127,16 @@ def race(generations: Sequence[Iterable[Token]]) -> list[Run]:
 
     The prompt is read before any turn, and its time is not counted, nor that of a pass which was
     launched then. A turn ends when the device is done with it, the pass that was launched ahead
-    included: the next turn would wait for that.
+    included: the next turn would wait for that. Whose turn is next is drawn anew each time around,
+    since what ran before is felt in the processor's caches.
     """
+    draws = random.Random(0)
     iterators = [iter(tokens) for tokens in generations]
     runs = [Run(next(iterator).stats) for iterator in iterators]
     mx.synchronize(generation_stream)
     left = list(zip(iterators, runs, strict=True))
     while left:
-        for iterator, run in list(left):
+        for iterator, run in draws.sample(left, len(left)):
             started = time.perf_counter()
             turn = list(islice(iterator, TURN))
             mx.synchronize(generation_stream)
