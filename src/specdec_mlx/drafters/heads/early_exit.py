@@ -3,9 +3,8 @@
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others can be tried, or
 get a trained exit: an adapter (Houlsby et al. 2019, arXiv 1902.00751) and a norm in place of the
 final norm, as the tuned lens has a linear map there (Belrose et al. 2023, arXiv 2303.08112). No
-second set of layers is loaded. The first layers have caches of
-their own, so that they run twice on what is drafted, and the drafter needs to know nothing of the
-target's pass.
+second set of layers is loaded. The first layers have caches of their own, so that they run twice on
+what is drafted, and the drafter needs to know nothing of the target's pass.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ def load_exit(
     shortened = first_layers(target, int(files.config[EXIT_LAYER]))
     tensors, _ = files.read(files.names)
     norm = final_norm(shortened)
-    width = width_of(shortened)
+    width = int(norm.weight.shape[0])
     theirs = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else width
     if theirs != width:
         raise HeadError(
@@ -127,11 +126,6 @@ def final_norm(model: nn.Module) -> nn.Module:
             "replaced by a trained exit. Use another kind of head."
         )
     return small[0]
-
-
-def width_of(model: nn.Module) -> int:
-    """Numbers of a state after the model's final norm."""
-    return int(final_norm(model).weight.shape[0])
 
 
 def _replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module | None:
