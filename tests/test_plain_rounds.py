@@ -44,7 +44,11 @@ def test_a_timed_text_has_one_token_more_to_come() -> None:
 @FULL
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_next_to_nothing_is_drafted(temp: float) -> None:
-    """Nothing without a drafter or with K = 0; a useless model is tried, and then paused."""
+    """Nothing without a drafter or with K = 0; a useless model is tried, and then paused.
+
+    Texts have runs of one character, which even shuffled weights guess right: rounds are counted
+    less the tokens that their drafts brought.
+    """
     pair = lab.load_pair()
     (task,) = plain_rounds.lab_tasks(pair.tokenizer, 1)
     settings = Settings(max_tokens=80, repeats=1)
@@ -53,6 +57,6 @@ def test_next_to_nothing_is_drafted(temp: float) -> None:
     assert tuple(r.drafter for r in results) == CASES
     shares = {r.drafter: r.drafting_share for r in results}
     assert shares[NO_DRAFTER] == shares[NEVER_ASKED] == 0
-    if temp:  # greedy text has runs of one character, which even shuffled weights guess right
-        assert shares[PAUSED] < 0.1
+    (paused,) = (r for r in results if r.drafter == PAUSED)
+    assert paused.drafting_share - paused.accepted / paused.target_passes < 0.1
     assert all(r.tokens == 80 and r.ratio is not None for r in results)
