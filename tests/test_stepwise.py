@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -458,6 +459,35 @@ def test_a_proven_model_reads_a_long_prompt_once_the_text_can_bear_it() -> None:
     proven.follow(RoundRecord(0, 0, 1, 1))
     assert proven.learned.exploration_budget == pytest.approx(bank - cost, abs=0.2)
     assert proven.budgets.of_text >= of_text
+
+
+def test_a_model_that_never_paid_reads_where_enough_is_left_for_a_draft() -> None:
+    """Of the budget of all texts; saved up, it is there to be spent."""
+    budgets = Budgets(Learned(exploration_budget=2.2), of_text=4.0)
+    assert budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.7)
+    assert not budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.9)
+    budgets.of_text = 2.0  # a text without a gain in sight gives half of what it may lose
+    assert not budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.7)
+    assert budgets.stand_reading(1.4, num_emitted=40, draft_loss=0.7)
+
+
+def test_reading_that_is_refused_is_weighed_less_and_less_often() -> None:
+    """It takes as long as a hundredth of a small model's round."""
+    paused = account(step=0.2, slope=0.2)
+    paused.learned.context, paused.prefill = 10_000, 0.03
+    weighed = []
+    plan = paused._plan
+
+    def counted(rate: float) -> tuple[float, int]:
+        weighed.append(paused.num_rounds)
+        return plan(rate)
+
+    paused._plan = counted
+    for _ in range(60):
+        assert not paused.limit(1.0)
+        paused.follow(RoundRecord(0, 0, 1, 1))
+    gaps = [after - before for before, after in itertools.pairwise(weighed)]
+    assert gaps[:8] == [3, 4, 5, 6, 7, 8, 8, 8]
 
 
 def test_what_is_surely_worth_asking_is_weighed_in_every_second_round() -> None:

@@ -311,7 +311,7 @@ class Generation:
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:
         """Take the rejected positions back out of the caches."""
-        if len(current.draft):
+        if current.num_drafted:
             kept = outcome.kept[: len(outcome.tokens) - 1]
             draft_began = len(self.sequence.tokens) - len(outcome.tokens)
             self.target.rollback.keep(draft_began, kept)
@@ -333,7 +333,7 @@ class Generation:
         """Hand out the tokens of a round, while the next one is under way."""
         self.stats.other_seconds += self.clock.other_seconds(following)
         self.clock.time_if_hidden(following, self.drafting.length)
-        origins = _origins(len(current.draft), outcome.num_accepted)
+        origins = _origins(current.num_drafted, outcome.num_accepted)
         rows = [0, *(node + 1 for node in outcome.kept)]
         started = perf_counter()
         for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
@@ -344,7 +344,7 @@ class Generation:
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
-        if following is not None and not len(following.draft):
+        if following is not None and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
 
     def feed(self, num_tokens: int) -> None:

@@ -64,11 +64,17 @@ class Budgets:
         """Whether both stand a loss."""
         return loss <= min(self.learned.exploration_budget, self.of_text)
 
-    def stand_reading(self, cost: float, num_emitted: int) -> bool:
-        """Whether they stand that the text so far is read, after so many of its tokens."""
+    def stand_reading(self, cost: float, num_emitted: int, draft_loss: float) -> bool:
+        """Whether they stand that the text so far is read, and leave enough for a draft.
+
+        Args:
+            cost: of reading it.
+            num_emitted: how many tokens of the text have been written.
+            draft_loss: what a first short draft may lose.
+        """
         share = 1.0 if self.learned.is_proven else TRIAL_SHARE
         most = max(share * self.of_text, READING_SHARE * num_emitted)
-        return cost <= min(share * self.learned.exploration_budget, most)
+        return cost <= most and cost + draft_loss <= self.learned.exploration_budget
 
     def book(self, emitted: int, expected: float, cost: float) -> None:
         """Add what a round brought less what it cost.

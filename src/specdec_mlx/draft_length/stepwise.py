@@ -28,6 +28,10 @@ REST = 2
 """Rounds from one in which it was not worth asking, or surely was, to the one in which that is
 worked out anew: to work it out takes as long as a hundredth of a small model's round."""
 
+LONGEST_REST = 8
+"""The same where it is refused over and over for what changes slowly: costs, and
+what reading takes."""
+
 RETRY_AFTER = 12
 """Rounds after which a draft model is asked again where its last drafts were not worth it."""
 
@@ -66,7 +70,8 @@ class StepwiseAccount(Account):
     it has not read, None for all. num_emitted: tokens of this generation. prefill: seconds that the
     target took to read a token of the prompt. is_trial: whether reading is charged to the budgets.
     outlook: what `_outlook` found. num_idle: rounds since it was last asked. num_dropped: drafts in
-    a row that ended before their first token; after each of them it rests a round longer. rest:
+    a row that ended before their first token; after each of them it rests a round longer.
+    num_waits: times in a row that it was refused for what changes slowly. rest:
     rounds until it is worked out again whether to ask. is_sure: whether it is asked until then,
     since the budgets stood the longest draft. budgets: what may be lost. _passes, _gains: costs of
     passes and expected tokens, by length, worked out for a round.
@@ -83,6 +88,7 @@ class StepwiseAccount(Account):
     num_steps: int = 0
     num_idle: int = 0
     num_dropped: int = 0
+    num_waits: int = 0
     rest: int = 0
     is_sure: bool = False
     num_missed: int | None = None
@@ -108,7 +114,7 @@ class StepwiseAccount(Account):
             return LONGEST if self.is_sure else 0
         length = self._worth_asking(rate)
         self.is_sure = length == LONGEST and self.gain > 0
-        self.rest = 0 if 0 < length < LONGEST else REST
+        self.rest = 0 if 0 < length < LONGEST else REST + self.num_waits
         return length
 
     def _worth_asking(self, rate: float) -> int:
@@ -117,14 +123,20 @@ class StepwiseAccount(Account):
             self._measure_step()
         if not self._outlook()[0]:
             self.gain = 0.0
-            return 0
+            return self._wait()
         self.gain, needed = self._plan(rate)
         longest = self._longest()
-        if not longest or not self._may_read():
-            return 0
+        if longest and not self._may_read():
+            return self._wait()
+        self.num_waits = 0
         if self.gain < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
             return 0
         return longest if longest >= needed else 0
+
+    def _wait(self) -> int:
+        """No draft, and a longer rest each time in a row."""
+        self.num_waits = min(self.num_waits + 1, LONGEST_REST - REST)
+        return 0
 
     def _plan(self, rate: float) -> tuple[float, int]:
         """Value of a draft of which nothing is known yet but its places, and the length it needs.
@@ -148,8 +160,11 @@ class StepwiseAccount(Account):
             length: of the draft.
             expected: tokens that it is expected to bring, besides the round's own.
         """
-        loss = self._worst_pass(length) - 1.0 + self._drafting(length) - expected / 2
-        return self.budgets.stand(loss)
+        return self.budgets.stand(self._loss(length) - expected / 2)
+
+    def _loss(self, length: int) -> float:
+        """Most that a round is taken to lose whose draft is wrong from its first token."""
+        return self._worst_pass(length) - 1.0 + self._drafting(length)
 
     def _worst_pass(self, length: int) -> float:
         """Most that a pass over a draft is taken to cost."""
@@ -271,7 +286,7 @@ class StepwiseAccount(Account):
         cost = self._reading_cost()
         if cost <= gain * self.num_emitted:
             return True
-        self.is_trial = self.budgets.stand_reading(cost, self.num_emitted)
+        self.is_trial = self.budgets.stand_reading(cost, self.num_emitted, self._loss(1))
         return self.is_trial
 
     def _reading_cost(self) -> float:

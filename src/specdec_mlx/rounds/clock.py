@@ -12,11 +12,12 @@ from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRou
 class Round:
     """A pass under way, and the host time that it took to get there, in seconds.
 
-    is_ahead: whether it was launched before the round before it was read. part: key of the drafter
-    whose draft it verifies.
+    num_drafted: tokens of the draft that it verifies. is_ahead: whether it was launched before the
+    round before it was read. part: key of the drafter whose draft it verifies.
     """
 
     under_way: PendingPass
+    num_drafted: int
     draft_seconds: float
     launch_seconds: float
     is_ahead: bool = False
@@ -30,7 +31,7 @@ class Round:
     @property
     def num_pending(self) -> int:
         """Positions of tokens that were known before it."""
-        return self.under_way.num_fed - len(self.draft)
+        return self.under_way.num_fed - self.num_drafted
 
     @property
     def host_seconds(self) -> float:
@@ -73,7 +74,8 @@ class RoundClock:
         self._draft_began = None
         draft_seconds = self._launch_began - began
         launch_seconds = perf_counter() - self._launch_began
-        return Round(under_way, draft_seconds, launch_seconds, is_ahead, part)
+        num_drafted = len(under_way.draft)
+        return Round(under_way, num_drafted, draft_seconds, launch_seconds, is_ahead, part)
 
     def was_read(self, started: float) -> None:
         """A round was read; waiting for it began at `started`."""
@@ -101,7 +103,7 @@ class RoundClock:
             context: positions on the caches before it.
         """
         return RoundRecord(
-            drafted=len(current.draft),
+            drafted=current.num_drafted,
             accepted=outcome.num_accepted,
             emitted=len(outcome.tokens),
             fed=current.under_way.num_fed,
@@ -129,7 +131,7 @@ class RoundClock:
         """
         if following is None or self.was_undisturbed or not isinstance(length, TimesRounds):
             return
-        if length.wants_timing(len(following.draft)):
+        if length.wants_timing(following.num_drafted):
             following.under_way.wait()
             self._finished_at = perf_counter()
 

@@ -45,7 +45,7 @@ class SequenceState:
 
     def wants_more(self, besides: int = 0) -> bool:
         """Whether tokens are wanted beyond those known and `besides` more."""
-        return self.num_wanted(besides) != 0
+        return self.max_tokens < 0 or self.num_generated + besides < self.max_tokens
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Add generated tokens, but no more than are wanted; those that were added."""

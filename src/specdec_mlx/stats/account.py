@@ -101,14 +101,14 @@ class SpeculationStats(Rows):
         self.cut += round_.accepted + 1 - round_.emitted
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
+        self.rounds.append((round_.drafted, round_.accepted))
+        _count(self.accept_histogram, [round_.accepted])
         if round_.drafted:
             counts = self.by_drafter.setdefault(round_.part, [0, 0])
             counts[0] += round_.drafted
             counts[1] += round_.accepted
-        self.rounds.append((round_.drafted, round_.accepted))
-        _count(self.accept_histogram, [round_.accepted])
-        _count(self.drafted_at, range(round_.drafted))
-        _count(self.accepted_at, range(round_.accepted))
+            _count(self.drafted_at, range(round_.drafted))
+            _count(self.accepted_at, range(round_.accepted))
 
     @property
     def emitted(self) -> int:

@@ -98,7 +98,7 @@ class Trim:
     must_restore = False
 
     def save(self, cache: Any) -> Any:
-        return dict(vars(cache))
+        return vars(cache).copy()
 
     def restore(self, cache: Any, saved: Any) -> None:
         vars(cache).update(saved)

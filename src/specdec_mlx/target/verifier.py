@@ -27,6 +27,7 @@ from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, is_pure
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.types import (
+    NO_DRAFT,
     AcceptanceRule,
     Agreement,
     Draft,
@@ -41,6 +42,7 @@ from specdec_mlx.types import (
 )
 
 NO_TOKENS = mx.array([], mx.uint32)
+NOTHING_KEPT = range(0)
 
 MASS_TOLERANCE = 1e-3
 """How far a draft's distribution may be from summing to 1, in float32."""
@@ -77,6 +79,8 @@ class LazyPass:
 
     def read(self) -> Outcome:
         """What was kept and what is emitted; the only host synchronisation of a round."""
+        if not len(self.draft):
+            return self._read_token()
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
         check_drafted(numbers.get("drafted", ()), self.logprobs.shape[-1])
@@ -86,9 +90,16 @@ class LazyPass:
         _check_next_token(outcome.tokens[-1], self.logprobs.shape[-1])
         if "masses" in numbers:
             _check_distribution(numbers["masses"], numbers["own"])
-        if self.counterfactual is not None and len(self.draft):
+        if self.counterfactual is not None:
             self.counterfactual.record(np.array(numbers["chances"]), outcome.num_accepted)
         return outcome
+
+    def _read_token(self) -> Outcome:
+        """The same without a draft, where every line of the host shows beside plain decoding."""
+        tokens, scales = read_all(self.results["target_tokens"], self.results["scales"])
+        _check_logits(scales, [0])
+        _check_next_token(tokens[0], self.logprobs.shape[-1])
+        return Outcome(NOTHING_KEPT, tokens)
 
 
 @dataclass
@@ -217,22 +228,28 @@ class Verifier:
         Raises:
             DraftError: before anything is fed, for what cannot be a draft for this target.
         """
-        if len(draft):
+        num_drafted = len(draft)
+        if num_drafted:
             draft = self._checked(draft)
+            num_drafted = len(draft)
         pending = to_ids(pending)
-        num_fed = pending.shape[0] + len(draft)
-        pending, rows = self._feed_all_but_last_pass(pending)
-        if len(draft):
+        num_fed = pending.shape[0] + num_drafted
+        fed, rows = self._feed_all_but_last_pass(pending)
+        drafted = NO_TOKENS
+        if num_drafted:
             self.rollback.checkpoint()
-        drafted = self.drafted_ids(draft)
-        fed = mx.concatenate([pending, drafted]) if len(draft) else pending
+            drafted = self.drafted_ids(draft)
+            fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents)
-        if logits.shape[0] > len(draft) + 1:
-            logits = logits[-len(draft) - 1 :]
+        if logits.shape[0] > num_drafted + 1:
+            logits = logits[-num_drafted - 1 :]
         pass_ = self.judge(logits, draft, drafted, position, num_fed)
-        pass_.features = _joined([*rows, self.model_pass.features])
-        tops = None if pass_.features is None else pass_.features.top_tokens
-        mx.async_eval(pass_.to_compute, *([] if tops is None else [tops]))
+        to_compute = pass_.to_compute
+        if self.model_pass.taps is not None:
+            pass_.features = _joined([*rows, self.model_pass.features])
+            if pass_.features is not None and pass_.features.top_tokens is not None:
+                to_compute.append(pass_.features.top_tokens)
+        mx.async_eval(to_compute)
         return pass_
 
     def judge(
@@ -301,22 +318,23 @@ class Verifier:
         """Distribution, verdict and what is to be checked of a round, as one graph."""
         processed = self.distribution.process(logits, drafted, draft.parents)
         rows = Rows(processed, self.distribution, position, draft.parents)
-        verdict: Verdict | Agreement | TreeVerdict = Agreement(rows.tokens)
+        if not len(draft):
+            return _undecided(rows, num_fed)
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
-        if len(draft):
-            noise = RoundNoise(self.distribution.noise, position)
-            if draft.parents is None:
-                verdict = self.rule.decide(rows, as_ids, noise)
-            else:
-                assert self.tree_rule is not None, "a draft is cut to a chain without one"
-                verdict = self.tree_rule.decide_tree(rows, as_ids, noise)
+        noise = RoundNoise(self.distribution.noise, position)
+        verdict: Verdict | Agreement | TreeVerdict
+        if draft.parents is None:
+            verdict = self.rule.decide(rows, as_ids, noise)
+        else:
+            assert self.tree_rule is not None, "a draft is cut to a chain without one"
+            verdict = self.tree_rule.decide_tree(rows, as_ids, noise)
         results = {"scales": rows.scales, **verdict.arrays()}
         if isinstance(draft.tokens, mx.array):
             results["drafted"] = draft.tokens
-        if draft.logprobs is not None and as_ids.probs is not None and len(draft):
+        if draft.logprobs is not None and as_ids.probs is not None:
             results["masses"] = mx.sum(as_ids.probs, axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
-        if self.counterfactual is not None and len(draft):
+        if self.counterfactual is not None:
             results["chances"] = _chances(rows, as_ids)
         return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
 
@@ -333,6 +351,13 @@ class Verifier:
             return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
 
         return choose
+
+
+def _undecided(rows: Rows, num_fed: int) -> LazyPass:
+    """A round without a draft: the target's own token, and no rule."""
+    verdict = Agreement(rows.tokens)
+    results = {"scales": rows.scales, "target_tokens": verdict.target_tokens}
+    return LazyPass(NO_DRAFT, num_fed, rows.logprobs, verdict, results)
 
 
 def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
