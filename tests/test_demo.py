@@ -90,7 +90,7 @@ def scene(
 
 
 def show(*scenes: Scene) -> Show:
-    return Show(nn.Module(), None, {}, [0], scenes)
+    return Show(nn.Module(), None, {}, [0], 5, scenes)
 
 
 def lengths(samples: Sequence[Sample]) -> list[int]:
@@ -286,15 +286,14 @@ def test_every_drafter_has_written_something_else_before_it_is_timed(
 
     monkeypatch.setattr(demo, "stream_generate", stream)
     monkeypatch.setattr(demo, "show_live", lambda name, it: written.append((name, list(it))))
-    main = Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], [])  # type: ignore[dict-item]
-    pair = Show(nn.Module(), "letters", {"model": "C"}, [2], [])  # type: ignore[dict-item]
+    main = Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], 40, [])  # type: ignore[dict-item]
+    pair = Show(nn.Module(), "letters", {"model": "C"}, [2], 192, [])  # type: ignore[dict-item]
     demo.rehearse([main, pair], "auto", Budget(1, Clock()))
-    n = demo.REHEARSAL_TOKENS
     assert written == [
-        ("tokens", [1], n, "A", "auto"),
+        ("tokens", [1], 40, "A", "auto"),
         ("lookup", ["a", "b"]),
-        ("tokens", [1], n, "B", "auto"),
-        ("letters", [2], n, "C", "auto"),
+        ("tokens", [1], 40, "B", "auto"),
+        ("letters", [2], 192, "C", "auto"),
     ]
 
 

@@ -55,7 +55,7 @@ class Noting:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         session = self.drafter.begin(prompt, context)
         for _, part in session_parts(session, ""):
-            for method in ("propose", "propose_while", "time_step"):
+            for method in ("propose", "propose_while", "time_step", "time_reading"):
                 if hasattr(part, method):
                     setattr(part, method, self.noted(getattr(part, method)))
         return session

@@ -250,8 +250,8 @@ class Coins:
         self.coins = random.Random(seed)
         self.kinds: dict[str, bool] = {}
 
-    def begin_steps(self, part: str, time_step: Any, **kinds: bool) -> None:
-        self.kinds = kinds
+    def begin_steps(self, part: str, time_step: Any, *, time_reading: Any, **kinds: bool) -> None:
+        self.kinds = {"reads for itself": time_reading is not None, **kinds}
 
     def prefilled(self, num_tokens: int, seconds: float) -> None: ...
 
@@ -279,7 +279,11 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
 
     coins = Coins(1)
     assert text(drafter(kind), coins) == text(None, 0)
-    assert coins.kinds == {"at_once": kind in AT_ONCE, "reads_along": kind != "pard"}
+    assert coins.kinds == {
+        "reads for itself": kind == "pard",
+        "at_once": kind in AT_ONCE,
+        "reads_along": kind != "pard",
+    }
 
 
 # What it costs ------------------------------------------------------------------------------------

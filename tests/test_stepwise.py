@@ -471,6 +471,41 @@ def test_a_model_that_never_paid_reads_where_enough_is_left_for_a_draft() -> Non
     assert budgets.stand_reading(1.4, num_emitted=40, draft_loss=0.7)
 
 
+def test_what_reading_costs_is_measured_where_the_guess_keeps_a_model_silent() -> None:
+    """A guess goes by a draft step, which of a small model is mostly overhead. The round in which
+    it is measured drafts nothing, and is no plain one.
+    """
+    asked = []
+
+    def time_reading() -> float:
+        asked.append(paused.num_rounds)
+        return 0.0005
+
+    paused = account(step=0.2, slope=0.05)
+    paused.learned.context, paused.prefill, paused.time_reading = 1000, 0.1, time_reading
+    guessed = paused._reading_cost()
+    assert guessed == pytest.approx(20.0)
+    assert not paused.limit(1.0)
+    assert paused.num_steps == 1
+    assert paused._reading_cost() == pytest.approx(0.5)
+    rounds = 0
+    while not paused.limit(1.0):
+        paused.follow(RoundRecord(0, 0, 1, 1))
+        rounds += 1
+    assert rounds < 10
+    assert asked == [0]  # once
+
+
+def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
+    """What it has read stays."""
+    drafter, context = sd.ModelDrafter(tiny.build("llama")), DraftContext(vocab_size=VOCAB)
+    session = drafter.begin(PROMPT * 20, context)
+    session.propose(2)
+    before = session.rollback.position
+    assert session.time_reading() > 0
+    assert session.rollback.position == before
+
+
 def test_reading_that_is_refused_is_weighed_less_and_less_often() -> None:
     """It takes as long as a hundredth of a small model's round."""
     paused = account(step=0.2, slope=0.2)

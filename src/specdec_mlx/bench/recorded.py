@@ -201,9 +201,19 @@ class ModelledLength:
             self._cheap.add(part)
         return self._inner.limit(part, cheap)
 
-    def _begin_steps(self, part: str, time_step: Callable[[], float] | None, **kinds: bool) -> None:
+    def _begin_steps(
+        self,
+        part: str,
+        time_step: Callable[[], float] | None,
+        *,
+        time_reading: Callable[[], float] | None = None,
+        at_once: bool = False,
+        reads_along: bool = False,
+    ) -> None:
         """A step takes what it is said to take, and reading the prompt no time."""
-        self._chooser.begin_steps(part, lambda: self._draft_seconds, **kinds)
+        self._chooser.begin_steps(
+            part, lambda: self._draft_seconds, at_once=at_once, reads_along=reads_along
+        )
         self._chooser.prefilled(1, 0.0)
 
     def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:

@@ -30,7 +30,6 @@ from specdec_mlx.generation import stream_generate
 from specdec_mlx.models import load_model
 from specdec_mlx.responses import SpeculativeResponse
 
-REHEARSAL_TOKENS = 40
 REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
 """Most of the time that may go into the rehearsals, and into the pair that ships."""
 
@@ -172,7 +171,7 @@ def rehearsal(
 ) -> Iterator[SpeculativeResponse]:
     """One drafter's rehearsal, until it or its time is over."""
     responses = stream_generate(
-        *(show.model, show.tokenizer, show.rehearsal, REHEARSAL_TOKENS),
+        *(show.model, show.tokenizer, show.rehearsal, show.rehearsal_tokens),
         drafter=show.drafters[name],
         draft_length=parse_draft_length(draft_length),
     )

@@ -60,6 +60,8 @@ PROMPTS = {
 }
 LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
 
+REHEARSAL_TOKENS = 40
+
 PAIR = "lab pair"
 PAIR_TOPIC = "power"
 PAIR_TOKENS = 192  # of one letter each
@@ -77,6 +79,7 @@ class Show:
         tokenizer: the target's.
         drafters: by name, the most important one first.
         rehearsal: a further prompt, from which "auto" learns what passes cost before any is timed.
+        rehearsal_tokens: how much is written for it.
         scenes: the texts.
     """
 
@@ -84,6 +87,7 @@ class Show:
     tokenizer: Any
     drafters: Mapping[str, Drafter]
     rehearsal: list[int]
+    rehearsal_tokens: int
     scenes: Sequence[Scene]
 
 
@@ -118,7 +122,8 @@ def three_prompts(model: nn.Module, tokenizer: Any, draft_length: str, max_token
         )
         for name, prompt in PROMPTS.items()
     ]
-    return Show(model, tokenizer, drafters, encode_chat(tokenizer, LIVE_PROMPT), scenes)
+    rehearsal = encode_chat(tokenizer, LIVE_PROMPT)
+    return Show(model, tokenizer, drafters, rehearsal, REHEARSAL_TOKENS, scenes)
 
 
 def pair_that_ships(draft_length: str) -> Show:
@@ -138,7 +143,7 @@ def pair_that_ships(draft_length: str) -> Show:
     ]
     pace = measure_pace(target)
     scene = Scene(Task(PAIR, PAIR, opening), [plain(target), *ways], pace, PAIR_TOKENS)
-    return Show(target, tokenizer, {"model": drafter}, later, [scene])
+    return Show(target, tokenizer, {"model": drafter}, later, PAIR_TOKENS, [scene])
 
 
 def after_rehearsal(

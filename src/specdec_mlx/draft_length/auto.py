@@ -56,13 +56,16 @@ class Auto:
         part: str,
         time_step: Callable[[], float] | None,
         *,
+        time_reading: Callable[[], float] | None = None,
         at_once: bool = False,
         reads_along: bool = False,
     ) -> None:
         """Expect a drafter that asks `goes_on`; see `types.ChoosesSteps`."""
         learned = self.tuning.of(part, StepwiseAccount.first_budget)
         learned.drafting.at_once = at_once
-        self._parts[part] = StepwiseAccount(learned, time_step=time_step, reads_along=reads_along)
+        self._parts[part] = StepwiseAccount(
+            learned, time_step=time_step, time_reading=time_reading, reads_along=reads_along
+        )
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """Note what reading the prompt took; see `types.ChoosesSteps`."""

@@ -249,13 +249,15 @@ class DraftingCosts:
     what was measured tells the two apart.
 
     at_once: whether all steps are one pass, so that a draft of any length costs as much. price: of
-    a step on nothing, None where it was not measured. drafts: steps of a draft, and what
+    a step on nothing, None where it was not measured. reading_price: the same of reading a token.
+    drafts: steps of a draft, and what
     it took. readings: of reading one token of the text, many at a time. num_idle: rounds since it
     was priced, of those in which no draft could pay. patience: how many of them there may be.
     """
 
     at_once: bool = False
     price: float | None = None
+    reading_price: float | None = None
     drafts: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=NUM_DRAFTS))
     readings: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_SAMPLES))
     num_idle: int = 0
@@ -303,16 +305,23 @@ class DraftingCosts:
     @property
     def reading(self) -> float | None:
         """Of a token that is read; None where none was measured."""
-        return statistics.median(self.readings) if self.readings else None
+        return statistics.median(self.readings) if self.readings else self.reading_price
 
     def as_dict(self) -> dict[str, Any]:
         """What was measured, ready for JSON."""
         drafts = [list(draft) for draft in self.drafts]
-        return {"price": self.price, "drafts": drafts, "readings": list(self.readings)}
+        return {
+            "price": self.price,
+            "reading price": self.reading_price,
+            "drafts": drafts,
+            "readings": list(self.readings),
+        }
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave."""
         self.price = None if saved["price"] is None else float(saved["price"])
+        reading = saved.get("reading price")  # not in an earlier version's file
+        self.reading_price = None if reading is None else float(reading)
         self.drafts.extend((int(n), float(cost)) for n, cost in saved["drafts"])
         self.readings.extend(map(float, saved["readings"]))
 

@@ -63,7 +63,8 @@ class StepwiseAccount(Account):
 
     It drafts on account as `ModelAccount` does, and within what a single text may lose.
 
-    time_step: measures the seconds of one draft step before anything is read. reads_along: whether
+    time_step: measures the seconds of one draft step before anything is read. time_reading: the
+    same of reading one token. reads_along: whether
     the text is read as it comes, and nothing is ever missed. evidence: of the draft in the making.
     reaches: chance that all of it is accepted, up to each position. num_rounds: of this generation.
     num_steps: draft steps since the latest round was recorded. num_missed: tokens of the text that
@@ -78,6 +79,7 @@ class StepwiseAccount(Account):
     """
 
     time_step: Callable[[], float] | None = None
+    time_reading: Callable[[], float] | None = None
     reads_along: bool = False
     prefill: float | None = None
     is_trial: bool = False
@@ -257,6 +259,16 @@ class StepwiseAccount(Account):
             self.outlook = None
             self.num_steps += 1  # this round's seconds are not those of a plain one
 
+    def _measure_reading(self) -> None:
+        """Learn what reading costs, where the session can tell and nothing was read yet.
+
+        A step is mostly overhead where a draft model is small, and says little of reading.
+        """
+        drafting, plain = self.learned.drafting, self.learned.costs.plain
+        if self.time_reading is not None and drafting.reading is None and plain:
+            drafting.reading_price = self.time_reading() / statistics.median(plain)
+            self.num_steps += 1  # this round's seconds are not those of a plain one
+
     def _is_stuck(self) -> bool:
         """Whether it has long been thought never to pay: its price may be that of a bad moment."""
         drafting = self.learned.drafting
@@ -287,6 +299,8 @@ class StepwiseAccount(Account):
         if cost <= gain * self.num_emitted:
             return True
         self.is_trial = self.budgets.stand_reading(cost, self.num_emitted, self._loss(1))
+        if not self.is_trial:
+            self._measure_reading()
         return self.is_trial
 
     def _reading_cost(self) -> float:

@@ -40,6 +40,7 @@ from specdec_mlx.types import (
     SeesTarget,
     Step,
     Stepwise,
+    TimesReading,
     TimesSteps,
     key_of,
 )
@@ -151,6 +152,8 @@ class CascadeSession:
             self.propose_while = self._stepwise(first)
         if isinstance(first, TimesSteps):
             self.time_step = first.time_step
+        if isinstance(first, TimesReading):
+            self.time_reading = first.time_reading
         if isinstance(first, DraftsAtOnce):
             self.at_once = first.at_once
         if isinstance(first, SeesTarget):

@@ -32,6 +32,7 @@ from specdec_mlx.types import (
     DraftSession,
     ReadsTarget,
     Stepwise,
+    TimesReading,
     TimesSteps,
     is_cheap,
     key_of,
@@ -250,6 +251,8 @@ class KeptSession:
         if isinstance(session, Stepwise) and isinstance(session, TimesSteps):
             self.propose_while, self.time_step = session.propose_while, session.time_step
             self.at_once = session.at_once if isinstance(session, DraftsAtOnce) else False
+        if isinstance(session, TimesReading):
+            self.time_reading = session.time_reading
 
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read: it is not fed for the next turn's sake."""

@@ -32,6 +32,7 @@ from specdec_mlx.types import (
     Stepwise,
     TakesTrees,
     Target,
+    TimesReading,
     TimesSteps,
     is_cheap,
     key_of,
@@ -133,6 +134,7 @@ class Drafting:
         self.length.begin_steps(
             key,
             time_step,
+            time_reading=session.time_reading if isinstance(session, TimesReading) else None,
             at_once=session.at_once if isinstance(session, DraftsAtOnce) else False,
             reads_along=isinstance(session, SeesTarget),
         )

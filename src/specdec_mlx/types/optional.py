@@ -192,6 +192,15 @@ class TimesSteps(Protocol):
 
 
 @runtime_checkable
+class TimesReading(Protocol):
+    """A session that can tell what reading the text would cost; default: none does."""
+
+    def time_reading(self) -> float:
+        """Read some tokens for nothing, and give the seconds that one of them took."""
+        ...
+
+
+@runtime_checkable
 class DraftsAtOnce(Protocol):
     """A stepwise session that drafts in one pass; default: every token is a step that costs."""
 
@@ -210,6 +219,7 @@ class ChoosesSteps(Protocol):
         part: str,
         time_step: Callable[[], float] | None,
         *,
+        time_reading: Callable[[], float] | None = None,
         at_once: bool = False,
         reads_along: bool = False,
     ) -> None:
@@ -218,6 +228,7 @@ class ChoosesSteps(Protocol):
         Args:
             part: its key.
             time_step: seconds of one of its steps, where it can tell; see `TimesSteps`.
+            time_reading: of reading one token of a text, where it can; see `TimesReading`.
             at_once: whether a draft of any length costs as much; see `DraftsAtOnce`.
             reads_along: whether it is shown the text as the target reads it; little of it waits.
         """
