@@ -12,7 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -249,7 +249,7 @@ class BatchGeneration:
         next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
         verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
-        context = verifier.draft_context(self.tokenizer, None)
+        context = replace(verifier.draft_context(self.tokenizer, None), target_caches=None)
         check_fits(own.drafter, context)
         num_said, wanted = request.num_said, request.max_tokens
         sequence = SequenceState(prompt, len(prompt) - num_said, wanted, None, num_said)

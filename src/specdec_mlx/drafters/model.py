@@ -124,10 +124,14 @@ class ModelDrafter:
         if shared is not None:
             sampling = self.sampling_for(context.sampling)
             return session_for(self.model, shared, prompt, context, sampling, self.tokenizers)
-        session, guesser = ModelSession(self, prompt, context), make_guesser(self.drafter)
+        session, guesser = self.session(prompt, context), make_guesser(self.drafter)
         if guesser is None:
             return session
         return SpeculatedSession(session, guesser.begin(prompt, context))
+
+    def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+        """The model's side of a generation."""
+        return ModelSession(self, prompt, context)
 
 
 class ModelSession(Writes):

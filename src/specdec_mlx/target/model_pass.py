@@ -66,10 +66,15 @@ class ModelPass:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
         for index in wanted.caches:
             check_readable(self.rollback.caches, index)
-        self.taps = Taps(self.model, wanted, self._keys_values)
+        self.taps = Taps(self.model, wanted, self.keys_values)
 
-    def _keys_values(self, index: int) -> KeysValues:
-        """What a cache holds now."""
+    @property
+    def position(self) -> int:
+        """Positions that were fed."""
+        return self.rollback.position
+
+    def keys_values(self, index: int) -> KeysValues:
+        """What a cache holds now; UnreadableError for what has none."""
         return keys_values_of(self.rollback.caches, index)
 
     @property

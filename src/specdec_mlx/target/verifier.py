@@ -207,6 +207,7 @@ class Verifier:
             tokenizer=tokenizer,
             draft_cache=draft_cache,
             prefill_step_size=self.model_pass.options.prefill_step_size,
+            target_caches=self.model_pass,
         )
 
     def launch(

@@ -76,6 +76,7 @@ from specdec_mlx.types.target import (
     PendingPass,
     ReadsCache,
     Target,
+    TargetCaches,
 )
 from specdec_mlx.types.verdicts import (
     AcceptanceRule,
@@ -141,6 +142,7 @@ __all__ = [
     "TakesTrees",
     "Tappable",
     "Target",
+    "TargetCaches",
     "TargetRows",
     "TimesReading",
     "TimesRounds",

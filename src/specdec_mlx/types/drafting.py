@@ -17,6 +17,7 @@ from specdec_mlx.types.trees import first_path
 if TYPE_CHECKING:
     from specdec_mlx.sampling.distribution import Sampling
     from specdec_mlx.sampling.noise import Noise
+    from specdec_mlx.types.target import TargetCaches
 
 LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
 
@@ -184,6 +185,8 @@ class DraftContext:
     tokenizer: the target's tokenizer where the caller has one, else None.
     draft_cache: caches for a draft model that the caller wants used and kept in step, or None.
     prefill_step_size: most positions of the prompt to process at a time.
+    target_caches: what the target has read, for drafters that run layers of its own; None where
+        several texts are written at once.
     """
 
     sampling: Sampling | None = None
@@ -194,6 +197,7 @@ class DraftContext:
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
+    target_caches: TargetCaches | None = None
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.

@@ -4,23 +4,27 @@ LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; other
 get a trained exit: an adapter (Houlsby et al. 2019, arXiv 1902.00751) and a norm in place of the
 final norm, as the tuned lens has a linear map there (Belrose et al. 2023, arXiv 2303.08112). No
 second set of layers is loaded. The first layers have caches of their own, so that they run twice on
-what is drafted, and the drafter needs to know nothing of the target's pass.
+what is drafted; what the target has read by itself is copied from its caches.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
+from specdec_mlx.target.keys_values import keys_values_of
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.watching import watching
+from specdec_mlx.types import DraftContext
 
 EXIT_LAYER = "exit_layer"
 """Key of a config that tells a trained exit: after how many layers it leaves."""
@@ -56,17 +60,61 @@ class Exit(nn.Module):  # type: ignore[misc]
 
 @dataclass(frozen=True, eq=False)
 class ExitDrafter(ModelDrafter):
-    """The target's first layers with a trained exit.
+    """The target's first layers, with a trained exit or without.
 
-    name: what it was loaded from. exit: what was trained.
+    name: what it was loaded from. exit: what was trained, None for the target's own norm. copies:
+    whether its caches may be filled with what the target's hold.
     """
 
     name: str = ""
     exit: Exit | None = None
+    copies: bool = False
 
     def describe(self) -> str:
         """What was recognised, in a line."""
         return f"{self.name}: early exit after {len(self.model.layers)} layers, trained"
+
+    def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
+        """One that reads what the target has not."""
+        if self.copies and context.target_caches is not None:
+            return ExitSession(self, prompt, context)
+        return super().session(prompt, context)
+
+
+class ExitSession(ModelSession):
+    """Copies what the target has read, so that a long prompt costs it next to nothing."""
+
+    def catch_up(self) -> None:
+        """Copy what was missed, and feed what cannot be copied."""
+        self.copy_missed()
+        super().catch_up()
+
+    def copy_missed(self) -> None:
+        """Take over keys and values of all tokens that it missed, if they are more than one.
+
+        Not where its caches began elsewhere than the target's, or the target's forget.
+        """
+        held, own = self.context.target_caches, self.rollback.caches
+        missed = 0 if held is None else held.position - self.rollback.position
+        if held is None or missed < 2:
+            return
+        read = [held.keys_values(i) for i in range(len(own))]
+        start = 0 if own[0].offset == 0 else read[0].offset - missed
+        whole = all(keys.shape[2] == offset for keys, _, offset in read)
+        if whole and own[0].offset == start:
+            for cache, (keys, values, _) in zip(own, read, strict=True):
+                cache.update_and_fetch(keys[..., start:, :], values[..., start:, :])
+            self.rollback.advance(missed)
+
+    def time_reading(self) -> float:
+        """Next to nothing: it is not read but copied."""
+        return 0.0
+
+    def fork(self) -> ModelSession:
+        """One that reads for itself: what the target holds is this one's text."""
+        other = super().fork()
+        other.context = replace(self.context, target_caches=None)
+        return other
 
 
 def load_exit(
@@ -100,8 +148,10 @@ def load_exit(
         trained.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
     except ValueError as error:
         raise HeadError(f"{files.name} is no complete exit: {error}") from error
-    model = with_exit(shortened, trained)
-    return ExitDrafter(model, None, greedy, draft_temp, name=files.name, exit=trained)
+    model, copies = with_exit(shortened, trained), fills_alike(target, shortened)
+    return ExitDrafter(
+        model, None, greedy, draft_temp, name=files.name, exit=trained, copies=copies
+    )
 
 
 def with_exit(shortened: nn.Module, trained: Exit) -> nn.Module:
@@ -155,7 +205,9 @@ def early_exit(
     Raises:
         HeadError: the target has not so many layers, or they cannot be run alone.
     """
-    return ModelDrafter(first_layers(target, num_layers), greedy=greedy, draft_temp=draft_temp)
+    model = first_layers(target, num_layers)
+    copies = fills_alike(target, model)
+    return ExitDrafter(model, greedy=greedy, draft_temp=draft_temp, copies=copies)
 
 
 def first_layers(target: nn.Module, num_layers: int) -> nn.Module:
@@ -173,6 +225,25 @@ def first_layers(target: nn.Module, num_layers: int) -> nn.Module:
             "another number, or use a draft model."
         )
     return shortened
+
+
+def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
+    """Whether the caches of first layers come to hold what the target's first caches do."""
+    theirs, own = make_prompt_cache(target), make_prompt_cache(shortened)
+    first = list(leaves(theirs))[: len(own)]
+    if len(first) < len(own) or any(type(cache) is not KVCache for cache in [*first, *own]):
+        return False
+    ids = mx.array([[0, 1]])
+    target(ids, cache=theirs)
+    shortened(ids, cache=own)
+    if any(cache.empty() for cache in [*first, *own]):
+        return False
+    pairs = [(keys_values_of(first, i), keys_values_of(own, i)) for i in range(len(own))]
+    return all(
+        one.shape == other.shape and bool(mx.allclose(one, other, atol=1e-3).item())
+        for mine, his in pairs
+        for one, other in zip(mine[:2], his[:2], strict=True)
+    )
 
 
 def _shortened(module: nn.Module, layers: list[nn.Module], num_layers: int) -> nn.Module | None:

@@ -1,0 +1,225 @@
+"""Early exits copy what the target has read: the drafts of one that reads it by itself, sooner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.batch.generation import BatchGeneration, Request
+from specdec_mlx.drafters.heads.early_exit import ExitDrafter, ExitSession, fills_alike
+from specdec_mlx.drafters.heads.early_exit import first_layers as cut
+from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.target.keys_values import keys_values_of
+from specdec_mlx.types import DraftContext, KeysValues
+
+COPIES = {"qwen2": 1, "qwen3": 1, "gemma2": 1, "gpt2": 1, "deepseek_v3": 1}
+READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}
+"""Architecture -> layers; those with windows or states are left to read for themselves."""
+
+PROMPT = [5, 17, 40, 3, 64, 17, 40, 42] * 5
+
+
+def exit_of(model: nn.Module, layers: int) -> ExitDrafter:
+    drafter = sd.early_exit(model, layers)
+    assert isinstance(drafter, ExitDrafter)
+    return drafter
+
+
+@contextmanager
+def fed_to_exits() -> Iterator[list[int]]:
+    """Rows of each pass of a draft model."""
+    rows: list[int] = []
+    feed = ModelSession.feed
+
+    def counted(self: ModelSession, ids: mx.array, tree: Any = None) -> mx.array:
+        rows.append(ids.shape[0])
+        return feed(self, ids, tree)
+
+    ModelSession.feed = counted  # type: ignore[method-assign]
+    try:
+        yield rows
+    finally:
+        ModelSession.feed = feed  # type: ignore[method-assign]
+
+
+def written(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
+    """The text, what became of each draft, and rows of the exit's passes."""
+    with fed_to_exits() as rows:
+        options = {"max_tokens": 24, "draft_length": 3} | options
+        tokens = list(sd.speculate(model, prompt, drafter, **options))
+    return [t.token for t in tokens], tokens[-1].stats.rounds, rows
+
+
+@pytest.mark.parametrize("name", COPIES)
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_drafts_are_those_of_an_exit_that_reads_for_itself(name: str, temp: float) -> None:
+    """And the same text; not a row of the prompt is run through the exit's layers."""
+    model = tiny.build(name)
+    drafter = exit_of(model, COPIES[name])
+    assert drafter.copies
+    options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
+    text, rounds, rows = written(model, drafter, **options)
+    own_text, own_rounds, own_rows = written(model, replace(drafter, copies=False), **options)
+    assert (text, rounds) == (own_text, own_rounds)
+    assert own_rows[0] >= len(PROMPT) - 16
+    assert max(rows) <= 2
+    assert rows[0] == 1
+
+
+@pytest.mark.parametrize("name", READS)
+def test_caches_that_forget_are_not_copied(name: str) -> None:
+    """Windows and recurrent states; the text is the target's all the same."""
+    model = tiny.build(name)
+    drafter = exit_of(model, READS[name])
+    assert not drafter.copies
+    assert written(model, drafter)[0] == written(model, None)[0]
+
+
+def test_a_window_that_the_caller_wants_is_noticed() -> None:
+    """Once the target has forgotten something, the exit reads for itself; its text is the same."""
+    model = tiny.build("qwen2")
+    drafter = exit_of(model, 1)
+    session, held = session_beside(model, drafter, PROMPT)
+    held.caches, held.position = make_prompt_cache(model, max_kv_size=16), 0
+    held.feed(PROMPT[:-1])
+    with fed_to_exits() as rows:
+        session.propose(1)
+    assert rows == [len(PROMPT) - 1, 1]
+    text = written(model, drafter, max_kv_size=48)[0]
+    assert text == written(model, None, max_kv_size=48)[0]
+
+
+def test_quantized_caches_are_unpacked() -> None:
+    """The exit's own are not quantized."""
+    model = tiny.build("qwen2", num_attention_heads=2, num_key_value_heads=1)
+    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
+    text, rounds, rows = written(model, exit_of(model, 1), **options)
+    assert text == written(model, None, **options)[0]
+    assert rounds
+    assert max(rows) <= 2
+
+
+def test_an_earlier_turn_is_copied_too() -> None:
+    """From the target's caches, which hold it; a draft model would not know of it."""
+    model = tiny.build("qwen2")
+    drafter, seen = exit_of(model, 1), []
+
+    class Seen(ExitSession):
+        def copy_missed(self) -> None:
+            super().copy_missed()
+            seen.append((self.rollback.position, self.rollback.caches[0].offset))
+
+    caches = make_prompt_cache(model)
+    first = written(model, drafter, prompt_cache=caches)[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specdec_mlx.drafters.heads.early_exit.ExitSession", Seen)
+        written(model, drafter, [7, 8, 9], prompt_cache=caches, max_tokens=4)
+    assert len({offset - position for position, offset in seen}) == 1
+    position, offset = seen[0]
+    assert position == 3  # the prompt; the first token after it is fed with the draft
+    assert offset == len(PROMPT) + len(first) + 3
+
+
+def test_what_was_missed_in_a_pause_is_copied() -> None:
+    """Rows that are fed: the last token, and one that was drafted and not fed."""
+    model = tiny.build("qwen2")
+    drafter = exit_of(model, 1)
+
+    session, held = session_beside(model, drafter, PROMPT)
+    session.propose(2)
+    session.observe([9, 8, 7, 6, 5, 4])
+    held.feed([PROMPT[-1], 9, 8, 7, 6, 5])
+    with fed_to_exits() as rows:
+        mx.eval(session.propose(2).tokens)
+    assert rows == [1, 1]
+    assert session.rollback.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
+
+
+class Held:
+    """A target's caches, and how far they are."""
+
+    def __init__(self, model: nn.Module, tokens: list[int]) -> None:
+        self.model, self.caches, self.position = model, make_prompt_cache(model), 0
+        self.feed(tokens)
+
+    def feed(self, tokens: list[int]) -> None:
+        self.model(mx.array([tokens]), cache=self.caches)
+        self.position += len(tokens)
+
+    def keys_values(self, index: int) -> KeysValues:
+        return keys_values_of(self.caches, index)
+
+
+def session_beside(
+    model: nn.Module, drafter: ExitDrafter, prompt: list[int]
+) -> tuple[ExitSession, Held]:
+    """A session, and the target that has read all of the prompt but its last token."""
+    held = Held(model, prompt[:-1])
+    session = drafter.begin(prompt, DraftContext(vocab_size=128, target_caches=held))
+    assert isinstance(session, ExitSession)
+    return session, held
+
+
+def test_what_is_copied_is_what_it_would_have_read() -> None:
+    """Keys and values of each layer."""
+    model = tiny.build("qwen2")
+    drafter = exit_of(model, 1)
+    session, _ = session_beside(model, drafter, PROMPT)
+    alone = ModelSession(drafter, PROMPT, DraftContext(vocab_size=128))
+    for one in (session, alone):
+        one.catch_up()
+    for mine, read in zip(session.rollback.caches, alone.rollback.caches, strict=True):
+        assert mine.offset == read.offset == len(PROMPT) - 1
+        for a, b in zip(mine.keys_and_values(), read.keys_and_values(), strict=True):
+            assert mx.allclose(a, b, atol=1e-4)
+
+
+def test_a_fork_reads_for_itself() -> None:
+    """What the target's caches hold is the text of the session that was forked."""
+    session, _ = session_beside(tiny.build("qwen2"), exit_of(tiny.build("qwen2"), 1), PROMPT)
+    assert session.fork().context.target_caches is None
+    assert session.context.target_caches is not None
+
+
+def test_caches_that_hold_something_else_are_told() -> None:
+    """Such as those of layers in another order; no model is trusted unseen."""
+    model = tiny.build("qwen2")
+    assert fills_alike(model, cut(model, 1))
+
+    class Turned(nn.Module):  # type: ignore[misc]
+        """The target with its caches the other way around."""
+
+        layers = model.layers
+
+        def make_cache(self) -> list[Any]:
+            return [KVCache() for _ in model.layers]
+
+        def __call__(self, ids: mx.array, cache: list[Any]) -> mx.array:
+            logits: mx.array = model(ids, cache=cache[::-1])
+            return logits
+
+    assert not fills_alike(Turned(), cut(model, 1))
+
+
+def test_several_texts_at_once_draft_with_an_exit() -> None:
+    """Their caches are rows, so that it reads for itself."""
+    model = tiny.build("qwen2")
+    written_alone = [written(model, None, PROMPT[i:], max_tokens=8)[0] for i in (0, 3)]
+    batch = BatchGeneration(model, exit_of(model, 1), draft_length=2)
+    for i in (0, 3):
+        batch.insert(Request(PROMPT[i:], 8))
+    texts: dict[int, list[int]] = {}
+    with fed_to_exits() as rows:
+        for row in batch.run():
+            texts.setdefault(row.uid, []).append(row.token.token)
+    assert list(texts.values()) == written_alone
+    assert max(rows) > 2
