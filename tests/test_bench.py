@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -39,7 +40,7 @@ from specdec_mlx.bench.summary import (
     summarise,
     throughput_ratio,
 )
-from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns
 from specdec_mlx.drafters import draft_models
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.target.verifier import LazyPass
@@ -186,6 +187,35 @@ def test_contenders_take_turns() -> None:
     for i in range(2):
         expected += ["sweep", *((f"task {i}", r, name) for r in range(2) for name in names)]
     assert order == expected
+
+
+def test_whose_turn_is_next_is_drawn() -> None:
+    """Everybody comes once each time around, and nobody always behind the same other one."""
+    order: list[int] = []
+
+    class Stub:
+        """Is over after 100 turns."""
+
+        def __init__(self, name: int) -> None:
+            self.name, self.left = name, 100
+
+        @property
+        def is_over(self) -> bool:
+            return not self.left
+
+        def go_on(self, num_tokens: int) -> None:
+            order.append(self.name)
+            self.left -= 1
+
+        def stop(self) -> None:
+            assert self.is_over
+
+    take_turns([Stub(i) for i in range(3)], seed=1)  # type: ignore[misc]
+    rounds = [order[i : i + 3] for i in range(0, 300, 3)]
+    assert all(sorted(names) == [0, 1, 2] for names in rounds)
+    for name in range(3):
+        before = [a for a, b in itertools.pairwise(order) if b == name]
+        assert max(map(before.count, range(3))) < 60
 
 
 def test_texts_end_with_their_end_token() -> None:

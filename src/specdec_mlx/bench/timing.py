@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -102,8 +103,8 @@ def run_interleaved(
 ) -> list[Sample]:
     """Every contender on every task, `repeats` times, all of them side by side.
 
-    They take turns of a few tokens, A B C B C A C A B, so that a change in the machine's speed
-    meets all alike, one of a second included. Begins with a short untimed generation of each.
+    They take turns of a few tokens, so that a change in the machine's speed meets all alike, one of
+    a second included. Begins with a short untimed generation of each.
 
     Args:
         tasks: the prompts.
@@ -119,7 +120,7 @@ def run_interleaved(
         between_tasks()
         for repeat in range(settings.repeats):
             runs = [Run(contender, task, settings, repeat) for contender in contenders]
-            take_turns(runs, first=repeat)
+            take_turns(runs, seed=repeat)
             for run in runs:
                 samples.append(run.sample())
                 on_sample(samples[-1])
@@ -127,27 +128,26 @@ def run_interleaved(
 
 
 def take_turns(
-    runs: Sequence[Run], first: int = 0, may_go_on: Callable[[], bool] = lambda: True
+    runs: Sequence[Run], seed: int = 0, may_go_on: Callable[[], bool] = lambda: True
 ) -> None:
     """Bring all runs to their end, a few tokens each in turns.
 
-    On several ranks a turn is a whole text: ranks that are in different places of one generation
-    cannot begin to meet in another.
+    Whose turn is next is drawn anew each time around: what ran before is felt in the processor's
+    caches, by up to a twentieth where a token takes 2 ms. On several ranks a turn is a whole text:
+    ranks that are in different places of one generation cannot begin to meet in another.
 
     Args:
         runs: not begun.
-        first: whose turn is first; with another one in each repeat nobody is always first.
+        seed: of the order, which is the same on all ranks.
         may_go_on: asked before it is everybody's turn again; at a no all end as far as they are.
     """
-    turn = first
+    draws = random.Random(seed)
     on_ranks = mx.distributed.init().size() > 1
     while any(not run.is_over for run in runs) and may_go_on():
-        for i in range(len(runs)):
-            run = runs[(turn + i) % len(runs)]
+        for run in draws.sample(runs, len(runs)):
             run.go_on(TURN_TOKENS)
             while on_ranks and not run.is_over:
                 run.go_on(TURN_TOKENS)
-        turn += 1
     for run in runs:
         run.stop()
 

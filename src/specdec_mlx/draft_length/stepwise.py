@@ -349,6 +349,8 @@ class StepwiseAccount(Account):
 
     def settle_steps(self, round_: RoundRecord) -> None:
         """The same of a round that verified nothing of what it drafted."""
+        if not self.num_steps and not self.evidence:
+            return
         if self.evidence:
             self.is_sure = False
             self.num_dropped += 1
