@@ -49,34 +49,33 @@ def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
     watched: list[nn.Module] = []
     before = _watchers.get()
     try:
-        for module in modules:
-            _begin(module)
-            watched.append(module)
+        with _lock:
+            for module in modules:
+                _begin(module)
+                watched.append(module)
         _watchers.set((*before, watcher))
         yield
     finally:
         _watchers.set(before)
-        for module in watched:
-            _end(module)
+        with _lock:
+            for module in watched:
+                _end(module)
 
 
 def _begin(module: nn.Module) -> None:
-    with _lock:
-        others = _num_watching.get(id(module), 0)
-        if not others:
-            kind = type(module)
-            _watched[kind] = _watched.get(kind) or _reporting(kind)
-            _set_class(module, _watched[kind])
-        _num_watching[id(module)] = others + 1
+    others = _num_watching.get(id(module), 0)
+    if not others:
+        kind = type(module)
+        _set_class(module, _watched.get(kind) or _reporting(kind))
+    _num_watching[id(module)] = others + 1
 
 
 def _end(module: nn.Module) -> None:
-    with _lock:
-        others = _num_watching.pop(id(module)) - 1
-        if others:
-            _num_watching[id(module)] = others
-        else:
-            _set_class(module, type(module).__bases__[0])
+    others = _num_watching.pop(id(module)) - 1
+    if others:
+        _num_watching[id(module)] = others
+    else:
+        _set_class(module, type(module).__bases__[0])
 
 
 def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
@@ -85,7 +84,7 @@ def _set_class(module: nn.Module, kind: type[nn.Module]) -> None:
 
 
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module's class that reports its calls."""
+    """A new subclass of a module's class that reports its calls, from now on the one in use."""
 
     def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +97,8 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 
     methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
     members = {name: reporting(getattr(kind, name)) for name in methods}
-    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+    _watched[kind] = type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+    return _watched[kind]
 
 
 @contextmanager
