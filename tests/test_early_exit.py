@@ -129,6 +129,17 @@ def test_an_earlier_turn_is_copied_too() -> None:
     assert offset == len(PROMPT) + len(first) + 3
 
 
+def test_caches_of_the_callers_hold_this_calls_text_alone() -> None:
+    """As many positions as it was promised, where only the target knows the earlier turn."""
+    model = tiny.build("qwen2")
+    drafter, caches = exit_of(model, 1), make_prompt_cache(model)
+    text = written(model, None, prompt_cache=caches)[0]
+    of_exit = make_prompt_cache(drafter.model)
+    later = written(model, drafter, [7, 8, 9], prompt_cache=[*caches, *of_exit], max_tokens=4)[0]
+    assert of_exit[0].offset == 3 + len(later)
+    assert caches[0].offset == len(PROMPT) + len(text) + 3 + len(later)
+
+
 def test_what_was_missed_in_a_pause_is_copied() -> None:
     """Rows that are fed: the last token, and one that was drafted and not fed."""
     model = tiny.build("qwen2")

@@ -92,14 +92,16 @@ class ExitSession(ModelSession):
     def copy_missed(self) -> None:
         """Take over keys and values of all tokens that it missed, if they are more than one.
 
-        Not where its caches began elsewhere than the target's, or the target's forget.
+        With them those of earlier turns, where its caches are its own and hold nothing. Not where
+        they began elsewhere than the target's, or the target's forget.
         """
         held, own = self.context.target_caches, self.rollback.caches
         missed = 0 if held is None else held.position - self.rollback.position
         if held is None or missed < 2:
             return
         read = [held.keys_values(i) for i in range(len(own))]
-        start = 0 if own[0].offset == 0 else read[0].offset - missed
+        is_new = self.callers_cache is None and own[0].offset == 0
+        start = 0 if is_new else read[0].offset - missed
         whole = all(keys.shape[2] == offset for keys, _, offset in read)
         if whole and own[0].offset == start:
             for cache, (keys, values, _) in zip(own, read, strict=True):
