@@ -168,8 +168,6 @@ class Auto:
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
-        if not self._parts:  # no drafter
-            return
         drafting = self._parts[round_.part] if round_.drafted else None
         if isinstance(drafting, TreeAccount) and drafting.drafter:
             drafting = self._parts[drafting.drafter]
