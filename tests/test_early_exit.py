@@ -17,7 +17,9 @@ import tiny
 from specdec_mlx.batch.generation import BatchGeneration, Request
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, ExitSession, fills_alike
 from specdec_mlx.drafters.heads.early_exit import first_layers as cut
+from specdec_mlx.drafters.heads.trained_exit import WINDOW, Exit, ExitModel
 from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.target.exactness import is_exact_on_trees
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.types import DraftContext, KeysValues
 
@@ -32,6 +34,24 @@ def exit_of(model: nn.Module, layers: int) -> ExitDrafter:
     drafter = sd.early_exit(model, layers)
     assert isinstance(drafter, ExitDrafter)
     return drafter
+
+
+def trained_exit_of(model: nn.Module, layers: int, window: int) -> ExitDrafter:
+    """One with random weights."""
+    shortened, width = cut(model, layers), model.args.hidden_size
+    config = {
+        "hidden_size": width,
+        "intermediate_size": width,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 128,
+        WINDOW: window,
+    }
+    mx.random.seed(0)
+    trained = Exit(config)
+    trained.apply(lambda x: mx.random.normal(x.shape))
+    return ExitDrafter(ExitModel(shortened, trained), exit=trained, copies=True)
 
 
 @contextmanager
@@ -73,6 +93,46 @@ def test_drafts_are_those_of_an_exit_that_reads_for_itself(name: str, temp: floa
     assert own_rows[0] >= len(PROMPT) - 16
     assert max(rows) <= 2
     assert rows[0] == 1
+
+
+@pytest.mark.parametrize("window", [1, 8, 64])
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_a_trained_exit_reads_what_its_layer_attends_to(window: int, temp: float) -> None:
+    """And drafts what it would have drafted, had it read all of the prompt."""
+    model = tiny.build("qwen2")
+    drafter = trained_exit_of(model, 1, window)
+    options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
+    text, rounds, rows = written(model, drafter, **options)
+    own_text, own_rounds, own_rows = written(model, replace(drafter, copies=False), **options)
+    assert (text, rounds) == (own_text, own_rounds)
+    assert text == written(model, None, **options)[0] or temp
+    assert sum(own_rows) - sum(rows) == max(0, len(PROMPT) + 1 - window)
+
+
+def test_a_trained_exit_copies_an_earlier_turn() -> None:
+    """Into the caches of the target's layers; its own layer reads what it attends to."""
+    model = tiny.build("qwen2")
+    drafter, caches = trained_exit_of(model, 1, 8), make_prompt_cache(model)
+    written(model, None, prompt_cache=caches)
+    session, held = session_beside(model, drafter, PROMPT)
+    held.caches, held.position, before = caches, 0, caches[0].offset
+    held.feed(PROMPT[:-1])
+    session.propose(2)
+    of_layers, own = session.rollback.caches
+    assert of_layers.offset == before + len(PROMPT) + 1  # one of two drafted was fed
+    assert own.offset == 7 + 1 + 1
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_a_trained_exit_drafts_trees(temp: float) -> None:
+    """Each path in them as a chain would have been."""
+    model = tiny.build("qwen2")
+    drafter = replace(trained_exit_of(model, 1, 8), branches=2)
+    options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "draft_length": 6}
+    assert drafter.model(mx.array([PROMPT]))[0].shape == (len(PROMPT), 128)
+    assert is_exact_on_trees(drafter.model, past_window=False)
+    text = written(model, drafter, **options)[0]
+    assert text == written(model, None, **options)[0] or temp
 
 
 @pytest.mark.parametrize("name", READS)
@@ -221,11 +281,13 @@ def test_caches_that_hold_something_else_are_told() -> None:
     assert not fills_alike(Turned(), cut(model, 1))
 
 
-def test_several_texts_at_once_draft_with_an_exit() -> None:
-    """Their caches are rows, so that it reads for itself."""
+@pytest.mark.parametrize("window", [None, 8])
+def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
+    """Their caches are rows, so that it reads for itself; so it is with a trained one's layer."""
     model = tiny.build("qwen2")
+    drafter = exit_of(model, 1) if window is None else trained_exit_of(model, 1, window)
     written_alone = [written(model, None, PROMPT[i:], max_tokens=8)[0] for i in (0, 3)]
-    batch = BatchGeneration(model, exit_of(model, 1), draft_length=2)
+    batch = BatchGeneration(model, drafter, draft_length=2)
     for i in (0, 3):
         batch.insert(Request(PROMPT[i:], 8))
     texts: dict[int, list[int]] = {}

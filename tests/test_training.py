@@ -13,12 +13,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
 from selection import cases
 from specdec_mlx.bench.heads import compare, format_rows
+from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import HeadError, TrainingError
@@ -424,7 +425,7 @@ def test_a_training_can_begin_with_a_head(
             train(other, *loaded, tmp_path / f"other-{i}")
 
 
-@pytest.mark.parametrize("missing", ["up.weight", "norm.weight"])
+@pytest.mark.parametrize("missing", ["layer.mlp.up_proj.weight", "norm.weight"])
 def test_an_exit_that_is_not_whole_is_refused(
     missing: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -434,6 +435,30 @@ def test_an_exit_that_is_not_whole_is_refused(
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
     with pytest.raises(HeadError, match=rf"(?s)no complete exit.*{re.escape(missing)}"):
         sd.load_head(tmp_path, loaded[0])
+
+
+def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its layer has a cache behind those of the target's layers, and looks at the last tokens."""
+    target, _ = loaded
+    monkeypatch.setattr("specdec_mlx.training.one_pass.EXIT_WINDOW", 6)
+    train(plan_for(folder, "exit", learning_rate=0.1), *loaded, tmp_path)
+    drafter = sd.load_head(tmp_path, target)
+    assert isinstance(drafter, ExitDrafter)
+    text = mx.arange(12)[None]
+    cache = make_prompt_cache(drafter.model)
+    assert len(cache) == len(drafter.model.layers) + 1
+    steps = [drafter.model(text[:, :5], cache=cache)]
+    steps += [drafter.model(text[:, i : i + 1], cache=cache) for i in range(5, 12)]
+    whole = drafter.model(text)
+    assert mx.allclose(mx.concatenate(steps, axis=1), whole, atol=1e-4).item()
+    for given, alike in (5, False), (6, True):
+        cache = make_prompt_cache(drafter.model)
+        drafter.model(text[:, :-given], cache=cache)
+        cache[-1].trim(12)
+        last = drafter.model(text[:, -given:], cache=cache)[:, -1]
+        assert mx.allclose(last, whole[:, -1], atol=1e-4).item() == alike
 
 
 def test_a_saved_draft_model_is_a_model_of_its_own(

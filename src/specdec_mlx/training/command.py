@@ -113,6 +113,7 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--heads", type=count, help="of attention (one for each 64 of the width)")
     group.add_argument("--kv-heads", type=count, help="as many as --heads")
+    group.add_argument("--head-dim", type=count, help="width of each (that of the states / heads)")
     group.add_argument(
         "--layers",
         type=argument(_layers),
@@ -161,6 +162,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
             mlp=args.mlp,
             heads=args.heads,
             kv_heads=args.kv_heads,
+            head_dim=args.head_dim,
             layers=args.layers,
             draft_vocab=args.draft_vocab,
             guesses=args.guesses,

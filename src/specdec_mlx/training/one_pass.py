@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +13,18 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from specdec_mlx.drafters.heads.early_exit import (
-    EXIT_LAYER,
-    MLP_WIDTH,
-    Exit,
-    final_norm,
-    first_layers,
-    with_exit,
-)
+from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, ExitModel, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch
-from specdec_mlx.training.trainees import (
-    NORM_EPS,
-    Prediction,
-    Size,
-    Trainee,
-)
+from specdec_mlx.training.trainees import NORM_EPS, Prediction, Size, Trainee
 from specdec_mlx.types import Features
+
+EXIT_WINDOW = 64
+"""Positions that the layer of an exit attends to; those before it are the first layers' affair."""
 
 
 class MedusaTrainee(Trainee):
@@ -74,32 +67,31 @@ class MedusaTrainee(Trainee):
 
 
 class ExitTrainee(Trainee):
-    """An early exit: an adapter and a norm behind the target's first layers.
+    """An early exit: a decoder layer and a norm behind the target's first layers.
 
     Args:
         target: the model.
         ends: its ends.
         num_layers: after how many layers it leaves.
-        mlp: width of the adapter inside.
+        size: of the decoder layer.
     """
 
-    def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, mlp: int) -> None:
+    def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, size: Size) -> None:
         """It begins as the target's own norm."""
         self.shortened = first_layers(target, num_layers)
         norm = final_norm(self.shortened)
-        eps = getattr(norm, "eps", NORM_EPS)
-        self.exit = Exit(ends.width, mlp, eps)
-        self.exit.norm.weight = norm.weight
+        size = replace(size, mlp=size.mlp or ends.width).for_width(ends.width)
         self.num_layers = num_layers
-        super().__init__(self.exit, ends, Features(layers=(num_layers - 1,)))
         self.config = {
+            **size.llama(ends.vocab_size),
             "model_type": "early_exit",
             EXIT_LAYER: num_layers,
-            "hidden_size": ends.width,
-            MLP_WIDTH: mlp,
-            "rms_norm_eps": eps,
-            "vocab_size": ends.vocab_size,
+            WINDOW: EXIT_WINDOW,
+            "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
         }
+        self.exit = Exit(self.config)
+        self.exit.norm.weight = norm.weight
+        super().__init__(self.exit, ends, Features(layers=(num_layers - 1,)))
 
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """After every position, the next token."""
@@ -107,12 +99,12 @@ class ExitTrainee(Trainee):
         yield Prediction(self.ends.logits(self.exit(states)), 0)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Adapter and norm."""
+        """Layer and norm."""
         return self.config, dict(tree_flatten(self.module.parameters()))
 
     def writer(self) -> nn.Module:
         """The first layers with this exit."""
-        return with_exit(self.shortened, self.exit)
+        return ExitModel(self.shortened, self.exit)
 
 
 class DraftTrainee(Trainee):

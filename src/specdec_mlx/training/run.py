@@ -237,8 +237,7 @@ def _medusa(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) 
 
 def _exit(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
     layers = plan.size.layers or (max(1, len(target.layers) // 2),)
-    ends = target_ends(target)
-    return ExitTrainee(target, ends, layers[0], plan.size.mlp or ends.width)
+    return ExitTrainee(target, target_ends(target), layers[0], plan.size)
 
 
 def _draft(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:

@@ -41,15 +41,16 @@ class Size:
     """How large something new becomes; None for a default that fits the target.
 
     width: of the states inside, for EAGLE-3 and draft models. mlp: width of the MLP. heads,
-    kv_heads: of attention. layers: of the target that EAGLE-3 reads, from 0; as a number, the
-    layer after which an early exit leaves, or the depth of a draft model. draft_vocab: tokens that
-    EAGLE-3 can propose. guesses: Medusa heads.
+    kv_heads: of attention. head_dim: width of each of them. layers: of the target that EAGLE-3
+    reads, from 0; as a number, the layer after which an early exit leaves, or the depth of a draft
+    model. draft_vocab: tokens that EAGLE-3 can propose. guesses: Medusa heads.
     """
 
     width: int | None = None
     mlp: int | None = None
     heads: int | None = None
     kv_heads: int | None = None
+    head_dim: int | None = None
     layers: tuple[int, ...] | None = None
     draft_vocab: int | None = None
     guesses: int = 3
@@ -67,7 +68,9 @@ class Size:
 
     def llama(self, vocab_size: int) -> dict[str, Any]:
         """Configuration of a decoder layer of this size, in Hugging Face's words."""
+        head_dim = {} if self.head_dim is None else {"head_dim": self.head_dim}
         return {
+            **head_dim,
             "hidden_size": self.width,
             "intermediate_size": self.mlp,
             "num_attention_heads": self.heads,

@@ -1,10 +1,9 @@
 """Early exit: the target's own first layers, final norm and head draft for it.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others can be tried, or
-get a trained exit: an adapter (Houlsby et al. 2019, arXiv 1902.00751) and a norm in place of the
-final norm, as the tuned lens has a linear map there (Belrose et al. 2023, arXiv 2303.08112). No
-second set of layers is loaded. The first layers have caches of their own, so that they run twice on
-what is drafted; what the target has read by itself is copied from its caches.
+get a trained exit in place of the final norm, see `trained_exit`. No second set of layers is
+loaded. The first layers have caches of their own, so that they run twice on what is drafted; what
+the target has read by itself is copied from its caches.
 """
 
 from __future__ import annotations
@@ -19,43 +18,12 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, Exit, ExitModel, final_norm
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.target.watching import watching
 from specdec_mlx.types import DraftContext
-
-EXIT_LAYER = "exit_layer"
-"""Key of a config that tells a trained exit: after how many layers it leaves."""
-
-MLP_WIDTH = "intermediate_size"
-"""Key of its config: how wide the adapter is inside, else as wide as the states."""
-
-
-class Exit(nn.Module):  # type: ignore[misc]
-    """norm(x + down(silu(up(inner_norm(x))))), what a trained exit has for the target's final norm.
-
-    Args:
-        width: of the target's states.
-        mlp: of what lies between `up` and `down`.
-        eps: of the norms.
-    """
-
-    def __init__(self, width: int, mlp: int, eps: float) -> None:
-        """As if there were no adapter."""
-        super().__init__()
-        self.inner_norm = nn.RMSNorm(width, eps)
-        self.up = nn.Linear(width, mlp)
-        self.down = nn.Linear(mlp, width)
-        self.down.weight = mx.zeros((width, mlp))
-        self.down.bias = mx.zeros((width,))
-        self.norm = nn.RMSNorm(width, eps)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        """States [..., D] for the target's head, of the outputs [..., D] of the last layer run."""
-        normed: mx.array = self.norm(x + self.down(nn.silu(self.up(self.inner_norm(x)))))
-        return normed
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,29 +52,42 @@ class ExitDrafter(ModelDrafter):
 class ExitSession(ModelSession):
     """Copies what the target has read, so that a long prompt costs it next to nothing."""
 
+    def __init__(self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+        """As any other."""
+        super().__init__(drafter, prompt, context)
+        self.exit = drafter.exit
+
     def catch_up(self) -> None:
         """Copy what was missed, and feed what cannot be copied."""
         self.copy_missed()
         super().catch_up()
 
     def copy_missed(self) -> None:
-        """Take over keys and values of all tokens that it missed, if they are more than one.
+        """Take over keys and values of the tokens that it missed, if they are more than one.
 
         With them those of earlier turns, where its caches are its own and hold nothing. Not where
-        they began elsewhere than the target's, or the target's forget.
+        they began elsewhere than the target's, or the target's forget. A trained exit's own layer
+        is left to read what it attends to.
         """
-        held, own = self.context.target_caches, self.rollback.caches
+        held, own = self.context.target_caches, self.rollback.caches[: len(self.model.layers)]
         missed = 0 if held is None else held.position - self.rollback.position
-        if held is None or missed < 2:
+        if held is None or missed < 2 + self.attended:
             return
         read = [held.keys_values(i) for i in range(len(own))]
         is_new = self.callers_cache is None and own[0].offset == 0
-        start = 0 if is_new else read[0].offset - missed
+        start, end = 0 if is_new else read[0].offset - missed, read[0].offset - self.attended
         whole = all(keys.shape[2] == offset for keys, _, offset in read)
         if whole and own[0].offset == start:
-            for cache, (keys, values, _) in zip(own, read, strict=True):
-                cache.update_and_fetch(keys[..., start:, :], values[..., start:, :])
-            self.rollback.advance(missed)
+            for cache, (keys, values, _) in zip(own, read, strict=False):
+                cache.update_and_fetch(keys[..., start:end, :], values[..., start:end, :])
+            for cache in self.rollback.caches[len(own) :]:
+                cache.trim(cache.offset)
+            self.rollback.advance(missed - self.attended)
+
+    @property
+    def attended(self) -> int:
+        """How many tokens behind the last one its own layer looks at; 0 if it has none."""
+        return self.exit.window - 1 if self.exit is not None else 0
 
     def time_reading(self) -> float:
         """Next to nothing: it is not read but copied."""
@@ -137,60 +118,22 @@ def load_exit(
     tensors, _ = files.read(files.names)
     norm = final_norm(shortened)
     width = int(norm.weight.shape[0])
-    theirs = tensors["norm.weight"].shape[0] if "norm.weight" in tensors else width
+    theirs = files.config.get("hidden_size", width)
     if theirs != width:
         raise HeadError(
             f"{files.name}: its exit is for states of {theirs} numbers, and those of this target "
             f"have {width}. Use one that was trained for it."
         )
-    mlp = int(files.config.get(MLP_WIDTH, width))
-    trained = Exit(width, mlp, files.config.get("rms_norm_eps", 1e-5))
     try:
+        trained = Exit({**files.config, "hidden_size": width})
         dtype = norm.weight.dtype
         trained.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
-    except ValueError as error:
+    except (KeyError, TypeError, ValueError) as error:  # of keys that are missing, of tensors
         raise HeadError(f"{files.name} is no complete exit: {error}") from error
-    model, copies = with_exit(shortened, trained), fills_alike(target, shortened)
+    model, copies = ExitModel(shortened, trained), fills_alike(target, shortened)
     return ExitDrafter(
         model, None, greedy, draft_temp, name=files.name, exit=trained, copies=copies
     )
-
-
-def with_exit(shortened: nn.Module, trained: Exit) -> nn.Module:
-    """The model with an exit in place of its final norm, all else shared."""
-    replaced = _replaced(shortened, final_norm(shortened), trained)
-    assert replaced is not None
-    return replaced
-
-
-def final_norm(model: nn.Module) -> nn.Module:
-    """The module that makes the input of the model's head; raises HeadError if there is none."""
-    calls: list[tuple[nn.Module, Any, Any]] = []
-    parts = [part for part in model.modules() if part is not model]
-    with watching(parts, lambda *call: calls.append(call)):
-        logits = model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
-    heads = [given for _, given, result in calls if getattr(result, "shape", ()) == logits.shape]
-    made = [module for module, _, result in calls if heads and result is heads[-1]]
-    small = [module for module in made if not module.children()]
-    if not small:
-        raise HeadError(
-            f"The final norm of {type(model).__module__} was not found, so that it cannot be "
-            "replaced by a trained exit. Use another kind of head."
-        )
-    return small[0]
-
-
-def _replaced(module: nn.Module, old: nn.Module, new: nn.Module) -> nn.Module | None:
-    """A copy of the module with one module in it replaced; None if it is not in it."""
-    for name, value in module.items():
-        if not isinstance(value, nn.Module):
-            continue
-        replacement = new if value is old else _replaced(value, old, new)
-        if replacement is not None:
-            copied = copy.copy(module)
-            copied[name] = replacement
-            return copied
-    return None
 
 
 def early_exit(
