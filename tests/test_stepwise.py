@@ -32,6 +32,7 @@ from specdec_mlx.bench.recorded_drafts import (
 from specdec_mlx.draft_length.acceptance import UNKNOWN, AcceptanceHistory
 from specdec_mlx.draft_length.accounts import LONGEST
 from specdec_mlx.draft_length.budgets import READING_SHARE, TEXT_BUDGET, Budgets
+from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.stepwise import RETRY_AFTER, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
@@ -611,3 +612,16 @@ def test_drafts_are_saved_and_loaded(tmp_path: Any) -> None:
     others = [RecordedText("other", "c", [1], [2])]
     with pytest.raises(ValueError, match="Record them"):
         load_drafts(tmp_path / "drafts.json", others)
+
+
+def test_a_first_draft_that_was_slow_is_not_taken_for_the_price() -> None:
+    """What was measured twice speaks for it until there is a second one."""
+    costs = DraftingCosts(price=0.3)
+    costs.add(2, 2.3)
+    assert costs.line() == pytest.approx((0.0, 0.3))
+    costs.add(2, 0.7)
+    assert costs.line()[1] == pytest.approx(0.3, abs=0.1)
+    assert costs.line()[0] < 0.3
+    unpriced = DraftingCosts()
+    unpriced.add(2, 2.3)
+    assert unpriced.line()[1] > 1

@@ -177,19 +177,17 @@ def test_old_rounds_fade() -> None:
 
 
 def test_plain_rounds_are_measured_first_and_again_after_many_drafts() -> None:
-    """A pace that is out of date would make drafts look dear or cheap."""
+    """A pace that is out of date would make drafts look dear or cheap: it counts no longer."""
     costs = RoundCosts()
-    for _ in range(3):
-        assert costs.needs_plain
-        costs.add(0, 0.01)
-    assert not costs.needs_plain
-    for _ in range(128):
-        assert not costs.needs_plain
-        costs.add(4, 0.012)
+    for seconds in 0.02, 0.01, 0.03:
+        for _ in range(3):
+            assert costs.needs_plain
+            costs.add(0, seconds)
+        for _ in range(128):
+            assert not costs.needs_plain
+            costs.add(4, 0.012)
+            assert costs.relative(4, 0.06) == pytest.approx(0.06 / seconds)
     assert costs.needs_plain
-    for _ in range(3):
-        costs.add(0, 0.02)
-    assert not costs.needs_plain
 
 
 def test_nothing_is_learned_of_drafts_before_a_plain_round_was_measured() -> None:

@@ -81,6 +81,8 @@ class RoundCosts:
         self._forget(num_drafted)
 
     def _add_plain(self, seconds: float) -> None:
+        if self._since_plain >= PLAIN_EXPIRES:  # the rounds after a start are slow ones
+            self.plain.clear()
         self.plain.append(seconds)
         self._plain_seconds = None
         self._plain_wanted = max(0, self._plain_wanted - 1)
@@ -280,10 +282,14 @@ class DraftingCosts:
         return self.price is not None or bool(self.drafts)
 
     def line(self) -> tuple[float, float]:
-        """Start and step; (0, 1) where nothing is known."""
+        """Start and step; (0, 1) where nothing is known.
+
+        A single draft, the first one, may have been slow, and its price is at hand.
+        """
         if self._line is None:
-            points = [(n, cost, 1.0) for n, cost in self._typical_drafts()]
             price = self.price
+            few = len(self.drafts) == 1 and price is not None
+            points = [] if few else [(n, cost, 1.0) for n, cost in self._typical_drafts()]
             if price is None and points:
                 price = min(cost / self._times(n) for n, cost, _ in points)
             if price is not None:
