@@ -425,7 +425,7 @@ def test_a_training_can_begin_with_a_head(
             train(other, *loaded, tmp_path / f"other-{i}")
 
 
-@pytest.mark.parametrize("missing", ["layer.mlp.up_proj.weight", "norm.weight"])
+@pytest.mark.parametrize("missing", ["mlp.up_proj.weight", "norm.weight"])
 def test_an_exit_that_is_not_whole_is_refused(
     missing: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -440,7 +440,7 @@ def test_an_exit_that_is_not_whole_is_refused(
 def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its layer has a cache behind those of the target's layers, and looks at the last tokens."""
+    """It has a cache behind those of the target's layers, and looks at the last tokens."""
     target, _ = loaded
     monkeypatch.setattr("specdec_mlx.training.one_pass.EXIT_WINDOW", 6)
     train(plan_for(folder, "exit", learning_rate=0.1), *loaded, tmp_path)

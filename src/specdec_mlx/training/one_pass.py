@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,8 @@ from specdec_mlx.training.features import Batch
 from specdec_mlx.training.trainees import NORM_EPS, Prediction, Size, Trainee
 from specdec_mlx.types import Features
 
-EXIT_WINDOW = 64
-"""Positions that the layer of an exit attends to; those before it are the first layers' affair."""
+EXIT_WINDOW = 8
+"""Positions that an exit's convolution goes over; the first layers read the text before them."""
 
 
 class MedusaTrainee(Trainee):
@@ -67,26 +66,27 @@ class MedusaTrainee(Trainee):
 
 
 class ExitTrainee(Trainee):
-    """An early exit: a decoder layer and a norm behind the target's first layers.
+    """An early exit: a convolution, an MLP and a norm behind the target's first layers.
 
     Args:
         target: the model.
         ends: its ends.
         num_layers: after how many layers it leaves.
-        size: of the decoder layer.
+        size: of the MLP.
     """
 
     def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, size: Size) -> None:
         """It begins as the target's own norm."""
         self.shortened = first_layers(target, num_layers)
         norm = final_norm(self.shortened)
-        size = replace(size, mlp=size.mlp or ends.width).for_width(ends.width)
         self.num_layers = num_layers
         self.config = {
-            **size.llama(ends.vocab_size),
             "model_type": "early_exit",
             EXIT_LAYER: num_layers,
+            "hidden_size": ends.width,
+            "intermediate_size": size.mlp or ends.width,
             WINDOW: EXIT_WINDOW,
+            "vocab_size": ends.vocab_size,
             "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
         }
         self.exit = Exit(self.config)
@@ -99,7 +99,7 @@ class ExitTrainee(Trainee):
         yield Prediction(self.ends.logits(self.exit(states)), 0)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Layer and norm."""
+        """All that is trained."""
         return self.config, dict(tree_flatten(self.module.parameters()))
 
     def writer(self) -> nn.Module:
