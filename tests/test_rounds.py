@@ -294,6 +294,16 @@ def test_a_slow_caller_does_not_keep_the_policy_from_learning(
     assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
 
 
+@pytest.mark.parametrize(
+    ("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)]
+)
+def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
+    away: float, waited: float, own: bool
+) -> None:
+    """Else the caller's time may stand on top of it: a launch on a CPU takes as long as a pass."""
+    assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
+
+
 def test_a_quick_caller_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rounds are steady by themselves."""
     policy = WantsTwo(1)

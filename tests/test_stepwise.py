@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.accounts import LONGEST
 from specdec_mlx.draft_length.budgets import READING_SHARE, TEXT_BUDGET, Budgets
 from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.stepwise import RETRY_AFTER, StepwiseAccount
+from specdec_mlx.draft_length.stepwise import OPTION_VALUE, RETRY_AFTER, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
@@ -625,3 +625,25 @@ def test_a_first_draft_that_was_slow_is_not_taken_for_the_price() -> None:
     unpriced = DraftingCosts()
     unpriced.add(2, 2.3)
     assert unpriced.line()[1] > 1
+
+
+def test_a_slow_draft_of_a_length_tried_once_counts_from_its_second_time_on() -> None:
+    """Alone it would decide on the slope; one that took no more a step than others counts."""
+    costs = DraftingCosts(price=0.2)
+    for num_steps, cost in [(4, 1.0), (4, 0.9), (14, 7.0)]:
+        costs.add(num_steps, cost)
+    assert costs.line()[1] == pytest.approx(0.2, abs=0.05)
+    costs.add(14, 7.0)
+    assert costs.line()[1] > 0.4
+    costs.add(9, 1.8)
+    assert (9, 1.8) in costs._typical_drafts()
+
+
+def test_a_rate_that_present_costs_cannot_bring_is_not_waited_for() -> None:
+    """Drafts became more expensive: they still pay, and plain rounds would bring less than they."""
+    cheap, late = account(step=0.02, slope=0.02), account(step=0.2, slope=0.1)
+    assert cheap.limit(1.0) > 0
+    before = 1 + max(cheap.gains)
+    assert late._best_rate() > 1.2
+    assert late._plan(before)[0] < -OPTION_VALUE
+    assert late.limit(before) > 0

@@ -302,11 +302,18 @@ class DraftingCosts:
         return 1 if self.at_once else num_steps
 
     def _typical_drafts(self) -> list[tuple[int, float]]:
-        """For each number of steps the median of what it took."""
+        """For each number of steps the median of what it took.
+
+        A number tried once does not count where it took more a step than those tried twice: it may
+        have been slow, and a long draft alone decides on the slope of the line.
+        """
         by_length: dict[int, list[float]] = {}
         for n, cost in self.drafts:
             by_length.setdefault(n, []).append(cost)
-        return [(n, _typical(costs)) for n, costs in by_length.items()]
+        of_step = [_typical(costs) / n for n, costs in by_length.items() if len(costs) > 1]
+        most = max(of_step, default=math.inf)
+        drafts = [(n, _typical(costs), len(costs)) for n, costs in by_length.items()]
+        return [(n, cost) for n, cost, num in drafts if num > 1 or cost <= n * most]
 
     @property
     def reading(self) -> float | None:

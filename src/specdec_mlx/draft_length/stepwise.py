@@ -46,6 +46,11 @@ nothing is known of: with 0.5 for all models a good one was asked too seldom in 
 OPTION_VALUE = 0.15
 """What stopping before a bad token is worth, in plain rounds: a heuristic."""
 
+LEAST_RATE = 1.1
+"""The going rate at which asking is weighed is at most that of the best fixed length by what is
+known now, or this: a higher one came from better times, and would be waited for in vain. Below it
+a model is asked that gains nothing: 1 loses 2% in a category of the recorded drafts."""
+
 LOOKAHEAD = 4
 """Further tokens that are considered when one is weighed: a pass over some widths costs no more
 than over fewer."""
@@ -126,6 +131,7 @@ class StepwiseAccount(Account):
         if not self._outlook()[0]:
             self.gain = 0.0
             return self._wait()
+        rate = min(rate, max(LEAST_RATE, self._best_rate()))
         self.gain, needed = self._plan(rate)
         longest = self._longest()
         if longest and not self._may_read():

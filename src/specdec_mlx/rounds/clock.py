@@ -7,6 +7,9 @@ from time import perf_counter
 
 from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRounds
 
+HARDLY = 0.1
+"""Share of a round's seconds for which the caller may be away, and they count as the round's."""
+
 
 @dataclass(slots=True)
 class Round:
@@ -88,8 +91,12 @@ class RoundClock:
 
     @property
     def was_undisturbed(self) -> bool:
-        """Whether the caller left the round most of its time: else its seconds mean nothing."""
-        return self.away < self.seconds / 2
+        """Whether its seconds are the round's own: the caller was away for less than was waited.
+
+        Or hardly at all. Where a launch takes as long as the pass, as on a CPU, nothing is left to
+        be waited for, and the caller's time comes on top.
+        """
+        return self.away < max(self.waited, HARDLY * self.seconds)
 
     def record(
         self, current: Round, outcome: Outcome, ahead: Round | None, context: int
