@@ -6,6 +6,7 @@ import gc
 import json
 import random
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,9 @@ from specdec_mlx.draft_length.agreement import (
     PARTED,
     SHARED,
     compared,
+    pooled,
 )
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.fork_history import ForkHistory
 from specdec_mlx.draft_length.token_effects import TOKEN_VARIANCE
@@ -703,3 +706,54 @@ def test_agreement_is_what_it_says(drafts: list[list[int]]) -> None:
             else:
                 expected = PARTED if parted else ALONE
             assert evidence.agreement == expected
+
+
+@given(st.lists(few_tokens, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_what_drafts_have_in_common_has_one_chance(
+    drafts: list[list[int]], dice: random.Random
+) -> None:
+    """The mean of those that begin alike, this token included; read in any order, once each."""
+    own = [[dice.random() for _ in tokens] for tokens in drafts]
+    reads: list[tuple[int, int]] = []
+
+    def read(draft: int) -> Iterator[float]:
+        for position, chance in enumerate(own[draft]):
+            reads.append((draft, position))
+            yield chance
+
+    found = pooled([read(draft) for draft in range(len(drafts))], drafts)
+    order = list(range(len(drafts)))
+    dice.shuffle(order)
+    for draft in order:
+        expected = []
+        for end in range(1, len(drafts[draft]) + 1):
+            alike = [
+                chances[end - 1]
+                for tokens, chances in zip(drafts, own, strict=True)
+                if tokens[:end] == drafts[draft][:end] and len(tokens) >= end
+            ]
+            expected.append(sum(alike) / len(alike))
+        assert list(found[draft]) == pytest.approx(expected)
+    assert len(reads) == len(set(reads))
+
+
+def test_a_draft_is_not_chosen_for_what_its_drafter_alone_believes() -> None:
+    """Two that say the same are worth the same, between what each would make of it."""
+    parts = ["a.SuffixDrafter", "a.NGramDrafter"]
+    policy = Auto(Tuning())
+    spoken_for, together = Evidence(8), Evidence(8, agreement=SHARED)
+    for part in parts:
+        policy.limit(part, cheap=True)
+        policy.tuning.of(part).exploration_budget = 10.0
+        for _ in range(8):
+            policy.tuning.of(part).costs.add(0, 1.0)
+    policy.tuning.of(parts[1]).acceptance.odds[START["agreement"] + SHARED] += 2.0
+    alone = []
+    for part in parts:
+        assert policy.cut(part, Draft([1, 2, 3], evidence=[together] * 3))
+        alone.append(policy._parts[part].gain)
+    drafts = [(part, Draft([1, 2, 3], evidence=[spoken_for] * 3)) for part in parts]
+    assert policy.choose(drafts) == (0, 3)
+    both = [policy._parts[part].gain for part in parts]
+    assert both[0] == both[1]
+    assert alone[0] < both[0] < alone[1]

@@ -8,7 +8,7 @@ drafts on account.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -112,12 +112,18 @@ class Account(ABC):
     def cut(self, draft: Draft, rate: float) -> int:
         """Length of the largest value, given what speaks for each token."""
         evidence = [0] * len(draft) if draft.evidence is None else draft.evidence
-        return self.keep(to_list(draft.tokens), evidence, rate)
+        tokens = to_list(draft.tokens)
+        return self.keep(tokens, evidence, self.chances(tokens, evidence), rate)
 
-    def keep(self, tokens: list[int], evidence: Sequence[Evidence | int], rate: float) -> int:
-        """The same of tokens on the host, and what speaks for each; from now on they are scored."""
-        copied = self._copied(tokens)
-        kept = self.best_length(evidence, rate, plain_value=1.0 - rate, copied=copied)
+    def keep(
+        self,
+        tokens: list[int],
+        evidence: Sequence[Evidence | int],
+        chances: Iterable[float],
+        rate: float,
+    ) -> int:
+        """The same of tokens on the host, each with its chance; from now on they are scored."""
+        kept = self.best_length(chances, len(tokens), rate, plain_value=1.0 - rate)
         self.was_cut = True
         if kept or self.scored is None:
             self.scored = ScoredDraft(
@@ -129,14 +135,10 @@ class Account(ABC):
             )
         return kept
 
-    def chances(self, tokens: list[int], evidence: Sequence[Evidence | int]) -> list[float]:
+    def chances(self, tokens: list[int], evidence: Sequence[Evidence | int]) -> Iterator[float]:
         """How likely each token of a draft is to be accepted, if those before it are; [K]."""
-        acceptance, copied = self.learned.acceptance, self._copied(tokens)
-        return list(acceptance.chances(evidence, copied, self.latest))
-
-    def _copied(self, tokens: list[int]) -> list[int] | None:
-        """The tokens of a draft, if the choice may look at them."""
-        return tokens if self.looks_at_tokens else None
+        copied = tokens if self.looks_at_tokens else None
+        return self.learned.acceptance.chances(evidence, copied, self.latest)
 
     def follow(self, round_: RoundRecord) -> None:
         """Score the open draft, and go on by one round of any part or none."""
@@ -152,20 +154,20 @@ class Account(ABC):
                 self.learned.acceptance.learn(0, i, i < round_.accepted)
 
     def best_length(
-        self,
-        evidence: Sequence[Evidence | int],
-        rate: float,
-        plain_value: float,
-        copied: Sequence[int] | None = None,
+        self, chances: Iterable[float], whole: int, rate: float, plain_value: float
     ) -> int:
-        """Length of the largest value that can be afforded; 0 if none is above `plain_value`."""
-        costs, whole = self.learned.costs, len(evidence)
+        """Length of the largest value that can be afforded; 0 if none is above `plain_value`.
+
+        Args:
+            chances: of each token of a draft, asked for as far as they are needed.
+            whole: how many tokens it has.
+            rate: the going rate, in tokens a plain round's time.
+            plain_value: what the value has to exceed.
+        """
+        costs = self.learned.costs
         best, best_value = 0, plain_value
         reach, expected = 1.0, 1.0
-        chances: Iterable[float] = ()
-        if not costs.needs_plain:
-            chances = self.learned.acceptance.chances(evidence, copied, self.latest)
-        for length, chance in enumerate(chances, start=1):
+        for length, chance in enumerate(() if costs.needs_plain else chances, start=1):
             reach *= chance
             expected += reach
             if length in CHOICES or length == whole:
@@ -239,17 +241,14 @@ class ModelAccount(Account):
         self.was_cut = False
         if not any(self.can_afford(length, 0.0) for length in LENGTHS):
             return 0  # paused: without a look at what each length would bring
-        return self.best_length([0] * LONGEST, rate, plain_value=-float("inf"))
+        chances = self.learned.acceptance.chances([0] * LONGEST)
+        return self.best_length(chances, LONGEST, rate, plain_value=-float("inf"))
 
     def cut(self, draft: Draft, rate: float) -> int:
         """All of it; of a draft with evidence the best part, at least the token paid for."""
         if draft.evidence is None:
             return len(draft)  # `limit` chose the length
-        return super().cut(draft, rate)
-
-    def keep(self, tokens: list[int], evidence: Sequence[Evidence | int], rate: float) -> int:
-        """The best part, at least the token paid for."""
-        return max(1, super().keep(tokens, evidence, rate))
+        return max(1, super().cut(draft, rate))
 
     def can_afford(self, length: int, expected: float) -> bool:
         """Whether the budget stands a round that accepts nothing, whatever is expected of it."""

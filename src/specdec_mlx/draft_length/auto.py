@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
-from specdec_mlx.draft_length.agreement import compared
+from specdec_mlx.draft_length.agreement import compared, pooled
 from specdec_mlx.draft_length.forking import ForkAccount
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
 from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
 from specdec_mlx.draft_length.tuning import Tuning
 from specdec_mlx.types import NO_DRAFT, Branches, Draft, Evidence, RoundRecord, Step
+
+Proposed = tuple[list[int], Sequence[Evidence]]
+"""The tokens of a draft, and what speaks for each."""
 
 RATE_MEMORY = 0.95
 """Decay of the moving averages behind the going rate, a round: about 20 rounds."""
@@ -105,18 +108,20 @@ class Auto:
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
         together = compared([draft for _, draft in drafts])
-        return self._choose([self._parts[part] for part, _ in drafts], together)
+        accounts = [self._parts[part] for part, _ in drafts]
+        return self._choose(accounts, together, _chances(accounts, together))
 
     def _choose(
         self,
         accounts: Sequence[Account],
-        proposed: Sequence[tuple[list[int], Sequence[Evidence]]],
+        proposed: Sequence[Proposed],
+        chances: Sequence[Iterable[float]],
     ) -> tuple[int, int]:
-        """The same by accounts, and by tokens with what speaks for each."""
-        rate = self.rate
+        """The same by accounts, by tokens with what speaks for each, and by their own chances."""
+        rate, together = self.rate, pooled(chances, [tokens for tokens, _ in proposed])
         lengths = [
-            account.keep(tokens, evidence, rate)
-            for account, (tokens, evidence) in zip(accounts, proposed, strict=True)
+            account.keep(tokens, evidence, known, rate)
+            for account, (tokens, evidence), known in zip(accounts, proposed, together, strict=True)
         ]
         gains = [account.gain for account in accounts]
         best = gains.index(max(gains))
@@ -140,19 +145,24 @@ class Auto:
         assert isinstance(account, TreeAccount)
         best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
         together = compared([draft for _, draft in drafts])
+        tokens = [of_draft for of_draft, _ in together]
         accounts = [self._parts[key] for key, _ in drafts]
-        chosen = -1
+        chances: Sequence[Iterable[float]] = _chances(accounts, together)
+        forks_may_pay, best_chain = account.forks_may_pay(), None
+        if forks_may_pay:  # then all of them are looked at, more than once
+            chances = list(map(list, chances))
         if drafts:
-            chosen, length = self._choose(accounts, together)
+            chosen, length = self._choose(accounts, together, chances)
             account.drafter, draft = drafts[chosen]
             best, account.gain = draft.head(length), self._chosen_gain
-        if account.forks_may_pay():
+        if forks_may_pay:
             chains = [
-                Chain(tuple(tokens), proposer.chances(tokens, evidence))
-                for proposer, (tokens, evidence) in zip(accounts, together, strict=True)
+                Chain(tuple(own), list(known)) for own, known in zip(tokens, chances, strict=True)
             ]
+            if drafts:
+                best_chain = chains[chosen]._replace(chances=list(pooled(chances, tokens)[chosen]))
             histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
-            sources = Sources(chains, chains[chosen] if drafts else None, histories)
+            sources = Sources(chains, best_chain, histories)
             tree, gain = account.grow(sources, self.rate, *size)
             if tree.parents is not None and gain > account.gain and account.asks(may_fork):
                 best, account.gain, account.drafter = tree, gain, ""
@@ -209,3 +219,11 @@ class Auto:
     def rate(self) -> float:
         """Tokens that the time of a plain round has lately brought, at least 1."""
         return max(1.0, self._tokens / self._cost) if self._cost else 1.0
+
+
+def _chances(accounts: Sequence[Account], proposed: Sequence[Proposed]) -> list[Iterator[float]]:
+    """The chance of each token of each draft, by its own drafter."""
+    return [
+        account.chances(tokens, evidence)
+        for account, (tokens, evidence) in zip(accounts, proposed, strict=True)
+    ]

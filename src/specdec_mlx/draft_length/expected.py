@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.accounts import ScoredDraft
-from specdec_mlx.draft_length.agreement import compared
+from specdec_mlx.draft_length.agreement import compared, pooled
 from specdec_mlx.draft_length.tuning import class_named
 from specdec_mlx.types import Draft, Evidence, RoundRecord
 
@@ -32,10 +32,12 @@ class ExpectedTokens:
         """The draft that is expected to bring most, and how much of it is kept."""
         lengths = [self._cut(part, draft) for part, draft in drafts]
         together = compared([draft for _, draft in drafts])
-        expected = [
-            self._weigh(part, tokens[:length], evidence[:length])
+        chances = [
+            self._chances(part, tokens[:length], evidence[:length])
             for (part, _), (tokens, evidence), length in zip(drafts, together, lengths, strict=True)
         ]
+        kept = [tokens[:length] for (tokens, _), length in zip(together, lengths, strict=True)]
+        expected = list(map(_expected, pooled(chances, kept)))
         self._best = max(expected)
         best = expected.index(self._best)
         return best, lengths[best]
@@ -61,13 +63,15 @@ class ExpectedTokens:
         if tokens:
             self._latest = tokens[-1]
 
-    def _weigh(self, part: str, tokens: list[int], evidence: Sequence[Evidence | int]) -> float:
-        """Tokens that a point-mass draft is expected to bring; from now on it is scored."""
+    def _chances(
+        self, part: str, tokens: list[int], evidence: Sequence[Evidence | int]
+    ) -> Iterator[float]:
+        """Those of the tokens of a point-mass draft; from now on it is scored."""
         history = self._histories.setdefault(part, AcceptanceHistory.of_look_ups(class_named(part)))
         self._scored[part] = ScoredDraft(
             tokens, evidence, history, looks_at_tokens=True, before=self._latest
         )
-        return _expected(history.chances(evidence, tokens, self._latest))
+        return history.chances(evidence, tokens, self._latest)
 
 
 def _expected(chances: Iterable[float]) -> float:

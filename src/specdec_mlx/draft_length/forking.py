@@ -6,11 +6,11 @@ what is left to choose is the size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from specdec_mlx.draft_length.accounts import LENGTHS, ModelAccount
-from specdec_mlx.types import Evidence, RoundRecord
+from specdec_mlx.types import RoundRecord
 
 
 @dataclass
@@ -18,11 +18,7 @@ class ForkAccount(ModelAccount):
     """Such a drafter in one generation; it drafts on account, as `ModelAccount` does."""
 
     def best_length(
-        self,
-        evidence: Sequence[Evidence | int],
-        rate: float,
-        plain_value: float,
-        copied: Sequence[int] | None = None,
+        self, chances: Iterable[float], whole: int, rate: float, plain_value: float
     ) -> int:
         """The size of the largest value that can be afforded; see `Account.best_length`."""
         costs = self.learned.costs
