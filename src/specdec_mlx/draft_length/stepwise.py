@@ -168,7 +168,7 @@ class StepwiseAccount(Account):
             length: of the draft.
             expected: tokens that it is expected to bring, besides the round's own.
         """
-        return self.budgets.stand(self._loss(length) - expected / 2)
+        return self.budgets.stand(self._loss(length) - expected / 2, self.gain)
 
     def _loss(self, length: int) -> float:
         """Most that a round is taken to lose whose draft is wrong from its first token."""
