@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -157,10 +158,7 @@ def race(
     contenders: dict[str, Start], group: Sequence[Task], *, max_tokens: int, repeats: int
 ) -> list[Group]:
     """Write a group with every contender, in turns, several times."""
-    runs = [
-        _race_once(contenders, group, max_tokens, first=repeat % len(contenders))
-        for repeat in range(repeats)
-    ]
+    runs = [_race_once(contenders, group, max_tokens, seed=repeat) for repeat in range(repeats)]
     plain = runs[0][PLAIN].tokens
     return [
         Group(
@@ -179,17 +177,18 @@ def race(
 
 
 def _race_once(
-    contenders: dict[str, Start], group: Sequence[Task], max_tokens: int, first: int
+    contenders: dict[str, Start], group: Sequence[Task], max_tokens: int, seed: int
 ) -> dict[str, Run]:
-    """One repeat; another contender begins each time."""
-    names = [*list(contenders)[first:], *list(contenders)[:first]]
+    """One repeat; whose turn is next is drawn anew each time around, as in `timing.take_turns`."""
+    draws = random.Random(seed)
+    names = draws.sample(list(contenders), len(contenders))
     runs = {name: Run(contenders[name](group, max_tokens), [[] for _ in group]) for name in names}
     left = dict(runs)
     for run in runs.values():
         run.go_on(1)
         run.prompt_seconds, run.processor_seconds = run.seconds, 0.0
     while left:
-        for name, run in list(left.items()):
+        for name, run in draws.sample(list(left.items()), len(left)):
             if not run.go_on(TURN * len(group)):
                 del left[name]
     return runs
