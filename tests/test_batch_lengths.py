@@ -364,14 +364,17 @@ def test_a_group_is_written_by_all_contenders_in_turns() -> None:
 
     turns: list[Sequence[int]] = []
     contenders = {batches.PLAIN: writes([20, 16]), "ours": writes([20, 15])}
-    plain, ours = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=3)
+    plain, ours = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=8)
     assert (plain.num_tokens, plain.passes, plain.same) == (36, 20, 2)
     assert (ours.num_tokens, ours.passes, ours.same) == (35, 20, 1)
-    assert len(ours.seconds) == len(ours.prompt_seconds) == 3
-    first, second = turns.index([20, 16]), turns.index([20, 15])
-    assert (first, second) == (0, 1), "the first token of each comes before any turn"
-    assert [20, 16] in turns[20:40]
-    assert [20, 15] in turns[20:40]
+    assert len(ours.seconds) == len(ours.prompt_seconds) == 8
+    repeats = [turns[start : start + 71] for start in range(0, len(turns), 71)]
+    for repeat in repeats:
+        assert sorted(repeat[:2]) == [[20, 15], [20, 16]], "first tokens come before any turn"
+    assert len({tuple(repeat[0]) for repeat in repeats}) == 2, "who begins is drawn"
+    assert any(repeat[2] != repeat[34] for repeat in repeats), "and anew each time around"
+    for repeat in repeats:
+        assert repeat[2:34].count([20, 16]) == repeat[2:34].count([20, 15]) == 16, "a turn of each"
 
 
 def test_speeds_are_medians_over_repeats_and_sums_over_groups() -> None:
