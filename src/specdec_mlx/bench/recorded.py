@@ -16,6 +16,7 @@ from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
@@ -171,6 +172,15 @@ class RecordedTarget:
         return pass_
 
 
+class UndisturbedClock(RoundClock):
+    """Every round's seconds are its own, since the cost curve says what they are."""
+
+    @property
+    def was_undisturbed(self) -> bool:
+        """Whatever this process was doing meanwhile."""
+        return True
+
+
 class ModelledLength:
     """A draft length that is told the cost curve's seconds instead of the clock's, and adds them.
 
@@ -189,8 +199,8 @@ class ModelledLength:
             self.begin_tree, self.grow = inner.begin_tree, inner.grow
         if isinstance(inner, ChoosesSteps):
             self._chooser = inner
-            self.begin_steps, self.prefilled = self._begin_steps, inner.prefilled
-            self.goes_on = self._goes_on
+            self.begin_steps, self.goes_on = self._begin_steps, self._goes_on
+            self.prefilled = self._prefilled
         self._inner = inner
         self._cost = cost
         self._draft_seconds = draft_seconds
@@ -210,11 +220,14 @@ class ModelledLength:
         at_once: bool = False,
         reads_along: bool = False,
     ) -> None:
-        """A step takes what it is said to take, and reading the prompt no time."""
+        """A step takes what it is said to take."""
         self._chooser.begin_steps(
             part, lambda: self._draft_seconds, at_once=at_once, reads_along=reads_along
         )
-        self._chooser.prefilled(1, 0.0)
+
+    def _prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Reading the prompt takes no time."""
+        self._chooser.prefilled(max(1, num_tokens), 0.0)
 
     def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
         """The decision, asked once for each draft step that is run."""
@@ -265,7 +278,9 @@ def replay_text(
     drafting = Drafting(
         drafter, modelled, target, sequence, keeps_cache=False, stream=generation_stream
     )
-    generation = Generation(target, sequence, drafting, SpeculationStats())
+    generation = Generation(
+        target, sequence, drafting, SpeculationStats(), clock=UndisturbedClock()
+    )
     with closing(generation.run(greedy_context(vocab_size))) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
