@@ -17,6 +17,7 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from specdec_mlx import loop
 from specdec_mlx.bench import recorded_drafts
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
@@ -38,6 +39,7 @@ from specdec_mlx.draft_length.stepwise import OPTION_VALUE, RETRY_AFTER, Stepwis
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.rounds import clock
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.types import DraftContext, Evidence, GoesOn, RoundRecord, Step
@@ -339,6 +341,23 @@ def useless(coins: random.Random) -> float:
     return 0.02
 
 
+@pytest.mark.parametrize("draft_cost", [0.1, 0.5])
+def test_what_a_replay_says_does_not_depend_on_the_clock(
+    draft_cost: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it is the same: seconds are those of the cost curve alone."""
+
+    def replayed() -> list[Modelled]:
+        texts, drafter = made_up([varied] * 6 + [useless])
+        return modelled(texts, drafter, "auto", CURVES["slope"], draft_cost)
+
+    expected = replayed()
+    coins, ticks = random.Random(0), itertools.count()
+    for module in (clock, loop):
+        monkeypatch.setattr(module, "perf_counter", lambda: next(ticks) * coins.choice([1e-6, 1.0]))
+    assert replayed() == expected
+
+
 @pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
@@ -523,10 +542,14 @@ def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
     assert session.rollback.position == before
 
 
-def test_reading_that_is_refused_is_weighed_less_and_less_often() -> None:
-    """It takes as long as a hundredth of a small model's round."""
+@pytest.mark.parametrize("refused_for", ["reading", "the budget"])
+def test_what_is_refused_is_weighed_less_and_less_often(refused_for: str) -> None:
+    """To weigh it takes as long as a hundredth of a small model's round."""
     paused = account(step=0.2, slope=0.2)
-    paused.learned.context, paused.prefill = 10_000, 0.03
+    if refused_for == "reading":
+        paused.learned.context, paused.prefill = 10_000, 0.03
+    else:
+        paused.num_missed, paused.learned.exploration_budget = 0, -0.2
     weighed = []
     plan = paused._plan
 

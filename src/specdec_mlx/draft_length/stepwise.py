@@ -29,8 +29,8 @@ REST = 2
 worked out anew: to work it out takes as long as a hundredth of a small model's round."""
 
 LONGEST_REST = 8
-"""The same where it is refused over and over for what changes slowly: costs, and
-what reading takes."""
+"""The same where it is refused over and over for what changes slowly: costs, budgets, and what
+reading takes."""
 
 RETRY_AFTER = 12
 """Rounds after which a draft model is asked again where its last drafts were not worth it."""
@@ -134,12 +134,12 @@ class StepwiseAccount(Account):
         rate = min(rate, max(LEAST_RATE, self._best_rate()))
         self.gain, needed = self._plan(rate)
         longest = self._longest()
-        if longest and not self._may_read():
+        if longest < needed or not self._may_read():
             return self._wait()
         self.num_waits = 0
         if self.gain < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
             return 0
-        return longest if longest >= needed else 0
+        return longest
 
     def _wait(self) -> int:
         """No draft, and a longer rest each time in a row."""
