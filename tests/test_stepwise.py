@@ -35,7 +35,7 @@ from specdec_mlx.draft_length.accounts import LONGEST
 from specdec_mlx.draft_length.budgets import READING_SHARE, TEXT_BUDGET, Budgets
 from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.stepwise import OPTION_VALUE, RETRY_AFTER, StepwiseAccount
+from specdec_mlx.draft_length.stepwise import RETRY_AFTER, StepwiseAccount
 from specdec_mlx.draft_length.tuning import Learned, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
@@ -684,5 +684,5 @@ def test_a_rate_that_present_costs_cannot_bring_is_not_waited_for() -> None:
     assert cheap.limit(1.0) > 0
     before = 1 + max(cheap.gains)
     assert late._best_rate() > 1.2
-    assert late._plan(before)[0] < -OPTION_VALUE
+    assert late._plan(before)[0] < 0
     assert late.limit(before) > 0

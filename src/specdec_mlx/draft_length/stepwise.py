@@ -43,9 +43,6 @@ USUAL_SHARE = 0.02
 """Share of a trial in how often tokens are usually accepted, which is believed of a text that
 nothing is known of: with 0.5 for all models a good one was asked too seldom in each new text."""
 
-OPTION_VALUE = 0.15
-"""What stopping before a bad token is worth, in plain rounds: a heuristic."""
-
 LEAST_RATE = 1.1
 """The going rate at which asking is weighed is at most that of the best fixed length by what is
 known now, or this: a higher one came from better times, and would be waited for in vain. Below it
@@ -137,7 +134,7 @@ class StepwiseAccount(Account):
         if longest < needed or not self._may_read():
             return self._wait()
         self.num_waits = 0
-        if self.gain < -OPTION_VALUE and self.num_idle < RETRY_AFTER:
+        if self.gain < 0 and self.num_idle < RETRY_AFTER:
             return 0
         return longest
 
