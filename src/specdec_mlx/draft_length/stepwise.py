@@ -131,6 +131,9 @@ class StepwiseAccount(Account):
         rate = min(rate, max(LEAST_RATE, self._best_rate()))
         self.gain, needed = self._plan(rate)
         longest = self._longest()
+        if longest < needed and self.gain >= 0:  # each round counts until it can be afforded
+            self.num_waits = 0
+            return 0
         if longest < needed or not self._may_read():
             return self._wait()
         self.num_waits = 0
