@@ -542,19 +542,8 @@ def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
     assert session.rollback.position == before
 
 
-@pytest.mark.parametrize("refused_for", ["reading", "the budget, no gain", "the budget"])
-def test_what_is_refused_is_weighed_less_and_less_often(refused_for: str) -> None:
-    """To weigh it takes as long as a hundredth of a small model's round.
-
-    A draft that would gain and cannot be afforded is not: in a first text every round counts.
-    """
-    paused = account(step=0.2, slope=0.2)
-    if refused_for == "reading":
-        paused.learned.context, paused.prefill = 10_000, 0.03
-    else:
-        paused.num_missed, paused.learned.exploration_budget = 0, -0.2
-    for _ in range(60):
-        paused.learned.blind.learn(0, 0, refused_for == "the budget")
+def between_weighings(paused: StepwiseAccount) -> list[int]:
+    """Rounds from one in which it is weighed to the next, in 60 rounds that draft nothing."""
     weighed = []
     plan = paused._plan
 
@@ -562,12 +551,33 @@ def test_what_is_refused_is_weighed_less_and_less_often(refused_for: str) -> Non
         weighed.append(paused.num_rounds)
         return plan(rate)
 
-    paused._plan = counted
+    paused._plan = counted  # type: ignore[method-assign]
     for _ in range(60):
         assert not paused.limit(1.0)
         paused.follow(RoundRecord(0, 0, 1, 1))
-    gaps = [after - before for before, after in itertools.pairwise(weighed)]
-    assert gaps[:8] == ([2] * 8 if refused_for == "the budget" else [3, 4, 5, 6, 7, 8, 8, 8])
+    return [after - before for before, after in itertools.pairwise(weighed)]
+
+
+def without_budget(*, is_right: bool) -> StepwiseAccount:
+    """One whose budget has been spent; is_right: whether its drafts have been."""
+    spent = account(step=0.2, slope=0.2)
+    spent.num_missed, spent.learned.exploration_budget = 0, -0.2
+    for _ in range(60):
+        spent.learned.blind.learn(0, 0, is_right)
+    return spent
+
+
+def test_what_is_refused_is_weighed_less_and_less_often() -> None:
+    """For reading, or by a budget; to weigh it takes a hundredth of a small model's round."""
+    unread = account(step=0.2, slope=0.2)
+    unread.learned.context, unread.prefill = 10_000, 0.03
+    for paused in (unread, without_budget(is_right=False)):
+        assert between_weighings(paused)[:8] == [3, 4, 5, 6, 7, 8, 8, 8]
+
+
+def test_what_would_gain_is_weighed_often_until_it_can_be_afforded() -> None:
+    """In the first text of a good draft model every round counts."""
+    assert between_weighings(without_budget(is_right=True))[:8] == [2] * 8
 
 
 def test_what_is_surely_worth_asking_is_weighed_in_every_second_round() -> None:

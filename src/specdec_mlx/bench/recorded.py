@@ -227,7 +227,7 @@ class ModelledLength:
 
     def _prefilled(self, num_tokens: int, seconds: float) -> None:
         """Reading the prompt takes no time."""
-        self._chooser.prefilled(max(1, num_tokens), 0.0)
+        self._chooser.prefilled(1, 0.0)
 
     def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
         """The decision, asked once for each draft step that is run."""
