@@ -34,7 +34,7 @@ from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.shared import SharedLength
 from specdec_mlx.draft_length.shared_costs import SharedCosts
 from specdec_mlx.draft_length.time_left import SHARPEST, progress
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, DraftContext, Drafter
 
 ROW_COST = 0.1

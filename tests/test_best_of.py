@@ -17,7 +17,7 @@ from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.expected import ExpectedTokens
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord, session_groups
 
 PROMPT = [5, 17, 99, 3]

@@ -25,7 +25,7 @@ from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags

@@ -31,7 +31,7 @@ from specdec_mlx.cli.plan import (
     fit,
     measure_pace,
 )
-from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from tiny_model_folder import write_model_folder
 

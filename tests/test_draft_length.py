@@ -31,7 +31,7 @@ from specdec_mlx.draft_length.policy import (
     make_draft_length,
     parse_draft_length,
 )
-from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 

@@ -27,7 +27,7 @@ from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.fork_history import ForkHistory
 from specdec_mlx.draft_length.forking import ForkAccount
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.tuning import Learned
+from specdec_mlx.draft_length.store import Learned
 from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import HeadError

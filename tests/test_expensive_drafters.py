@@ -32,7 +32,7 @@ from specdec_mlx.draft_length.accounts import (
     LENGTHS,
 )
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, Evidence, RoundRecord
 
 PASS = line(0.02)

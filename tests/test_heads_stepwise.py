@@ -23,7 +23,7 @@ from selection import cases
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.tuning import Learned
+from specdec_mlx.draft_length.store import Learned
 from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter

@@ -20,7 +20,7 @@ from specdec_mlx.bench.host_time import Kind, Table, generate, kinds, prompt_of,
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling import noise

@@ -16,7 +16,7 @@ import tiny
 from command_line import both_ways, run
 from serving import serving
 from specdec_mlx.draft_length.store import kept_tuning, tuning_path
-from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 import scripted
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.draft_length.tuning import LONGEST_NAME, Tuning, short_name
+from specdec_mlx.draft_length.store import LONGEST_NAME, Tuning, short_name
 from specdec_mlx.drafters import fingerprint as fingerprint_module
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter

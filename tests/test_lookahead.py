@@ -16,7 +16,7 @@ import tiny
 from lossless import PROMPT, plain_text
 from selection import cases
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.lookahead import LookaheadSession, Pool, Window, _Proposal
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, RoundRecord

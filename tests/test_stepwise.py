@@ -36,7 +36,7 @@ from specdec_mlx.draft_length.budgets import READING_SHARE, TEXT_BUDGET, Budgets
 from specdec_mlx.draft_length.costs import DraftingCosts
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.stepwise import RETRY_AFTER, StepwiseAccount
-from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.rounds import clock

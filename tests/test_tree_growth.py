@@ -28,7 +28,7 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.guesses import GuessHistory, PooledChances
 from specdec_mlx.draft_length.trees import SIZES, Chain, Sources, TreeAccount
-from specdec_mlx.draft_length.tuning import Learned, Tuning
+from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.registry import make_drafter

@@ -33,7 +33,7 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import RoundCosts
 from specdec_mlx.draft_length.fork_history import ForkHistory
 from specdec_mlx.draft_length.token_effects import TOKEN_VARIANCE
-from specdec_mlx.draft_length.tuning import Tuning, short_name, tuning_for
+from specdec_mlx.draft_length.store import Tuning, short_name, tuning_for
 from specdec_mlx.drafters.evidence import (
     WHOLE,
     distance_class,

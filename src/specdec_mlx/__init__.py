@@ -11,7 +11,7 @@ from specdec_mlx.batch_generation import batch_generate, batch_stream_generate
 from specdec_mlx.beams.generation import BeamSearchResponse, BeamText, beam_search
 from specdec_mlx.checks import CheckReport, check
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.best_of import BestOf
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf

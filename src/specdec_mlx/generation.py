@@ -15,7 +15,7 @@ from mlx_lm.generate import (
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of, make_drafter
 from specdec_mlx.errors import PromptError

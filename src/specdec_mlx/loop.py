@@ -24,7 +24,7 @@ from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.tuning import Tuning, tuning_for
+from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import bring_caches_to, close_all

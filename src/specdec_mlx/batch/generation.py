@@ -29,13 +29,11 @@ from specdec_mlx.batch.rows import (
     Row,
     RowDrafting,
     RowToken,
-    num_wanted,
     shared_drafts,
 )
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.shared import SharedLength
-from specdec_mlx.draft_length.shared_costs import shared_costs_for
-from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.draft_length.rows import SharedLength
+from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
@@ -111,7 +109,7 @@ class BatchGeneration:
         self._reading = Reading(self.stream)
         self._shared: SharedLength | None = None
         if self._passes is not None and self.draft_length == "auto":
-            self._shared = SharedLength(shared_costs_for(self.model), tuning_for(self.model))
+            self._shared = SharedLength(tuning_for(self.model))
 
     def make_passes(self) -> Passes | None:
         """The passes over all rows; None where texts have to be written one by one."""
@@ -220,7 +218,7 @@ class BatchGeneration:
             with self._alone(uid):
                 self._reading.begin(self.begin_row(uid, request))
         if not self._rows:
-            slope = tuning_for(self.model).slope
+            slope = (tuning_for(self.model).prior(5) - 1.0) / 4
             self._rows = self._note_read(self._reading.read_together(passes, slope))
         for row in self._note_read(self._reading.go_on()):
             with mx.stream(self.stream):
@@ -273,7 +271,7 @@ class BatchGeneration:
     def _propose(self) -> list[Draft]:
         """A draft for each row; the first token of a text waits for none."""
         if self._shared is not None:
-            self._shared.rows_are(self._left(self._rows), [row.length for row in self._rows])
+            self._shared.num_rows = len(self._rows)
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
@@ -298,10 +296,6 @@ class BatchGeneration:
                 self.on_error(uid, error)
             if row is not None:
                 row.finish_reason = "removed"
-
-    def _left(self, rows: Sequence[Row]) -> list[int] | None:
-        """Most tokens that each row may still get; None if others wait, or there is no limit."""
-        return None if self.is_open or self._waiting else num_wanted(rows)
 
     def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
@@ -365,7 +359,7 @@ class BatchGeneration:
         next_of = {row.uid: round_ for row, round_ in ahead}
         lengths = [row.length for row, _ in current]
         if self._shared is not None:
-            self._shared.rows_are(self._left([row for row, _ in current]), lengths)
+            self._shared.num_rows = len(current)
         outcomes = []
         for row, round_ in current:
             outcome = Outcome(range(0), [])

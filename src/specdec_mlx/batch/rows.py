@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import mlx.core as mx
 
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.shared import RowLength, SharedLength
+from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.sampling.distribution import Sampler, Sampling
@@ -141,13 +141,6 @@ class Row:
 
 Rounds = list[tuple[Row, Round]]
 """A pass under way, row by row."""
-
-
-def num_wanted(rows: Sequence[Row]) -> list[int] | None:
-    """Most tokens that each row may still get; None where one has no limit."""
-    left = [row.generation.sequence.num_wanted() for row in rows]
-    known = [number for number in left if number is not None]
-    return known if len(known) == len(left) else None
 
 
 class Passes(Protocol):

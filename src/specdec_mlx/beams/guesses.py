@@ -10,10 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.beams.steps import Beam, Tokens
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.shared import SharedLength
-from specdec_mlx.draft_length.shared_costs import SharedCosts
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.rows import SharedLength
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import check_draft
 from specdec_mlx.token_ids import to_list
@@ -101,11 +100,11 @@ class GuessLength:
     """
 
     shared: SharedLength
-    history: AcceptanceHistory = field(default_factory=AcceptanceHistory.of_draft_models)
+    chances: Chances = field(default_factory=lambda: Chances.of("model"))
 
     def limit(self) -> int:
         """Steps to guess now."""
-        return self.shared.limit_of_model("", self.history)
+        return self.shared.limit_of_model("", self.chances)
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
         """Learn from a pass.
@@ -117,7 +116,7 @@ class GuessLength:
             steady: whether it had the rows of the one before it.
         """
         for i in range(min(num_steps, num_guessed)):
-            self.history.learn(0, i, i < num_steps - 1)
+            self.chances.learn(0, i, i < num_steps - 1)
         self.shared.record(num_guessed, [num_steps], seconds, steady=steady)
 
 
@@ -156,6 +155,5 @@ def guess_length_for(
     learned = _learned(model)
     if num_beams not in learned:
         tuning = Tuning.for_model(model)
-        costs = SharedCosts(tuning.slope * min(num_beams, 4))
-        learned[num_beams] = GuessLength(SharedLength(costs, tuning))
+        learned[num_beams] = GuessLength(SharedLength(tuning))
     return learned[num_beams]

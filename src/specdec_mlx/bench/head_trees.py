@@ -28,7 +28,7 @@ from specdec_mlx.bench.heads import (
 )
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter

@@ -27,7 +27,7 @@ from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Prompt, read_prompts
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import HEADS, corpus, draft_path, head_path, target_path

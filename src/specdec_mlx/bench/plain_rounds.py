@@ -24,7 +24,7 @@ from specdec_mlx.bench.record import or_dash
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import corpus
 

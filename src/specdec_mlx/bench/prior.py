@@ -25,7 +25,7 @@ from specdec_mlx.draft_length.acceptance import SIZES as ALL_SIZES
 from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.guesses import MOST_RANKS, GuessHistory
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.tuning import Learned, Tuning, class_named
+from specdec_mlx.draft_length.store import Learned, Tuning, class_named
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.types import Drafter, Evidence, Guess
 

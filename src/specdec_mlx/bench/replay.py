@@ -42,7 +42,7 @@ from specdec_mlx.bench.scores import (
 from specdec_mlx.bench.sessions import session_record
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path

@@ -16,7 +16,7 @@ import mlx.nn as nn
 from specdec_mlx.bench.contenders import Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.cli.plan import Scene, measure_pace
-from specdec_mlx.draft_length.tuning import tuning_for
+from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter

@@ -1,58 +1,508 @@
-"""The automatic draft length: as many tokens as pay, from measured cost and acceptance."""
+"""The automatic draft length: as many tokens as pay, from measured costs and learned chances.
+
+Keeping K tokens is worth the tokens that it is expected to bring less what its round costs at the
+going rate:
+
+    1 + a_1 + a_1 a_2 + ... + a_1..a_K - rate * (cost(1 + K) + drafting(K)),
+
+a_i the chance that token i is accepted if those before it were (`chances`), costs in plain rounds
+(`costs`), and rate the tokens that a plain round's time has lately brought, at least 1. The largest
+value wins; that is the marginal rule of an economic optimum, and at K = 0 it is plain decoding.
+
+A look-up is free to ask: what it proposes is scored against what came, verified or not, so that it
+is noticed when a text becomes predictable. Of what costs time to ask nothing is known without
+paying; it drafts on account (`store.Account`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import accumulate, count
 from math import inf
+from operator import mul
 
-from specdec_mlx.draft_length.accounts import Account, LookUpAccount, ModelAccount
-from specdec_mlx.draft_length.agreement import compared, pooled
-from specdec_mlx.draft_length.forking import ForkAccount
-from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.trees import Chain, Sources, TreeAccount
-from specdec_mlx.draft_length.tuning import Tuning
-from specdec_mlx.types import NO_DRAFT, Branches, Draft, Evidence, RoundRecord, Step
+from specdec_mlx.draft_length.chances import Chances, Scored, told
+from specdec_mlx.draft_length.chips import WIDTHS
+from specdec_mlx.draft_length.costs import Staircase, median
+from specdec_mlx.draft_length.store import Learned, Tuning
+from specdec_mlx.types import (
+    MOST_WAITING,
+    NO_DRAFT,
+    ROOT,
+    Branches,
+    Draft,
+    Evidence,
+    RoundRecord,
+    Step,
+)
+from specdec_mlx.types.trees import chain
 
-Proposed = tuple[list[int], Sequence[Evidence]]
-"""The tokens of a draft, and what speaks for each."""
+LENGTHS = tuple(rows - 1 for rows in WIDTHS)
+"""Draft lengths that are chosen from."""
+
+LONGEST = 12
+"""Most tokens that are drafted one by one, and by a look-up whose drafts were wrong lately."""
+
+SURE = 0.4
+"""Recent acceptance from which on a look-up is asked for more."""
 
 RATE_MEMORY = 0.95
-"""Decay of the moving averages behind the going rate, a round: about 20 rounds."""
+"""Decay of the moving sums behind the going rate, a round."""
 
-CARRIED = 0.5
-"""What those of the last text weigh at the beginning of the next one. With 0, where every text
-begins as if nothing had ever been gained, the agent's conversations lose 2% at a slope of 0.24."""
+LEAST_RATE = 1.1
+"""What costs time is weighed at the rate that its best length would bring, or at this: at a higher
+one, left from better times, it would wait in vain."""
+
+RETRY = 12
+"""Rounds after which what costs time is asked again where its last drafts were not worth it."""
+
+REST = 3
+"""Rounds for which "not worth asking" stands before it is worked out anew."""
+
+LOOKAHEAD = 4
+"""Further tokens that are weighed with the next one: a wider pass may cost no more."""
+
+READING = 0.02
+"""Cost of reading a token, in draft steps, where it is not known."""
+
+Price = Callable[[int], float]
+"""What a round with K draft tokens costs beyond a plain one, in tokens at the going rate."""
+
+
+def best_length(
+    chances: Iterable[float], whole: int, most: int, price: Price
+) -> tuple[int, float, float]:
+    """The draft length of the largest value: it, its gain over plain decoding, and its tokens.
+
+    Args:
+        chances: of each token, given those before it; read as far as needed.
+        whole: tokens of the draft.
+        most: longest that may be kept.
+        price: of a length.
+    """
+    best, best_gain, best_tokens, reach, tokens = 0, 0.0, 0.0, 1.0, 0.0
+    for length, chance in enumerate(chances, start=1):
+        if length > most:
+            break
+        reach *= chance
+        tokens += reach
+        if length in LENGTHS or length == whole:
+            gain = tokens - price(length)
+            if gain > best_gain:
+                best, best_gain, best_tokens = length, gain, tokens
+            if gain + reach * (whole - length) <= best_gain:
+                break  # were all that follows right if this one is, and cost nothing
+    return best, best_gain, best_tokens
+
+
+@dataclass(eq=False)
+class LookUp:
+    """A drafter in one generation that is free to ask.
+
+    auto: the generation's. learned: outlives it. scored: the draft that is held against what comes.
+    gain: what its next draft is expected to bring beyond plain decoding, in tokens.
+    """
+
+    auto: Auto
+    learned: Learned
+    scored: Scored | None = None
+    gain: float = 0.0
+
+    def __post_init__(self) -> None:
+        """How predictable this text is, is not known yet."""
+        self.learned.begin_text()
+
+    def limit(self) -> int:
+        """Most tokens to ask for."""
+        return LENGTHS[-1] if self.learned.chances.recent >= SURE else LONGEST
+
+    def drafting(self, num_steps: int) -> float:
+        """Cost of a draft without its pass, in plain rounds."""
+        return 0.0
+
+    def price(self, length: int) -> float:
+        """See `Price`."""
+        return self.auto.rate * (self.auto.cost(length) - 1.0 + self.drafting(length))
+
+    def cut(self, draft: Draft) -> int:
+        """How much of a point mass to keep."""
+        tokens, evidence = told(draft)
+        chances = self.learned.chances.of_draft(evidence, tokens, self.auto.latest)
+        kept, self.gain, _ = best_length(chances, len(tokens), self.auto.most, self.price)
+        self.score(tokens, evidence, kept > 0)
+        return kept
+
+    def score(self, tokens: list[int], evidence: Sequence[Evidence | int], is_taken: bool) -> None:
+        """Hold a draft against what comes, in the place of an earlier one if it is verified."""
+        if is_taken or self.scored is None:
+            self.scored = Scored(tokens, evidence, self.learned.chances, self.auto.latest)
+
+    def settle(self, round_: RoundRecord) -> float:
+        """Learn from a round with its draft what that cost; the cost in plain rounds."""
+        if round_.steady:
+            self.auto.stairs.add(1 + round_.drafted, round_.seconds)
+        return self.auto.cost(round_.drafted)
+
+    def follow(self, round_: RoundRecord, drafted: bool) -> float:
+        """Go on by a round with its draft or another's; cost of steps that brought no draft."""
+        if self.scored is not None and self.scored.is_through(round_.tokens):
+            self.scored = None
+        return 0.0
+
+
+@dataclass(eq=False)
+class Model(LookUp):
+    """A drafter in one generation that costs time, and drafts as many tokens as it is asked for.
+
+    rest: rounds for which "not worth asking" stands. num_idle: rounds since it was asked.
+    num_missed: tokens of the text that it has not read, None for all.
+    """
+
+    rest: int = 0
+    num_idle: int = RETRY
+    num_missed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Its budget of this text."""
+        super().__post_init__()
+        self.account = self.learned.account.of_text()
+
+    def drafting(self, num_steps: int) -> float:
+        """Cost of a draft without its pass, in plain rounds."""
+        return self.learned.steps(num_steps)
+
+    def gains(self) -> list[float]:
+        """[K] tokens that drafts of 1, 2, ... tokens bring, of which only the places are known."""
+        chances = self.learned.blind.of_draft([0] * min(LONGEST, self.auto.most))
+        return list(accumulate(accumulate(chances, mul)))
+
+    def limit(self) -> int:
+        """The length of the largest value, if that pays or is to be tried, and can be afforded."""
+        if self.rest:
+            return 0
+        wanted = self.worth_asking()
+        self.rest = 0 if wanted else REST
+        return wanted
+
+    def worth_asking(self) -> int:
+        """The same, worked out anew."""
+        gains = self.gains()
+        losses = [self.loss(k) for k in range(1, len(gains) + 1)]
+        rates = [(1.0 + gain) / (1.0 + loss) for gain, loss in zip(gains, losses, strict=True)]
+        rate = min(self.auto.rate, max(LEAST_RATE, *rates))
+        values = [gain - rate * loss for gain, loss in zip(gains, losses, strict=True)]
+        self.gain = max(values)
+        length = 1 + values.index(self.gain)
+        if self.gain <= 0 and self.num_idle < RETRY:
+            return 0
+        if all(loss >= k for k, loss in enumerate(losses, start=1)):
+            return 0  # not even if all were right
+        while length and not self.account.stands(losses[length - 1] - gains[length - 1] / 2):
+            length -= 1
+        return length
+
+    def loss(self, length: int) -> float:
+        """What a round costs beyond a plain one, in plain rounds."""
+        return self.auto.cost(length) - 1.0 + self.drafting(length)
+
+    def cut(self, draft: Draft) -> int:
+        """All of it: `limit` chose the length."""
+        return len(draft)
+
+    def settle(self, round_: RoundRecord) -> float:
+        """Learn what its draft cost and how far it was right; book what it brought."""
+        plain, passed = self.auto.stairs.plain, self.auto.cost(round_.drafted)
+        if round_.steady and plain and self.has_read():
+            self.learned.steps.add(round_.drafted, round_.seconds / median(plain) - passed)
+        blind = self.learned.blind
+        expected = 1.0 + sum(accumulate(blind.of_draft([0] * round_.drafted), mul))
+        for i in range(min(round_.accepted + 1, round_.drafted)):
+            blind.learn(0, i, i < round_.accepted)
+        cost = passed + self.drafting(round_.drafted)
+        self.book(round_.emitted, expected, cost)
+        return cost
+
+    def book(self, emitted: int, expected: float, cost: float) -> None:
+        """Book a round, half as it was expected and half as it was: luck evens out."""
+        self.account.add((emitted + expected) / 2 - cost)
+
+    def has_read(self) -> bool:
+        """True if it has not more to read than a round's tokens."""
+        return self.num_missed is not None and self.num_missed <= LONGEST + 1
+
+    def follow(self, round_: RoundRecord, drafted: bool) -> float:
+        """Earn this round's share of the time."""
+        self.account.earn()
+        self.rest = max(0, self.rest - 1)
+        self.num_idle += 1
+        if drafted:
+            self.num_missed, self.num_idle = 0, 0
+        else:
+            self.learned.idle()
+            if self.num_missed is not None:
+                self.num_missed += round_.emitted
+        return 0.0
+
+
+@dataclass(eq=False)
+class Forking(Model):
+    """The same where drafts fork by themselves: `limit` is a number of nodes."""
+
+    def gains(self) -> list[float]:
+        """[K] tokens that trees of 1, 2, ... nodes bring."""
+        return list(accumulate(self.learned.shares[: self.auto.most]))
+
+    def settle(self, round_: RoundRecord) -> float:
+        """Learn what its size brings, too."""
+        self.learned.learn_shares(round_.drafted, round_.accepted)
+        return super().settle(round_)
+
+
+@dataclass(eq=False)
+class Stepwise(Model):
+    """A drafter that can stop in the middle, by its own confidence.
+
+    Stopping by it is what AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO
+    (Mamou et al. 2024) do with thresholds; here a token's value is held against its measured cost.
+
+    time_step, time_reading: seconds of a step on nothing, and of reading a token, where the session
+    can tell. reads_along: True if it is shown the text as it comes. evidence: of the draft in the
+    making. reaches: chance that all of it is accepted, up to each token. num_steps: steps run.
+    num_emitted: tokens of this generation. is_trial: True if reading is charged to the account.
+    """
+
+    time_step: Callable[[], float] | None = None
+    time_reading: Callable[[], float] | None = None
+    reads_along: bool = False
+    evidence: list[Evidence] = field(default_factory=list)
+    reaches: list[float] = field(default_factory=list)
+    num_steps: int = 0
+    num_emitted: int = 0
+    is_trial: bool = False
+
+    def limit(self) -> int:
+        """The longest draft, if its first tokens pay and can be afforded."""
+        self.evidence, self.reaches, self.is_trial = [], [], False
+        steps, plain = self.learned.steps, self.auto.stairs.plain
+        if not self.rest and not steps.is_known and self.time_step is not None and plain:
+            steps.price = self.time_step() / median(plain)
+            self.num_steps += 1  # this round's seconds are not those of a plain one
+        wanted = super().limit()
+        if wanted and not self._may_read():
+            self.rest = REST
+            return 0
+        return min(LONGEST, self.auto.most) if wanted else 0
+
+    def _may_read(self) -> bool:
+        """True if what it has missed may be read now.
+
+        Either the text so far would have saved as much as reading takes: who waits for that never
+        pays more than twice what was needed (the ski rental bound). Or the account stands it.
+        """
+        if self.has_read():
+            return True
+        cost = self._reading()
+        if cost <= max(0.0, self.gain) * self.num_emitted:
+            return True
+        self.is_trial = self.account.stands(cost + self.loss(1) / 2)
+        return self.is_trial
+
+    def _reading(self) -> float:
+        """Cost of reading what it has missed, in plain rounds."""
+        steps, plain = self.learned.steps, self.auto.stairs.plain
+        if steps.reading is None and self.time_reading is not None and plain:
+            steps.reading = self.time_reading() / median(plain)
+        missed = self.auto.context if self.num_missed is None else self.num_missed
+        missed = min(missed, MOST_WAITING) if self.reads_along else missed
+        return missed * (steps.step * READING if steps.reading is None else steps.reading)
+
+    def goes_on(self, evidence: Sequence[Evidence]) -> Step:
+        """Weigh the latest token and those that could follow it."""
+        length, latest = len(evidence), evidence[-1]
+        self.num_steps += not latest.is_free
+        del self.reaches[length - 1 :]  # of a token that was not taken, where a free one stands
+        for i in range(len(self.reaches), length):
+            chance = next(self.learned.chances.of_draft([evidence[i]], first=i))
+            self.reaches.append(chance * (self.reaches[-1] if i else 1.0))
+        self.evidence = list(evidence)
+        rate, cost, reach = self.auto.rate, self.auto.cost, self.reaches[-1]
+        own = reach - rate * (cost(length) - cost(length - 1))
+        if length < LONGEST:
+            step = 0.0 if latest.is_free or self.learned.steps.at_once else self.learned.steps.step
+            chances = self.learned.chances if latest.is_free else self.learned.later
+            value, more = 0.0, length
+            for chance in chances.of_draft([latest] * LOOKAHEAD, first=length):
+                reach *= chance
+                more += 1
+                value += reach - rate * (cost(more) - cost(more - 1) + step)
+                if value > max(0.0, -own):
+                    return Step.GO_ON
+        return Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
+
+    def settle(self, round_: RoundRecord) -> float:
+        """Learn what its pass and its steps cost, and what each token's evidence was worth."""
+        if round_.steady and self.auto.stairs.plain:
+            self.auto.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
+        cost = self.auto.cost(round_.drafted) + self.drafting(self.num_steps)
+        self.book(round_.emitted, 1.0 + sum(self.reaches[: round_.drafted]), cost)
+        for i in range(min(round_.accepted + 1, round_.drafted)):
+            right, told = i < round_.accepted, self.evidence[i]
+            self.learned.chances.learn(told, i, right)
+            self.learned.blind.learn(0, i, right)
+            if i and not told.is_free:
+                self.learned.later.learn(self.evidence[i - 1], i, right)
+        return cost
+
+    def follow(self, round_: RoundRecord, drafted: bool) -> float:
+        """Learn what its steps cost; book those that brought no draft."""
+        plain, cost = self.auto.stairs.plain, 0.0
+        if self.evidence and plain and self.has_read():
+            self.learned.steps.add(self.num_steps, round_.draft_seconds / median(plain))
+        if self.num_steps and not drafted:
+            cost = self.drafting(self.num_steps)
+            self.account.add(-cost)
+        if self.is_trial and self.evidence:
+            self.account.add(-self._reading())
+        self.num_emitted += round_.emitted
+        super().follow(round_, drafted or bool(self.evidence))
+        if self.evidence and not drafted:
+            self.rest = REST
+        self.num_steps, self.evidence = 0, []
+        return cost
+
+
+@dataclass(eq=False)
+class Tree(LookUp):
+    """Look-ups whose guesses share a tree, grown node by node.
+
+    drafter: key of the one whose chain was worth more than a tree, "" for none. asked: path ->
+    what each guessed there. may_fork: True unless the target takes no trees.
+    """
+
+    guessers: Sequence[str] = ()
+    drafter: str = ""
+    asked: dict[tuple[int, ...], list[tuple[Chances, int, Evidence]]] = field(default_factory=dict)
+    may_fork: bool = True
+
+    def limit(self) -> int:
+        """The longest; `grow` decides."""
+        return LENGTHS[-1]
+
+    def cut(self, draft: Draft) -> int:
+        """All of it, as it was grown."""
+        return len(draft)
+
+    def grow(
+        self,
+        chains: Sequence[tuple[Sequence[int], Sequence[float]]],
+        guessers: Sequence[tuple[Branches, Chances]],
+        size: tuple[int, int],
+    ) -> Draft:
+        """The tree of the largest value; `gain` says what it is worth.
+
+        The node of the greatest chance comes next; that of a token which several propose is the
+        mean of theirs, and siblings together have 1 at most.
+
+        Args:
+            chains: what was proposed, and the chance of each token after those before it.
+            guessers: what has several guesses at a place.
+            size: most nodes, and most of them on a path.
+        """
+        self.asked, self.gain = {}, 0.0
+        parents: list[int] = []
+        tokens: list[int] = []
+        waiting: list[tuple[float, int, int, tuple[int, ...]]] = []  # -chance, when, parent, path
+        found = count()
+
+        def expand(node: int, path: tuple[int, ...], reach: float) -> None:
+            for token, chance in self._after(path, chains, guessers).items():
+                heappush(waiting, (-reach * chance, next(found), node, (*path, token)))
+
+        expand(ROOT, (), 1.0)
+        best, expected = 0, 0.0
+        while waiting and len(tokens) < min(size[0], self.auto.most):
+            reach, n = -waiting[0][0], len(tokens)
+            if all(expected - self.gain + reach * (k - n) <= self.price(k) for k in LENGTHS if k > n):
+                break
+            _, _, parent, path = heappop(waiting)
+            parents.append(parent)
+            tokens.append(path[-1])
+            expected += reach
+            if len(path) < size[1]:
+                expand(n, path, reach)
+            if n + 1 in LENGTHS or not waiting:
+                gain = expected - self.price(n + 1)
+                if gain > self.gain:
+                    best, self.gain = n + 1, gain
+        forks = parents[:best] != chain(best)
+        return Draft(tokens[:best], parents=parents[:best] if forks else None)
+
+    def _after(
+        self,
+        path: tuple[int, ...],
+        chains: Sequence[tuple[Sequence[int], Sequence[float]]],
+        guessers: Sequence[tuple[Branches, Chances]],
+    ) -> dict[int, float]:
+        """All that may follow a path, each with its chance after it."""
+        depth = len(path)
+        given: dict[int, list[float]] = {}
+        for tokens, known in chains:
+            if depth < len(tokens) and tuple(tokens[:depth]) == path:
+                given.setdefault(tokens[depth], []).append(known[depth])
+        asked = self.asked[path] = []
+        for session, chances in guessers:
+            for token, evidence in session.guesses_after(path):
+                asked.append((chances, token, evidence))
+                chance = next(chances.of_draft([evidence], first=depth))
+                given.setdefault(token, []).append(chance)
+        means = {token: sum(found) / len(found) for token, found in given.items()}
+        total = max(1.0, sum(means.values()))
+        return {token: chance / total for token, chance in means.items()}
+
+    def follow(self, round_: RoundRecord, drafted: bool) -> float:
+        """Score the guesses at the places that the text went through."""
+        path: tuple[int, ...] = ()
+        for token in round_.tokens:
+            for chances, guess, evidence in self.asked.get(path, ()):
+                chances.learn(evidence, len(path), guess == token)
+            path = (*path, token)
+        self.asked = {}
+        return 0.0
 
 
 @dataclass
 class Auto:
-    """As many tokens as pay, 0 included; from measured cost and acceptance.
+    """As many tokens as pay, 0 included.
 
-    Keeping K tokens is worth the tokens that it is expected to bring less what its round costs at
-    the going rate: 1 + a_1 + a_1 a_2 + ... + a_1..a_K - rate * cost(K), with a_i the chance that
-    token i is accepted if those before it were, cost in plain rounds, and rate the tokens that a
-    plain round's time has lately brought, at least 1. The largest value wins; that is the marginal
-    rule of an economic optimum, and at K = 0 it is plain decoding.
-
-    Each part of a drafter has an account of its own. A look-up is asked in every round: what it
-    proposed and was not taken is scored all the same against what came, so that it is noticed when
-    the text becomes predictable. Of a draft model, which costs time to ask, nothing is known
-    without paying; it is asked as long as its exploration budget stands the loss.
-
-    tuning: what was learned before, by the key of the part; goes on learning.
+    tuning: what was learned before, by the key of the part; goes on learning. latest: the text's
+    last token, None at first. context: positions on the caches at the latest round. stairs: costs
+    of passes at that context. most: longest draft that may be tried.
     """
 
     tuning: Tuning = field(default_factory=Tuning)
-    _parts: dict[str, Account] = field(default_factory=dict)
-    _tokens: float = 0.0
-    _cost: float = 0.0
+    latest: int | None = None
+    context: int = 0
+    rate: float = 1.0
+    most: int = 0
+    _parts: dict[str, LookUp] = field(default_factory=dict)
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
         """Begin at the rate of the last text, which a few rounds can outweigh."""
-        self._tokens = CARRIED * self.tuning.tokens
-        self._cost = CARRIED * self.tuning.cost
+        self._tokens, self._cost = self.tuning.tokens / 2, self.tuning.cost / 2
+        self._know()
+
+    def _know(self) -> None:
+        """What follows from the rounds so far, and stands until the next one."""
+        self.stairs: Staircase = self.tuning.stairs(self.context)
+        self.rate = max(1.0, self._tokens / self._cost) if self._cost else 1.0
+        self.most = self.stairs.most_rows() - 1
+
+    def cost(self, length: int) -> float:
+        """Cost of the pass over a draft of so many tokens, in plain rounds."""
+        return self.stairs(1 + length)
 
     def begin_steps(
         self,
@@ -64,72 +514,53 @@ class Auto:
         reads_along: bool = False,
     ) -> None:
         """Expect a drafter that asks `goes_on`; see `types.ChoosesSteps`."""
-        learned = self.tuning.of(part, StepwiseAccount.first_budget)
-        learned.drafting.at_once = at_once
-        self._parts[part] = StepwiseAccount(
-            learned, time_step=time_step, time_reading=time_reading, reads_along=reads_along
+        learned = self.tuning.of(part)
+        learned.steps.at_once = at_once
+        self._parts[part] = Stepwise(
+            self, learned, time_step=time_step, time_reading=time_reading, reads_along=reads_along
         )
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Note what reading the prompt took; see `types.ChoosesSteps`."""
-        for part in self._parts.values():
-            if isinstance(part, StepwiseAccount) and num_tokens:
-                part.prefill = seconds / num_tokens
+        """Nothing follows from the prompt; see `types.ChoosesSteps`."""
 
     def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-        """Whether the latest position is worth verifying, and another one worth drafting."""
-        return self._parts[part].goes_on(evidence, self.rate)
+        """Whether the latest token is worth verifying, and another one worth drafting."""
+        account = self._parts[part]
+        assert isinstance(account, Stepwise)
+        return account.goes_on(evidence)
 
     def begin_tree(self, part: str, guessers: Sequence[str]) -> None:
         """Expect look-ups whose guesses share a tree; see `types.GrowsTrees`."""
-        self._parts[part] = TreeAccount(self.tuning.of(part, TreeAccount.first_budget))
-        for guesser in guessers:
-            self.tuning.of(guesser, LookUpAccount.first_budget, look_up=True).guesses.begin_text()
+        self._parts[part] = Tree(self, self.tuning.of(part, look_up=True), guessers=guessers)
 
     def begin_forks(self, part: str) -> None:
         """Expect a drafter whose drafts fork; see `types.SizesTrees`."""
-        self._parts[part] = ForkAccount(self.tuning.of(part, ForkAccount.first_budget))
+        self._parts[part] = Forking(self, self.tuning.of(part))
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        account = self._parts.get(part)
-        if account is None:
-            kind = LookUpAccount if cheap else ModelAccount
-            learned = self.tuning.of(part, kind.first_budget, look_up=cheap)
-            account = self._parts[part] = kind(learned)
-        if not cheap and any(other.learned.costs.needs_plain for other in self._parts.values()):
+        if not self.most:
             return 0
-        return account.limit(self.rate)
+        if part not in self._parts:
+            kind = LookUp if cheap else Model
+            self._parts[part] = kind(self, self.tuning.of(part, look_up=cheap))
+        return self._parts[part].limit()
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
-        return self._parts[part].cut(draft, self.rate) if len(draft) else 0
+        return self._parts[part].cut(draft) if len(draft) and self.most else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
         """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
-        together = compared([draft for _, draft in drafts])
-        accounts = [self._parts[part] for part, _ in drafts]
-        return self._choose(accounts, together, _chances(accounts, together))
-
-    def _choose(
-        self,
-        accounts: Sequence[Account],
-        proposed: Sequence[Proposed],
-        chances: Sequence[Iterable[float]],
-    ) -> tuple[int, int]:
-        """The same by accounts, by tokens with what speaks for each, and by their own chances."""
-        rate, together = self.rate, pooled(chances, [tokens for tokens, _ in proposed])
-        lengths = [
-            account.keep(tokens, evidence, known, rate)
-            for account, (tokens, evidence), known in zip(accounts, proposed, together, strict=True)
-        ]
-        gains = [account.gain for account in accounts]
-        best = gains.index(max(gains))
-        self._chosen_gain = gains[best]
+        parts = [self._parts[key] for key, _ in drafts]
+        lengths = [part.cut(draft) for part, (_, draft) in zip(parts, drafts, strict=True)]
+        gains = [part.gain for part in parts]
+        self._chosen_gain = max(gains)
+        best = gains.index(self._chosen_gain)
         return best, lengths[best]
 
     def outbids(self, part: str, limit: int) -> bool:
-        """Whether a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
+        """True if a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
         return self._parts[part].gain > self._chosen_gain
 
     def grow(
@@ -141,89 +572,58 @@ class Auto:
         may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain or the tree that is worth most; see `types.GrowsTrees`."""
-        account = self._parts[part]
-        assert isinstance(account, TreeAccount)
-        best, account.gain, account.drafter = NO_DRAFT, 0.0, ""
-        together = compared([draft for _, draft in drafts])
-        tokens = [of_draft for of_draft, _ in together]
-        accounts = [self._parts[key] for key, _ in drafts]
-        chances: Sequence[Iterable[float]] = _chances(accounts, together)
-        forks_may_pay, best_chain = account.forks_may_pay(), None
-        if forks_may_pay:  # then all of them are looked at, more than once
-            chances = list(map(list, chances))
+        tree = self._parts[part]
+        assert isinstance(tree, Tree)
+        best, tree.drafter, chosen_gain = NO_DRAFT, "", 0.0
         if drafts:
-            chosen, length = self._choose(accounts, together, chances)
-            account.drafter, draft = drafts[chosen]
-            best, account.gain = draft.head(length), self._chosen_gain
-        if forks_may_pay:
-            chains = [
-                Chain(tuple(own), list(known)) for own, known in zip(tokens, chances, strict=True)
-            ]
-            if drafts:
-                best_chain = chains[chosen]._replace(chances=list(pooled(chances, tokens)[chosen]))
-            histories = [(guesser, self.tuning.of(key).guesses) for key, guesser in guessers]
-            sources = Sources(chains, best_chain, histories)
-            tree, gain = account.grow(sources, self.rate, *size)
-            if tree.parents is not None and gain > account.gain and account.asks(may_fork):
-                best, account.gain, account.drafter = tree, gain, ""
+            chosen, length = self.choose(drafts)
+            tree.drafter, draft = drafts[chosen]
+            best, chosen_gain = draft.head(length), self._chosen_gain
+        if tree.may_fork and self.most:
+            chains = []
+            for key, draft in drafts:
+                tokens, evidence = told(draft)
+                known = self._parts[key].learned.chances.of_draft(evidence, tokens, self.latest)
+                chains.append((tokens, list(known)))
+            asked = [(session, self.tuning.of(key).chances) for key, session in guessers]
+            grown = tree.grow(chains, asked, size)
+            if grown.parents is not None and tree.gain > chosen_gain:
+                tree.may_fork = may_fork()
+                if tree.may_fork:
+                    best, tree.drafter = grown, ""
         return best
 
     def price(self, part: str, num_drafted: int, with_more: int) -> float:
         """What further draft tokens cost, in tokens; see `types.PricesPositions`."""
-        account = self._parts[part]
-        costs = account.learned.costs
-        if costs.needs_plain or not account.can_afford(with_more, 1.0):
+        if not self.most or with_more > self.most:
             return inf
-        return self.rate * (costs.optimistic_ratio(with_more) - costs.optimistic_ratio(num_drafted))
+        return self.rate * (self.cost(with_more) - self.cost(num_drafted))
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
+        self.context = round_.context
         drafting = self._parts[round_.part] if round_.drafted else None
-        if isinstance(drafting, TreeAccount) and drafting.drafter:
+        if isinstance(drafting, Tree) and drafting.drafter:
             drafting = self._parts[drafting.drafter]
-        others = [part for part in self._parts.values() if part is not drafting]
-        is_plain = drafting is None and not any(part.num_steps for part in others)
-        for part in self._parts.values():
-            part.learned.context = round_.context
-            if is_plain and round_.steady:  # a plain round is everybody's
-                part.learned.costs.add(0, round_.seconds)
-        self._tokens = RATE_MEMORY * self._tokens + round_.emitted
-        verified = drafting.round_cost(round_.drafted) if drafting else 1.0
-        self._cost = RATE_MEMORY * self._cost + verified
-        self._cost += sum(part.dropped_cost for part in others)
-        for part in others:
-            part.settle_steps(round_)
         if drafting is not None:
-            drafting.settle(round_)
-            drafting.learn_acceptance(round_)
-            self._share_cost(drafting, round_)
-        self.tuning.tokens, self.tuning.cost = self._tokens, self._cost
+            cost = drafting.settle(round_)
+        else:
+            cost = 1.0
+            if round_.steady and not any(
+                isinstance(part, Stepwise) and part.num_steps for part in self._parts.values()
+            ):
+                self.stairs.add(1, round_.seconds)
         for part in self._parts.values():
-            part.follow(round_)
-
-    def _share_cost(self, drafting: Account, round_: RoundRecord) -> None:
-        """A look-up takes no time, so that a round with its draft costs the same with another's."""
-        if isinstance(drafting, LookUpAccount) and round_.steady:
-            for part in self._parts.values():
-                if isinstance(part, LookUpAccount) and part is not drafting:
-                    part.learned.costs.add(round_.drafted, round_.seconds)
+            cost += part.follow(round_, part is drafting)
+        self._tokens = RATE_MEMORY * self._tokens + round_.emitted
+        self._cost = RATE_MEMORY * self._cost + cost
+        self.tuning.tokens, self.tuning.cost = self._tokens, self._cost
+        if round_.tokens:
+            self.latest = round_.tokens[-1]
+        self._know()
 
     def wants_timing(self, num_drafted: int) -> bool:
-        """Whether seconds are needed that a slow caller would hide; see `types.TimesRounds`."""
-        costs = [part.learned.costs for part in self._parts.values()]
+        """True if seconds are needed that a slow caller would hide; see `types.TimesRounds`."""
         if num_drafted == 0:
-            return any(cost.needs_plain for cost in costs)
-        return not any(cost.is_measured(num_drafted) for cost in costs)
-
-    @property
-    def rate(self) -> float:
-        """Tokens that the time of a plain round has lately brought, at least 1."""
-        return max(1.0, self._tokens / self._cost) if self._cost else 1.0
-
-
-def _chances(accounts: Sequence[Account], proposed: Sequence[Proposed]) -> list[Iterator[float]]:
-    """The chance of each token of each draft, by its own drafter."""
-    return [
-        account.chances(tokens, evidence)
-        for account, (tokens, evidence) in zip(accounts, proposed, strict=True)
-    ]
+            return self.stairs.needs_plain
+        return 1 + num_drafted not in self.stairs.ratios

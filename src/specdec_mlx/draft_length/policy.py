@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.tuning import Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.types import Draft, RoundRecord
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.draft_length.expected import ExpectedTokens
+from specdec_mlx.draft_length.chances import Ranking
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
 
@@ -44,7 +44,7 @@ class BestOfSession(FirstOfSession):
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
-        self._choice = ExpectedTokens()
+        self._choice = Ranking()
         self._free = [(key, part) for key, part in self.parts if is_cheap(part)]
         self._expensive = [part for _, part in self.parts if not is_cheap(part)]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specdec_mlx.draft_length.expected import ExpectedTokens
+from specdec_mlx.draft_length.chances import Ranking
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
@@ -256,11 +256,11 @@ class Drafting:
         return self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
 
 
-def _choice_of(length: DraftLength) -> tuple[ChoosesDrafts, ExpectedTokens | None]:
+def _choice_of(length: DraftLength) -> tuple[ChoosesDrafts, Ranking | None]:
     """What ranks drafts: the draft length, or else expected tokens, which have to be told."""
     if isinstance(length, ChoosesDrafts):
         return length, None
-    expected = ExpectedTokens(length.cut)
+    expected = Ranking(length.cut)
     return expected, expected
 
 
