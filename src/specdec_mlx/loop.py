@@ -245,7 +245,7 @@ class Generation:
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
         caches, end = self.target.rollback, self.sequence.prompt_length
-        started, began = perf_counter(), caches.position
+        started = perf_counter()
         self.on_progress(0, end)
         caches.checkpoint()
         while (left := end - 1 - caches.position) > 0:
@@ -259,7 +259,6 @@ class Generation:
         self.is_prefilled = True
         self.target.extend_history(self.sequence.tokens)
         self.stats.prefill_seconds = perf_counter() - started
-        self.drafting.prefilled(end - 1 - began, self.stats.prefill_seconds)
         self.clock.start()
 
     def first_token(self) -> Iterator[Token]:

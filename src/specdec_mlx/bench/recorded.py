@@ -26,19 +26,22 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     ROOT,
-    ChoosesDrafts,
-    ChoosesSteps,
     Draft,
     DraftContext,
     Drafter,
+    DraftsAtOnce,
+    DraftSession,
     Evidence,
     FeatureRows,
     Features,
-    GrowsTrees,
+    GoesOn,
     Outcome,
     PendingPass,
     RoundRecord,
+    SeesTarget,
     Step,
+    Stepwise,
+    ValuesDrafts,
 )
 from specdec_mlx.types.trees import children_of
 
@@ -191,19 +194,16 @@ class ModelledLength:
         """Wrap `inner`."""
         self.cut: Callable[..., int] = inner.cut
         self.seconds = 0.0
-        self._num_steps = 0
+        self.num_steps = 0
         self._cheap: set[str] = set()
-        if isinstance(inner, ChoosesDrafts):
-            self.choose, self.outbids = inner.choose, inner.outbids
-        if isinstance(inner, GrowsTrees):
-            self.begin_tree, self.grow = inner.begin_tree, inner.grow
-        if isinstance(inner, ChoosesSteps):
-            self._chooser = inner
-            self.begin_steps, self.goes_on = self._begin_steps, self._goes_on
-            self.prefilled = self._prefilled
+        if isinstance(inner, ValuesDrafts):
+            self._begin = inner.begin
+            self.begin = self._begin_modelled
+            self.choose, self.outbids, self.grow = inner.choose, inner.outbids, inner.grow
+            self.extra_price, self.wants_timing = inner.extra_price, inner.wants_timing
         self._inner = inner
         self._cost = cost
-        self._draft_seconds = draft_seconds
+        self.draft_seconds = draft_seconds
 
     def limit(self, part: str, cheap: bool) -> int:
         """The inner one's."""
@@ -211,34 +211,19 @@ class ModelledLength:
             self._cheap.add(part)
         return self._inner.limit(part, cheap)
 
-    def _begin_steps(
-        self,
-        part: str,
-        time_step: Callable[[], float] | None,
-        *,
-        time_reading: Callable[[], float] | None = None,
-        at_once: bool = False,
-        reads_along: bool = False,
-    ) -> None:
-        """A step takes what it is said to take."""
-        self._chooser.begin_steps(
-            part, lambda: self._draft_seconds, at_once=at_once, reads_along=reads_along
-        )
-
-    def _prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Reading the prompt takes no time."""
-        self._chooser.prefilled(1, 0.0)
-
-    def _goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-        """The decision, asked once for each draft step that is run."""
-        self._num_steps += not evidence[-1].is_free
-        return self._chooser.goes_on(part, evidence)
+    def _begin_modelled(
+        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+    ) -> Callable[[int], Draft]:
+        """A step takes what it is said to take, and reading takes nothing."""
+        if isinstance(session, Stepwise):
+            session = ModelledSteps(session, self)
+        return self._begin(part, session, may_fork)
 
     def record(self, round_: RoundRecord) -> None:
         """Pass a round on, with what it would have cost."""
         unseen = 0 if round_.part in self._cheap else round_.drafted
-        drafting = self._draft_seconds * (self._num_steps or unseen)
-        self._num_steps = 0
+        drafting = self.draft_seconds * (self.num_steps or unseen)
+        self.num_steps = 0
         verifying = self._cost(round_.fed)
         self.seconds += drafting + verifying
         self._inner.record(
@@ -249,6 +234,42 @@ class ModelledLength:
                 verify_seconds=verifying,
             )
         )
+
+
+class ModelledSteps:
+    """A session whose steps are counted, and take what they are said to take."""
+
+    def __init__(self, session: Stepwise, length: ModelledLength) -> None:
+        """Pass on what it can do."""
+        self._session, self._length = session, length
+        self.at_once = isinstance(session, DraftsAtOnce) and session.at_once
+        if isinstance(session, SeesTarget):
+            self.see = session.see
+
+    def propose(self, limit: int) -> Draft:
+        """All tokens up to the limit."""
+        return self.propose_while(limit, lambda evidence: Step.GO_ON)
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """The session's; each step is counted."""
+
+        def counted(evidence: Sequence[Evidence]) -> Step:
+            if not evidence[-1].is_free:
+                self._length.num_steps += 1
+            return goes_on(evidence)
+
+        return self._session.propose_while(limit, counted)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Nothing: the loop tells the session itself."""
+
+    def time_step(self) -> float:
+        """Of a step."""
+        return self._length.draft_seconds
+
+    def time_reading(self) -> float:
+        """Reading the text is not charged."""
+        return 0.0
 
 
 def replay_text(

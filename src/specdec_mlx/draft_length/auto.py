@@ -16,7 +16,7 @@ paying; it drafts on account (`store.Account`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from itertools import accumulate, count
@@ -26,6 +26,7 @@ from operator import mul
 from specdec_mlx.draft_length.chances import Chances, Scored, told
 from specdec_mlx.draft_length.chips import WIDTHS
 from specdec_mlx.draft_length.costs import Staircase, median
+from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.types import (
     MOST_WAITING,
@@ -33,9 +34,17 @@ from specdec_mlx.types import (
     ROOT,
     Branches,
     Draft,
+    DraftsAtOnce,
+    DraftSession,
+    DraftsTrees,
     Evidence,
+    ProposesTrees,
     RoundRecord,
+    SeesTarget,
     Step,
+    Stepwise,
+    TimesReading,
+    TimesSteps,
 )
 from specdec_mlx.types.trees import chain
 
@@ -67,34 +76,8 @@ LOOKAHEAD = 4
 READING = 0.02
 """Cost of reading a token, in draft steps, where it is not known."""
 
-Price = Callable[[int], float]
-"""What a round with K draft tokens costs beyond a plain one, in tokens at the going rate."""
-
-
-def best_length(
-    chances: Iterable[float], whole: int, most: int, price: Price
-) -> tuple[int, float, float]:
-    """The draft length of the largest value: it, its gain over plain decoding, and its tokens.
-
-    Args:
-        chances: of each token, given those before it; read as far as needed.
-        whole: tokens of the draft.
-        most: longest that may be kept.
-        price: of a length.
-    """
-    best, best_gain, best_tokens, reach, tokens = 0, 0.0, 0.0, 1.0, 0.0
-    for length, chance in enumerate(chances, start=1):
-        if length > most:
-            break
-        reach *= chance
-        tokens += reach
-        if length in LENGTHS or length == whole:
-            gain = tokens - price(length)
-            if gain > best_gain:
-                best, best_gain, best_tokens = length, gain, tokens
-            if gain + reach * (whole - length) <= best_gain:
-                break  # were all that follows right if this one is, and cost nothing
-    return best, best_gain, best_tokens
+Ask = Callable[[int], Draft]
+"""Asks a session for a draft of at most so many tokens."""
 
 
 @dataclass(eq=False)
@@ -122,22 +105,40 @@ class LookUp:
         """Cost of a draft without its pass, in plain rounds."""
         return 0.0
 
-    def price(self, length: int) -> float:
-        """See `Price`."""
-        return self.auto.rate * (self.auto.cost(length) - 1.0 + self.drafting(length))
+    def loss(self, length: int) -> float:
+        """What a round with so many draft tokens costs beyond a plain one, in plain rounds."""
+        return self.auto.cost(length) - 1.0 + self.drafting(length)
 
     def cut(self, draft: Draft) -> int:
         """How much of a point mass to keep."""
         tokens, evidence = told(draft)
         chances = self.learned.chances.of_draft(evidence, tokens, self.auto.latest)
-        kept, self.gain, _ = best_length(chances, len(tokens), self.auto.most, self.price)
-        self.score(tokens, evidence, kept > 0)
+        kept = self.best(chances, len(tokens))
+        if kept or self.scored is None:  # an earlier draft goes on if this one is not verified
+            self.scored = Scored(tokens, evidence, self.learned.chances, self.auto.latest)
         return kept
 
-    def score(self, tokens: list[int], evidence: Sequence[Evidence | int], is_taken: bool) -> None:
-        """Hold a draft against what comes, in the place of an earlier one if it is verified."""
-        if is_taken or self.scored is None:
-            self.scored = Scored(tokens, evidence, self.learned.chances, self.auto.latest)
+    def best(self, chances: Iterable[float], whole: int) -> int:
+        """The length of the largest value; `gain` is what it is worth.
+
+        Args:
+            chances: of each token, given those before it; read as far as needed.
+            whole: tokens of the draft.
+        """
+        best, self.gain, reach, tokens = 0, 0.0, 1.0, 0.0
+        most, rate = self.auto.most, self.auto.rate
+        for length, chance in enumerate(chances, start=1):
+            if length > most:
+                break
+            reach *= chance
+            tokens += reach
+            if length in LENGTHS or length == whole:
+                gain = tokens - rate * self.loss(length)
+                if gain > self.gain:
+                    best, self.gain = length, gain
+                if gain + reach * (whole - length) <= self.gain:
+                    break  # were all that follows right if this one is, and cost nothing
+        return best
 
     def settle(self, round_: RoundRecord) -> float:
         """Learn from a round with its draft what that cost; the cost in plain rounds."""
@@ -194,18 +195,14 @@ class Model(LookUp):
         rate = min(self.auto.rate, max(LEAST_RATE, *rates))
         values = [gain - rate * loss for gain, loss in zip(gains, losses, strict=True)]
         self.gain = max(values)
-        length = 1 + values.index(self.gain)
         if self.gain <= 0 and self.num_idle < RETRY:
             return 0
         if all(loss >= k for k, loss in enumerate(losses, start=1)):
             return 0  # not even if all were right
+        length = 1 + values.index(self.gain)
         while length and not self.account.stands(losses[length - 1] - gains[length - 1] / 2):
             length -= 1
         return length
-
-    def loss(self, length: int) -> float:
-        """What a round costs beyond a plain one, in plain rounds."""
-        return self.auto.cost(length) - 1.0 + self.drafting(length)
 
     def cut(self, draft: Draft) -> int:
         """All of it: `limit` chose the length."""
@@ -214,20 +211,17 @@ class Model(LookUp):
     def settle(self, round_: RoundRecord) -> float:
         """Learn what its draft cost and how far it was right; book what it brought."""
         plain, passed = self.auto.stairs.plain, self.auto.cost(round_.drafted)
-        if round_.steady and plain and self.has_read():
+        if round_.steady and plain and self.has_read:
             self.learned.steps.add(round_.drafted, round_.seconds / median(plain) - passed)
         blind = self.learned.blind
-        expected = 1.0 + sum(accumulate(blind.of_draft([0] * round_.drafted), mul))
+        expected = sum(accumulate(blind.of_draft([0] * round_.drafted), mul))
         for i in range(min(round_.accepted + 1, round_.drafted)):
             blind.learn(0, i, i < round_.accepted)
         cost = passed + self.drafting(round_.drafted)
-        self.book(round_.emitted, expected, cost)
+        self.account.book(round_.emitted, 1.0 + expected, cost)
         return cost
 
-    def book(self, emitted: int, expected: float, cost: float) -> None:
-        """Book a round, half as it was expected and half as it was: luck evens out."""
-        self.account.add((emitted + expected) / 2 - cost)
-
+    @property
     def has_read(self) -> bool:
         """True if it has not more to read than a round's tokens."""
         return self.num_missed is not None and self.num_missed <= LONGEST + 1
@@ -261,21 +255,18 @@ class Forking(Model):
 
 
 @dataclass(eq=False)
-class Stepwise(Model):
+class Stepping(Model):
     """A drafter that can stop in the middle, by its own confidence.
 
     Stopping by it is what AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO
     (Mamou et al. 2024) do with thresholds; here a token's value is held against its measured cost.
 
-    time_step, time_reading: seconds of a step on nothing, and of reading a token, where the session
-    can tell. reads_along: True if it is shown the text as it comes. evidence: of the draft in the
-    making. reaches: chance that all of it is accepted, up to each token. num_steps: steps run.
-    num_emitted: tokens of this generation. is_trial: True if reading is charged to the account.
+    session: what drafts. evidence: of the draft in the making. reaches: chance that all of it is
+    accepted, up to each token. num_steps: steps run. num_emitted: tokens of this generation.
+    is_trial: True if reading is charged to the account.
     """
 
-    time_step: Callable[[], float] | None = None
-    time_reading: Callable[[], float] | None = None
-    reads_along: bool = False
+    session: DraftSession | None = None
     evidence: list[Evidence] = field(default_factory=list)
     reaches: list[float] = field(default_factory=list)
     num_steps: int = 0
@@ -286,8 +277,8 @@ class Stepwise(Model):
         """The longest draft, if its first tokens pay and can be afforded."""
         self.evidence, self.reaches, self.is_trial = [], [], False
         steps, plain = self.learned.steps, self.auto.stairs.plain
-        if not self.rest and not steps.is_known and self.time_step is not None and plain:
-            steps.price = self.time_step() / median(plain)
+        if not self.rest and not steps.is_known and plain and isinstance(self.session, TimesSteps):
+            steps.price = self.session.time_step() / median(plain)
             self.num_steps += 1  # this round's seconds are not those of a plain one
         wanted = super().limit()
         if wanted and not self._may_read():
@@ -301,7 +292,7 @@ class Stepwise(Model):
         Either the text so far would have saved as much as reading takes: who waits for that never
         pays more than twice what was needed (the ski rental bound). Or the account stands it.
         """
-        if self.has_read():
+        if self.has_read:
             return True
         cost = self._reading()
         if cost <= max(0.0, self.gain) * self.num_emitted:
@@ -312,14 +303,14 @@ class Stepwise(Model):
     def _reading(self) -> float:
         """Cost of reading what it has missed, in plain rounds."""
         steps, plain = self.learned.steps, self.auto.stairs.plain
-        if steps.reading is None and self.time_reading is not None and plain:
-            steps.reading = self.time_reading() / median(plain)
+        if steps.reading is None and plain and isinstance(self.session, TimesReading):
+            steps.reading = self.session.time_reading() / median(plain)
         missed = self.auto.context if self.num_missed is None else self.num_missed
-        missed = min(missed, MOST_WAITING) if self.reads_along else missed
+        missed = min(missed, MOST_WAITING) if isinstance(self.session, SeesTarget) else missed
         return missed * (steps.step * READING if steps.reading is None else steps.reading)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
-        """Weigh the latest token and those that could follow it."""
+        """Weigh the latest token and those that could follow it; see `types.Stepwise`."""
         length, latest = len(evidence), evidence[-1]
         self.num_steps += not latest.is_free
         del self.reaches[length - 1 :]  # of a token that was not taken, where a free one stands
@@ -342,32 +333,32 @@ class Stepwise(Model):
         return Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
 
     def settle(self, round_: RoundRecord) -> float:
-        """Learn what its pass and its steps cost, and what each token's evidence was worth."""
+        """Learn what its pass cost, and what each token's evidence was worth."""
         if round_.steady and self.auto.stairs.plain:
             self.auto.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
         cost = self.auto.cost(round_.drafted) + self.drafting(self.num_steps)
-        self.book(round_.emitted, 1.0 + sum(self.reaches[: round_.drafted]), cost)
+        self.account.book(round_.emitted, 1.0 + sum(self.reaches[: round_.drafted]), cost)
         for i in range(min(round_.accepted + 1, round_.drafted)):
-            right, told = i < round_.accepted, self.evidence[i]
-            self.learned.chances.learn(told, i, right)
+            right, evidence = i < round_.accepted, self.evidence[i]
+            self.learned.chances.learn(evidence, i, right)
             self.learned.blind.learn(0, i, right)
-            if i and not told.is_free:
+            if i and not evidence.is_free:
                 self.learned.later.learn(self.evidence[i - 1], i, right)
         return cost
 
     def follow(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what its steps cost; book those that brought no draft."""
-        plain, cost = self.auto.stairs.plain, 0.0
-        if self.evidence and plain and self.has_read():
+        plain, cost, asked = self.auto.stairs.plain, 0.0, bool(self.evidence)
+        if asked and plain and self.has_read:
             self.learned.steps.add(self.num_steps, round_.draft_seconds / median(plain))
         if self.num_steps and not drafted:
             cost = self.drafting(self.num_steps)
             self.account.add(-cost)
-        if self.is_trial and self.evidence:
+        if asked and self.is_trial:
             self.account.add(-self._reading())
         self.num_emitted += round_.emitted
-        super().follow(round_, drafted or bool(self.evidence))
-        if self.evidence and not drafted:
+        super().follow(round_, drafted or asked)
+        if asked and not drafted:
             self.rest = REST
         self.num_steps, self.evidence = 0, []
         return cost
@@ -378,10 +369,9 @@ class Tree(LookUp):
     """Look-ups whose guesses share a tree, grown node by node.
 
     drafter: key of the one whose chain was worth more than a tree, "" for none. asked: path ->
-    what each guessed there. may_fork: True unless the target takes no trees.
+    what was guessed there, and by whose chances. may_fork: True unless the target takes no trees.
     """
 
-    guessers: Sequence[str] = ()
     drafter: str = ""
     asked: dict[tuple[int, ...], list[tuple[Chances, int, Evidence]]] = field(default_factory=dict)
     may_fork: bool = True
@@ -398,9 +388,9 @@ class Tree(LookUp):
         self,
         chains: Sequence[tuple[Sequence[int], Sequence[float]]],
         guessers: Sequence[tuple[Branches, Chances]],
-        size: tuple[int, int],
+        limit: int,
     ) -> Draft:
-        """The tree of the largest value; `gain` says what it is worth.
+        """The tree of the largest value; `gain` is what it is worth.
 
         The node of the greatest chance comes next; that of a token which several propose is the
         mean of theirs, and siblings together have 1 at most.
@@ -408,7 +398,7 @@ class Tree(LookUp):
         Args:
             chains: what was proposed, and the chance of each token after those before it.
             guessers: what has several guesses at a place.
-            size: most nodes, and most of them on a path.
+            limit: most nodes.
         """
         self.asked, self.gain = {}, 0.0
         parents: list[int] = []
@@ -421,19 +411,19 @@ class Tree(LookUp):
                 heappush(waiting, (-reach * chance, next(found), node, (*path, token)))
 
         expand(ROOT, (), 1.0)
-        best, expected = 0, 0.0
-        while waiting and len(tokens) < min(size[0], self.auto.most):
+        best, expected, rate = 0, 0.0, self.auto.rate
+        prices = {k: rate * self.loss(k) for k in LENGTHS}
+        while waiting and len(tokens) < min(limit, self.auto.most):
             reach, n = -waiting[0][0], len(tokens)
-            if all(expected - self.gain + reach * (k - n) <= self.price(k) for k in LENGTHS if k > n):
+            if all(expected + reach * (k - n) <= self.gain + prices[k] for k in LENGTHS if k > n):
                 break
             _, _, parent, path = heappop(waiting)
             parents.append(parent)
             tokens.append(path[-1])
             expected += reach
-            if len(path) < size[1]:
-                expand(n, path, reach)
-            if n + 1 in LENGTHS or not waiting:
-                gain = expected - self.price(n + 1)
+            expand(n, path, reach)
+            if n + 1 in prices or not waiting:
+                gain = expected - rate * self.loss(n + 1)
                 if gain > self.gain:
                     best, self.gain = n + 1, gain
         forks = parents[:best] != chain(best)
@@ -446,12 +436,11 @@ class Tree(LookUp):
         guessers: Sequence[tuple[Branches, Chances]],
     ) -> dict[int, float]:
         """All that may follow a path, each with its chance after it."""
-        depth = len(path)
+        depth, asked = len(path), self.asked.setdefault(path, [])
         given: dict[int, list[float]] = {}
         for tokens, known in chains:
             if depth < len(tokens) and tuple(tokens[:depth]) == path:
                 given.setdefault(tokens[depth], []).append(known[depth])
-        asked = self.asked[path] = []
         for session, chances in guessers:
             for token, evidence in session.guesses_after(path):
                 asked.append((chances, token, evidence))
@@ -478,64 +467,44 @@ class Auto:
 
     tuning: what was learned before, by the key of the part; goes on learning. latest: the text's
     last token, None at first. context: positions on the caches at the latest round. stairs: costs
-    of passes at that context. most: longest draft that may be tried.
+    of passes at that context. rate: the going rate. most: longest draft that may be tried.
     """
 
     tuning: Tuning = field(default_factory=Tuning)
     latest: int | None = None
     context: int = 0
-    rate: float = 1.0
-    most: int = 0
     _parts: dict[str, LookUp] = field(default_factory=dict)
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
         """Begin at the rate of the last text, which a few rounds can outweigh."""
         self._tokens, self._cost = self.tuning.tokens / 2, self.tuning.cost / 2
+        self.stairs: Staircase = self.tuning.stairs(0)
         self._know()
 
     def _know(self) -> None:
         """What follows from the rounds so far, and stands until the next one."""
-        self.stairs: Staircase = self.tuning.stairs(self.context)
-        self.rate = max(1.0, self._tokens / self._cost) if self._cost else 1.0
+        rate = self._tokens / self._cost if self._cost else 1.0
+        self.rate = rate if rate > 1.0 else 1.0
         self.most = self.stairs.most_rows() - 1
 
     def cost(self, length: int) -> float:
         """Cost of the pass over a draft of so many tokens, in plain rounds."""
         return self.stairs(1 + length)
 
-    def begin_steps(
-        self,
-        part: str,
-        time_step: Callable[[], float] | None,
-        *,
-        time_reading: Callable[[], float] | None = None,
-        at_once: bool = False,
-        reads_along: bool = False,
-    ) -> None:
-        """Expect a drafter that asks `goes_on`; see `types.ChoosesSteps`."""
-        learned = self.tuning.of(part)
-        learned.steps.at_once = at_once
-        self._parts[part] = Stepwise(
-            self, learned, time_step=time_step, time_reading=time_reading, reads_along=reads_along
-        )
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Nothing follows from the prompt; see `types.ChoosesSteps`."""
-
-    def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-        """Whether the latest token is worth verifying, and another one worth drafting."""
-        account = self._parts[part]
-        assert isinstance(account, Stepwise)
-        return account.goes_on(evidence)
-
-    def begin_tree(self, part: str, guessers: Sequence[str]) -> None:
-        """Expect look-ups whose guesses share a tree; see `types.GrowsTrees`."""
-        self._parts[part] = Tree(self, self.tuning.of(part, look_up=True), guessers=guessers)
-
-    def begin_forks(self, part: str) -> None:
-        """Expect a drafter whose drafts fork; see `types.SizesTrees`."""
-        self._parts[part] = Forking(self, self.tuning.of(part))
+    def begin(self, part: str, session: DraftSession, may_fork: Callable[[], bool]) -> Ask:
+        """Expect a session, and see what it can do; see `types.ValuesDrafts`."""
+        if isinstance(session, ProposesTrees):
+            self._parts[part] = Tree(self, self.tuning.of(part, look_up=True))
+            return lambda limit: session.propose_tree(limit, self, may_fork)
+        if isinstance(session, DraftsTrees) and session.forks and may_fork():
+            self._parts[part] = Forking(self, self.tuning.of(part))
+        elif isinstance(session, Stepwise):
+            learned = self.tuning.of(part)
+            learned.steps.at_once = isinstance(session, DraftsAtOnce) and session.at_once
+            stepping = self._parts[part] = Stepping(self, learned, session=session)
+            return lambda limit: session.propose_while(limit, stepping.goes_on)
+        return session.propose
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
@@ -548,19 +517,18 @@ class Auto:
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
-        return self._parts[part].cut(draft) if len(draft) and self.most else 0
+        return self._parts[part].cut(draft) if len(draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
-        """The draft that is worth most, and its length; see `types.ChoosesDrafts`."""
-        parts = [self._parts[key] for key, _ in drafts]
-        lengths = [part.cut(draft) for part, (_, draft) in zip(parts, drafts, strict=True)]
-        gains = [part.gain for part in parts]
+        """The draft that is worth most, and its length; see `types.ValuesDrafts`."""
+        lengths = [self.cut(key, draft) for key, draft in drafts]
+        gains = [self._parts[key].gain for key, _ in drafts]
         self._chosen_gain = max(gains)
         best = gains.index(self._chosen_gain)
         return best, lengths[best]
 
-    def outbids(self, part: str, limit: int) -> bool:
-        """True if a draft model promises more than what was chosen; see `types.ChoosesDrafts`."""
+    def outbids(self, part: str) -> bool:
+        """True if a draft model promises more than what was chosen; see `types.ValuesDrafts`."""
         return self._parts[part].gain > self._chosen_gain
 
     def grow(
@@ -568,62 +536,100 @@ class Auto:
         part: str,
         drafts: Sequence[tuple[str, Draft]],
         guessers: Sequence[tuple[str, Branches]],
-        size: tuple[int, int],
+        limit: int,
         may_fork: Callable[[], bool],
     ) -> Draft:
-        """The chain or the tree that is worth most; see `types.GrowsTrees`."""
+        """The chain or the tree that is worth most; see `types.ValuesDrafts`."""
         tree = self._parts[part]
         assert isinstance(tree, Tree)
-        best, tree.drafter, chosen_gain = NO_DRAFT, "", 0.0
+        best, tree.drafter, self._chosen_gain = NO_DRAFT, "", 0.0
         if drafts:
             chosen, length = self.choose(drafts)
             tree.drafter, draft = drafts[chosen]
-            best, chosen_gain = draft.head(length), self._chosen_gain
+            best = draft.head(length)
         if tree.may_fork and self.most:
             chains = []
             for key, draft in drafts:
                 tokens, evidence = told(draft)
                 known = self._parts[key].learned.chances.of_draft(evidence, tokens, self.latest)
                 chains.append((tokens, list(known)))
-            asked = [(session, self.tuning.of(key).chances) for key, session in guessers]
-            grown = tree.grow(chains, asked, size)
-            if grown.parents is not None and tree.gain > chosen_gain:
+            asked = [(session, self.tuning.of(key, True).chances) for key, session in guessers]
+            grown = tree.grow(chains, asked, limit)
+            if grown.parents is not None and tree.gain > self._chosen_gain:
                 tree.may_fork = may_fork()
                 if tree.may_fork:
                     best, tree.drafter = grown, ""
         return best
 
-    def price(self, part: str, num_drafted: int, with_more: int) -> float:
-        """What further draft tokens cost, in tokens; see `types.PricesPositions`."""
-        if not self.most or with_more > self.most:
+    def extra_price(self, num_drafted: int, with_more: int) -> float:
+        """What further draft tokens cost, in tokens; see `types.ValuesDrafts`."""
+        if with_more > self.most:
             return inf
         return self.rate * (self.cost(with_more) - self.cost(num_drafted))
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
-        self.context = round_.context
         drafting = self._parts[round_.part] if round_.drafted else None
         if isinstance(drafting, Tree) and drafting.drafter:
             drafting = self._parts[drafting.drafter]
+        cost, self.context = 1.0, round_.context
         if drafting is not None:
             cost = drafting.settle(round_)
-        else:
-            cost = 1.0
-            if round_.steady and not any(
-                isinstance(part, Stepwise) and part.num_steps for part in self._parts.values()
-            ):
-                self.stairs.add(1, round_.seconds)
         for part in self._parts.values():
             cost += part.follow(round_, part is drafting)
+        if drafting is None and cost == 1.0 and round_.steady:
+            self.stairs.add(round_.fed, round_.seconds)
         self._tokens = RATE_MEMORY * self._tokens + round_.emitted
         self._cost = RATE_MEMORY * self._cost + cost
         self.tuning.tokens, self.tuning.cost = self._tokens, self._cost
         if round_.tokens:
             self.latest = round_.tokens[-1]
+        self.stairs = self.tuning.stairs(round_.context)
         self._know()
 
     def wants_timing(self, num_drafted: int) -> bool:
-        """True if seconds are needed that a slow caller would hide; see `types.TimesRounds`."""
+        """True if seconds are needed that a slow caller would hide; see `types.ValuesDrafts`."""
         if num_drafted == 0:
             return self.stairs.needs_plain
         return 1 + num_drafted not in self.stairs.ratios
+
+
+class Unpriced(Auto):
+    """Another draft length, with a choice among drafts: the most tokens that are expected win.
+
+    Args:
+        inner: says how long drafts are.
+    """
+
+    def __init__(self, inner: DraftLength) -> None:
+        """Nothing is known yet."""
+        super().__init__()
+        self.inner = inner
+
+    def _know(self) -> None:
+        """No length is too expensive."""
+        self.rate, self.most = 0.0, LENGTHS[-1]
+
+    def begin(self, part: str, session: DraftSession, may_fork: Callable[[], bool]) -> Ask:
+        """Whatever it can do, it is asked for as many tokens as the length says."""
+        return session.propose
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """As the other one says; the part is known from now on."""
+        super().limit(part, cheap)
+        return self.inner.limit(part, cheap)
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """The same."""
+        kept = self.inner.cut(part, draft)
+        super().cut(part, draft.head(kept))
+        return kept
+
+    def score(self, tokens: Sequence[int]) -> None:
+        """Hold the drafts that were chosen from against what came."""
+        super().record(RoundRecord(0, 0, len(tokens), 1, tokens))
+
+    def record(self, round_: RoundRecord) -> None:
+        """Tell both."""
+        self.inner.record(round_)
+        super().record(round_)

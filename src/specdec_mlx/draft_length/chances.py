@@ -12,15 +12,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import accumulate, islice
-from operator import mul
 from typing import Any
 
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, Evidence, RoundRecord
+from specdec_mlx.types import Draft, Evidence
 
 EDGES: dict[str, tuple[float, ...]] = {
     "match": (1, 2, 3, 4, 5, 7, 10, 16, 32, 64),
@@ -269,56 +267,6 @@ class Scored:
             if own != token:
                 return True
         return self.place == len(self.tokens)
-
-
-class Ranking:
-    """Ranks drafts by the tokens that they are expected to bring, where costs are not known.
-
-    Args:
-        cut: (key, draft) -> how many tokens of it may be kept.
-    """
-
-    def __init__(self, cut: Callable[[str, Draft], int] = lambda key, draft: len(draft)) -> None:
-        """Nothing is known yet but the prior."""
-        self._cut = cut
-        self._chances: dict[tuple[str, str], Chances] = {}
-        self._scored: dict[str, Scored] = {}
-        self._best = 0.0
-        self._latest: int | None = None
-
-    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
-        """Which is expected to bring most, and how much of it is kept; see `types.ChoosesDrafts`."""
-        lengths, expected = [self._cut(key, draft) for key, draft in drafts], []
-        for (key, draft), length in zip(drafts, lengths, strict=True):
-            chances = self._of(key, "look-up")
-            tokens, evidence = told(draft)
-            self._scored[key] = Scored(tokens, evidence, chances, self._latest)
-            reaches = accumulate(chances.of_draft(evidence, tokens, self._latest), mul)
-            expected.append(sum(islice(reaches, length)))
-        self._best = max(expected)
-        best = expected.index(self._best)
-        return best, lengths[best]
-
-    def outbids(self, part: str, limit: int) -> bool:
-        """True if a draft of so many tokens by a draft model is expected to bring more."""
-        return sum(accumulate(self._of(part, "model").of_draft([0] * limit), mul)) > self._best
-
-    def record(self, round_: RoundRecord) -> None:
-        """Score the drafts of the latest round, and a draft model's verdict."""
-        if round_.drafted and round_.part not in self._scored:
-            for i in range(min(round_.accepted + 1, round_.drafted)):
-                self._of(round_.part, "model").learn(0, i, i < round_.accepted)
-        self.observe(round_.tokens)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Score the drafts that were chosen from against what came."""
-        for key in [key for key, draft in self._scored.items() if draft.is_through(tokens)]:
-            del self._scored[key]
-        if tokens:
-            self._latest = tokens[-1]
-
-    def _of(self, key: str, kind: str) -> Chances:
-        return self._chances.setdefault((key, kind), Chances.of(kind))
 
 
 def told(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:

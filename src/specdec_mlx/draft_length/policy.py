@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.types import Draft, RoundRecord
@@ -102,6 +101,8 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
             raise UnknownNameError(
                 f"Unknown draft_length {choice!r}. Known: an int >= 0, {', '.join(NAMES)}."
             )
+        from specdec_mlx.draft_length.auto import Auto  # which stands on this page
+
         return Auto(tuning or Tuning()) if choice == "auto" else Heuristic()
     if isinstance(choice, bool | float):
         raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.draft_length.chances import Ranking
+from specdec_mlx.draft_length.auto import LENGTHS, Unpriced
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
 
@@ -44,13 +45,16 @@ class BestOfSession(FirstOfSession):
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
-        self._choice = Ranking()
+        self._choice = Unpriced(Fixed(LENGTHS[-1]))
         self._free = [(key, part) for key, part in self.parts if is_cheap(part)]
         self._expensive = [part for _, part in self.parts if not is_cheap(part)]
 
     def propose(self, limit: int) -> Draft:
         """The draft of which most is expected; those that cost time are asked if there is none."""
-        proposed = [(key, part.propose(limit)) for key, part in self._free]
+        proposed = [
+            (key, part.propose(min(limit, self._choice.limit(key, cheap=True))))
+            for key, part in self._free
+        ]
         certain = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
         if certain:
             return certain[self._choice.choose(certain)[0]][1]
@@ -63,4 +67,4 @@ class BestOfSession(FirstOfSession):
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell all of them, and score what they have proposed."""
         super().observe(tokens)
-        self._choice.observe(tokens)
+        self._choice.score(tokens)

@@ -35,9 +35,8 @@ from specdec_mlx.types import (
     Evidence,
     FeatureRows,
     Features,
-    GrowsTrees,
     Guess,
-    PricesPositions,
+    ValuesDrafts,
 )
 from specdec_mlx.types.trees import chain, first_path
 
@@ -231,11 +230,11 @@ class LookaheadSession:
         return proposal.draft([Evidence(count) for count in times])
 
     def propose_tree(
-        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """What is worth verifying of the pool, and rows where they cost little."""
         last = self._tokens[-1] if self._tokens else -1
-        longest = min(limit, depth, grows.limit(self._chain_key, True))
+        longest = min(limit, values.limit(self._chain_key, True))
         latest = self._pool.after(last)[:1] if longest else []
         chains = [
             (
@@ -244,24 +243,23 @@ class LookaheadSession:
             )
             for path, times in latest
         ]
-        draft = grows.grow(self._key, chains, self.guessers, (limit, depth), may_fork)
+        draft = values.grow(self._key, chains, self.guessers, limit, may_fork)
         self._proposal = _Proposal()
         for path in _paths(draft):
             self._proposal.add(path)
-        if isinstance(grows, PricesPositions):
-            rows = self._rows_worth(grows, limit, depth)
-            if len(rows.nodes) > len(draft) and may_fork():
-                self._proposal, draft = rows, rows.draft()
+        rows = self._rows_worth(values, limit)
+        if len(rows.nodes) > len(draft) and may_fork():
+            self._proposal, draft = rows, rows.draft()
         return draft
 
-    def _rows_worth(self, prices: PricesPositions, limit: int, depth: int) -> _Proposal:
+    def _rows_worth(self, values: ValuesDrafts, limit: int) -> _Proposal:
         """The proposal with as many columns of the window as are worth their positions."""
         before = len(self._proposal.nodes)
         for num_columns in range(self._config.window, 0, -1):
             rows = _Proposal(dict(self._proposal.nodes))
-            self._add_rows(rows, limit, depth, num_columns)
+            self._add_rows(rows, limit, limit, num_columns)
             more = len(rows.nodes) - before
-            price = prices.price(self._key, before, before + more) if more else 0.0
+            price = values.extra_price(before, before + more) if more else 0.0
             if price <= more * self._config.worth:
                 return rows
         return self._proposal

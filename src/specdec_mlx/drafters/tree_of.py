@@ -12,7 +12,7 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     DraftSession,
-    GrowsTrees,
+    ValuesDrafts,
     is_cheap,
     key_of,
 )
@@ -67,15 +67,15 @@ class TreeOfSession(FirstOfSession):
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
     def propose_tree(
-        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """What is worth verifying of all that they know; see `types.ProposesTrees`."""
         proposed = [
-            (key, part.propose(min(limit, depth, grows.limit(key, True))).first_chain())
+            (key, part.propose(min(limit, values.limit(key, True))).first_chain())
             for key, part in self.parts
         ]
         drafts = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
-        return grows.grow(self._key, drafts, self.guessers, (limit, depth), may_fork)
+        return values.grow(self._key, drafts, self.guessers, limit, may_fork)
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
-from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, TimesRounds
+from specdec_mlx.types import Draft, Outcome, PendingPass, RoundRecord, ValuesDrafts
 
 HARDLY = 0.1
 """Share of a round's seconds for which the caller may be away, and they count as the round's."""
@@ -134,9 +134,9 @@ class RoundClock:
 
         Args:
             following: that pass, if there is one.
-            length: the draft length, which may say that it needs them (`types.TimesRounds`).
+            length: the draft length, which may say that it needs them (`types.ValuesDrafts`).
         """
-        if following is None or self.was_undisturbed or not isinstance(length, TimesRounds):
+        if following is None or self.was_undisturbed or not isinstance(length, ValuesDrafts):
             return
         if length.wants_timing(following.num_drafted):
             following.under_way.wait()

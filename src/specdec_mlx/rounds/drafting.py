@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specdec_mlx.draft_length.chances import Ranking
+from specdec_mlx.draft_length.auto import Unpriced
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.types import (
     NO_DRAFT,
-    ChoosesDrafts,
-    ChoosesSteps,
     Closes,
     Draft,
     DraftContext,
     Drafter,
-    DraftsAtOnce,
     DraftSession,
-    DraftsTrees,
-    GrowsTrees,
-    ProposesTrees,
     RoundRecord,
-    SeesTarget,
-    SizesTrees,
-    Stepwise,
     TakesTrees,
     Target,
-    TimesReading,
-    TimesSteps,
+    ValuesDrafts,
     is_cheap,
     key_of,
     session_groups,
@@ -43,26 +32,25 @@ from specdec_mlx.types import (
 class _Part(NamedTuple):
     """One of the sessions to ask.
 
-    key: its drafter's. is_cheap: whether asking it costs nothing. propose: asks it, within a limit.
-    grows: whether that is one of nodes, of which no path is longer than what is wanted.
+    key: its drafter's. is_cheap: True if asking it costs nothing. propose: asks it, up to a limit.
     """
 
     key: str
-    session: DraftSession
     is_cheap: bool
     propose: Callable[[int], Draft]
-    grows: bool
 
 
 class Drafting:
     """Asks a drafter's session for drafts that are worth verifying.
+
+    What a session and a draft length can do is found out once, when the session begins.
 
     Args:
         drafter: None for plain decoding; its session begins with `begin`.
         length: the policy of how many tokens to draft.
         target: what the drafts are for.
         sequence: the text.
-        keeps_cache: whether the caller keeps the target's caches, which then end with the last
+        keeps_cache: True if the caller keeps the target's caches, which then end with the last
             token.
         stream: MLX's stream to run on.
 
@@ -86,78 +74,48 @@ class Drafting:
         self.length = length
         self.target = target
         self.sequence = sequence
-        self.keeps_cache = keeps_cache
         self.stream = stream
         self.session: DraftSession | None = None
         self.features: FeatureFeed | None = None
         self.part = ""
+        self._besides = 0 if keeps_cache else 1  # the last token comes with the verdict
         self._groups: list[list[_Part]] = []
-        self._choice, self._expected = _choice_of(length)
         self.has_cheap_part = False
+        self.is_free = True
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
-        if self.drafter is not None:
-            self.session = self.drafter.begin(self.sequence.tokens, context)
-            self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-            self._groups = [
-                [self._part(key, part) for key, part in group]
-                for group in session_groups(self.session, key_of(self.drafter))
-            ]
-            self.has_cheap_part = any(part.is_cheap for group in self._groups for part in group)
-
-    @property
-    def is_free(self) -> bool:
-        """Whether all parts may be asked for drafts that are thrown away."""
-        return all(part.is_cheap for group in self._groups for part in group)
-
-    def _part(self, key: str, session: DraftSession) -> _Part:
-        grows = isinstance(session, ProposesTrees) and isinstance(self.length, GrowsTrees)
-        return _Part(key, session, is_cheap(session), self._way_to_ask(key, session), grows)
-
-    def _way_to_ask(self, key: str, session: DraftSession) -> Callable[[int], Draft]:
-        """Step by step or node by node, where session and draft length can; else up to a limit."""
-        if isinstance(session, ProposesTrees) and isinstance(self.length, GrowsTrees):
-            grows = self.length
-            grows.begin_tree(key, [name for name, _ in session.guessers])
-            return lambda limit: session.propose_tree(
-                limit, self._num_wanted() or limit, grows, self._may_fork
-            )
-        sizes = self.length if isinstance(self.length, SizesTrees) else None
-        forks = isinstance(session, DraftsTrees) and session.forks
-        if forks and sizes is not None and self._may_fork():
-            sizes.begin_forks(key)
-            return session.propose
-        if not isinstance(session, Stepwise) or not isinstance(self.length, ChoosesSteps):
-            return session.propose
-        time_step = session.time_step if isinstance(session, TimesSteps) else None
-        self.length.begin_steps(
-            key,
-            time_step,
-            time_reading=session.time_reading if isinstance(session, TimesReading) else None,
-            at_once=session.at_once if isinstance(session, DraftsAtOnce) else False,
-            reads_along=isinstance(session, SeesTarget),
-        )
-        goes_on = functools.partial(self.length.goes_on, key)
-        return lambda limit: session.propose_while(limit, goes_on)
+        if self.drafter is None:
+            return
+        self.session = self.drafter.begin(self.sequence.tokens, context)
+        self.features = FeatureFeed.between(self.drafter, self.session, self.target)
+        groups = session_groups(self.session, key_of(self.drafter))
+        values = self.length if isinstance(self.length, ValuesDrafts) else None
+        if values is None and any(len(group) > 1 for group in groups):
+            self.length = values = Unpriced(self.length)
+        for group in groups:
+            self._groups.append([])
+            for key, session in group:
+                cheap = is_cheap(session)
+                way = values.begin(key, session, self._may_fork) if values else session.propose
+                self._groups[-1].append(_Part(key, cheap, way))
+                self.has_cheap_part = self.has_cheap_part or cheap
+                self.is_free = self.is_free and cheap
+        self._values = values
 
     def _may_fork(self) -> bool:
-        """Whether the target takes trees now."""
+        """True if the target takes trees now."""
         return isinstance(self.target, TakesTrees) and self.target.takes_trees()
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Tell the draft length what reading the prompt took."""
-        if isinstance(self.length, ChoosesSteps):
-            self.length.prefilled(num_tokens, seconds)
 
     def propose(self) -> Draft:
         """A draft for the text so far: of the first group of sessions that has one, the best."""
+        self.part = ""
         if self.sequence.wants_more():
             for group in self._groups:
-                self.part, draft = self._best_of(group)
+                key, draft = self._best_of(group)
                 if len(draft):
+                    self.part = key
                     return draft
-        self.part = ""
         return NO_DRAFT
 
     def _best_of(self, group: Sequence[_Part]) -> tuple[str, Draft]:
@@ -169,7 +127,7 @@ class Drafting:
         key, best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and (not len(best) or self._choice.outbids(part.key, limit)):
+            if limit and not (len(best) and self._values and not self._values.outbids(part.key)):
                 draft = self._ask(part, limit)
                 if len(draft):
                     return part.key, draft
@@ -182,21 +140,21 @@ class Drafting:
         for part in group:
             if part.is_cheap and (limit := self._limit(part)):
                 draft = self._ask(part, limit)
-                if draft.logprobs is None:
-                    drafts += [(part.key, draft)] * (len(draft) > 0)
-                elif not len(drawn[1]):
-                    drawn = part.key, draft
+                if draft.logprobs is not None:
+                    drawn = drawn if len(drawn[1]) else (part.key, draft)
+                elif len(draft):
+                    drafts.append((part.key, draft))
         if not drafts:
             return "", NO_DRAFT, drawn
-        if len(group) == 1:
+        if len(drafts) == 1 or self._values is None:
             key, draft = drafts[0]
             return key, draft.head(self.length.cut(key, draft)), drawn
-        index, length = self._choice.choose(drafts)
+        index, length = self._values.choose(drafts)
         key, draft = drafts[index]
         return key, draft.head(length), drawn
 
     def has_draft(self) -> bool:
-        """Whether there may be a draft after the pass under way; only cheap sessions are asked."""
+        """True if there may be a draft after the pass under way; only cheap sessions are asked."""
         return self.sequence.wants_more() and any(map(self._may_have_draft, self._groups))
 
     def _may_have_draft(self, group: Sequence[_Part]) -> bool:
@@ -206,10 +164,9 @@ class Drafting:
         return len(best) > 0 or len(drawn[1]) > 0
 
     def record(self, round_: RoundRecord) -> None:
-        """Tell the draft length, and what ranks drafts, of a finished round."""
-        self.length.record(round_)
-        if self._expected is not None:
-            self._expected.record(round_)
+        """Tell the draft length of a finished round."""
+        if self._groups:
+            self.length.record(round_)
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
@@ -225,55 +182,30 @@ class Drafting:
         """A session's draft, within the limit; cut to what is worth verifying if it cost time."""
         with mx.stream(self.stream):
             draft = part.propose(limit)
-        draft = _checked(draft, part.key).head(limit)
+        if not isinstance(draft, Draft):
+            raise DraftError(
+                f"{part.key} proposed a {type(draft).__name__}; expected a specdec_mlx.Draft. "
+                "Return Draft() where there is nothing to propose."
+            )
+        if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
+            raise DraftError(
+                f"{part.key} proposed an array of shape (); expected token ids [K]. Use "
+                "Draft([token]) for a single one."
+            )
+        draft = draft.head(limit)
         if part.is_cheap or draft.logprobs is not None:
             return draft
         return draft.head(self.length.cut(part.key, draft))
 
     def _limit(self, part: _Part) -> int:
-        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo.
-
-        The last token wanted comes with the verdict, so it is only drafted if it is to be in the
-        caller's caches.
-        """
-        position = self.target.rollback.position
+        """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
+        wanted = self.sequence.num_wanted(self._besides)
+        limit = self.length.limit(part.key, part.is_cheap)
+        if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
+            return 0
+        position, room = self.target.rollback.position, self.target.widest_pass()
         if self.sequence.embeddings_from(position, 1) is not None:
             return 0
-        wanted = self._num_wanted()
-        if wanted is not None and wanted <= 0:
-            return 0
-        limit = self.length.limit(part.key, part.is_cheap)
-        if limit == 0:  # paused: the caches need not be asked
-            return 0
-        ceilings = [limit] if wanted is None or part.grows else [limit, wanted]
-        room = self.target.widest_pass()
         if room is not None:
-            ceilings.append(room - max(1, len(self.sequence.tokens) - position))
-        return max(0, min(ceilings))
-
-    def _num_wanted(self) -> int | None:
-        """Most tokens of the text that a draft may stand for; None for any number."""
-        return self.sequence.num_wanted(besides=0 if self.keeps_cache else 1)
-
-
-def _choice_of(length: DraftLength) -> tuple[ChoosesDrafts, Ranking | None]:
-    """What ranks drafts: the draft length, or else expected tokens, which have to be told."""
-    if isinstance(length, ChoosesDrafts):
-        return length, None
-    expected = Ranking(length.cut)
-    return expected, expected
-
-
-def _checked(draft: object, key: str) -> Draft:
-    """What a session returned, if it is a draft that has a length."""
-    if not isinstance(draft, Draft):
-        raise DraftError(
-            f"{key} proposed a {type(draft).__name__}; expected a specdec_mlx.Draft. Return "
-            "Draft() where there is nothing to propose."
-        )
-    if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
-        raise DraftError(
-            f"{key} proposed an array of shape (); expected token ids [K]. Use Draft([token]) for "
-            "a single one."
-        )
-    return draft
+            limit = min(limit, room - max(1, len(self.sequence.tokens) - position))
+        return max(0, limit if wanted is None else min(limit, wanted))

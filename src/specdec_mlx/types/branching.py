@@ -1,9 +1,9 @@
-"""What a drafter, a draft length and a target may add so that drafts are grown to trees.
+"""What a draft length that values drafts decides, and what a session may add so that drafts fork.
 
-Who drafts chains needs none of it. A drafter that looks several tokens up gives its session
-`Branches`; out of their guesses a draft length that `GrowsTrees` makes a tree, node by node. A
+Who drafts chains needs none of the latter. A drafter that looks several tokens up gives its session
+`Branches`; out of their guesses a draft length that `ValuesDrafts` makes a tree, node by node. A
 drafter that has a tree of its own hands it over as a `Draft` with `parents`; where that costs time
-its session `DraftsTrees`, and a draft length that `SizesTrees` says how large they are to be.
+its session `DraftsTrees`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from specdec_mlx.types.drafting import Draft, Evidence
+from specdec_mlx.types.drafting import Draft, DraftSession, Evidence
 
 
 class Guess(NamedTuple):
@@ -35,15 +35,18 @@ class Branches(Protocol):
 
 
 @runtime_checkable
-class GrowsTrees(Protocol):
-    """A draft length that grows trees; default: drafts are verified as they are proposed."""
+class ValuesDrafts(Protocol):
+    """A draft length that values drafts; default: they are verified as they are proposed."""
 
-    def begin_tree(self, part: str, guessers: Sequence[str]) -> None:
-        """Expect look-ups whose guesses share a tree.
+    def begin(
+        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+    ) -> Callable[[int], Draft]:
+        """Expect a session; the way to ask it for a draft of at most so many tokens.
 
         Args:
-            part: key of the drafter that is made of them.
-            guessers: keys of those that have several guesses at a place.
+            part: key of its drafter.
+            session: is asked what it can do.
+            may_fork: True if the target takes trees now.
         """
         ...
 
@@ -51,12 +54,27 @@ class GrowsTrees(Protocol):
         """Most tokens to draft; see `DraftLength`."""
         ...
 
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
+        """Which of several drafts is worth most.
+
+        Args:
+            drafts: point masses of at least one token, each with its drafter's key; at least one.
+
+        Returns:
+            Its index, and how many of its tokens to keep; 0 where none of them is worth any.
+        """
+        ...
+
+    def outbids(self, part: str) -> bool:
+        """True if a session that costs time promises more than the draft that was chosen last."""
+        ...
+
     def grow(
         self,
         part: str,
         drafts: Sequence[tuple[str, Draft]],
         guessers: Sequence[tuple[str, Branches]],
-        size: tuple[int, int],
+        limit: int,
         may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain or the tree that is worth most, of what several look-ups know.
@@ -65,25 +83,23 @@ class GrowsTrees(Protocol):
             part: key of the drafter that is made of them.
             drafts: the chains that they propose, point masses, each with its drafter's key.
             guessers: those of them that have several guesses at a place.
-            size: most tokens, and most of them on a path.
-            may_fork: whether the target takes trees now; asked where a tree is worth most.
+            limit: most tokens.
+            may_fork: True if the target takes trees now; asked where a tree is worth most.
         """
         ...
 
-
-@runtime_checkable
-class PricesPositions(Protocol):
-    """A draft length that says what further draft tokens cost; default: nobody knows."""
-
-    def price(self, part: str, num_drafted: int, with_more: int) -> float:
+    def extra_price(self, num_drafted: int, with_more: int) -> float:
         """What a round with more draft tokens costs beyond one with fewer, in tokens.
 
         At the going rate; infinitely much where that is not known and cannot be tried.
+        """
+        ...
 
-        Args:
-            part: key of the drafter.
-            num_drafted: tokens of the draft that is to be verified in any case.
-            with_more: tokens with those whose price is asked.
+    def wants_timing(self, num_drafted: int) -> bool:
+        """True if the seconds of a round that drafted so many tokens are needed now.
+
+        With a caller who is slow with its tokens, what a pass takes is hidden behind that. The loop
+        then waits for the pass before it hands out tokens.
         """
         ...
 
@@ -98,15 +114,14 @@ class ProposesTrees(Protocol):
     guessers: Sequence[tuple[str, Branches]]
 
     def propose_tree(
-        self, limit: int, depth: int, grows: GrowsTrees, may_fork: Callable[[], bool]
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """Continue what was observed with a chain or a tree of 0 to `limit` tokens.
 
         Args:
             limit: most tokens.
-            depth: most tokens on a path.
-            grows: decides what is worth verifying.
-            may_fork: whether the target takes trees now.
+            values: decides what is worth verifying.
+            may_fork: True if the target takes trees now.
         """
         ...
 
@@ -117,16 +132,7 @@ class DraftsTrees(Protocol):
 
     @property
     def forks(self) -> bool:
-        """Whether `propose` gives trees of as many tokens as it is asked for."""
-        ...
-
-
-@runtime_checkable
-class SizesTrees(Protocol):
-    """A draft length that chooses sizes of such trees; default: it chooses lengths of chains."""
-
-    def begin_forks(self, part: str) -> None:
-        """Expect a drafter whose drafts fork, and a target that takes them; part: its key."""
+        """True if `propose` gives trees of as many tokens as it is asked for."""
         ...
 
 
@@ -135,5 +141,5 @@ class TakesTrees(Protocol):
     """A target that may verify a tree in one pass; default: it takes chains."""
 
     def takes_trees(self) -> bool:
-        """Whether it does now; measured where it is not known yet."""
+        """True if it does now; measured where it is not known yet."""
         ...

@@ -143,31 +143,6 @@ class SessionGroups(Protocol):
 
 
 @runtime_checkable
-class ChoosesDrafts(Protocol):
-    """A draft length that says what drafts are worth; default: the most tokens are expected."""
-
-    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
-        """Which of several drafts is worth most.
-
-        Args:
-            drafts: point masses of at least one token, each with its drafter's key; at least one.
-
-        Returns:
-            Its index, and how many of its tokens to keep; 0 where none of them is worth any.
-        """
-        ...
-
-    def outbids(self, part: str, limit: int) -> bool:
-        """Whether a session that costs time promises more than the draft that was chosen last.
-
-        Args:
-            part: key of its drafter, of which `limit` was just asked.
-            limit: most tokens that it would draft.
-        """
-        ...
-
-
-@runtime_checkable
 class Stepwise(Protocol):
     """A session that can stop in the middle of a draft; default: it drafts to its limit."""
 
@@ -207,44 +182,6 @@ class DraftsAtOnce(Protocol):
     @property
     def at_once(self) -> bool:
         """Whether a draft costs the same however long it is; `time_step` is then all of it."""
-        ...
-
-
-@runtime_checkable
-class ChoosesSteps(Protocol):
-    """A draft length that stops a draft model in the middle; default: it only limits it."""
-
-    def begin_steps(
-        self,
-        part: str,
-        time_step: Callable[[], float] | None,
-        *,
-        time_reading: Callable[[], float] | None = None,
-        at_once: bool = False,
-        reads_along: bool = False,
-    ) -> None:
-        """Expect a drafter that drafts step by step.
-
-        Args:
-            part: its key.
-            time_step: seconds of one of its steps, where it can tell; see `TimesSteps`.
-            time_reading: of reading one token of a text, where it can; see `TimesReading`.
-            at_once: whether a draft of any length costs as much; see `DraftsAtOnce`.
-            reads_along: whether it is shown the text as the target reads it; little of it waits.
-        """
-        ...
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """Note that the target took so long to read so many tokens of the prompt."""
-        ...
-
-    def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-        """Whether the latest position is worth verifying, and another one worth drafting.
-
-        Args:
-            part: key of the drafter that is drafting.
-            evidence: of the positions of the draft so far, the latest last.
-        """
         ...
 
 
@@ -306,19 +243,6 @@ class Forks(Protocol):
 
     def fork(self) -> DraftSession:
         """A session that has seen the same text, and goes its own way from here."""
-        ...
-
-
-@runtime_checkable
-class TimesRounds(Protocol):
-    """A draft length that learns from seconds; default: it does not ask for any.
-
-    With a caller who is slow with its tokens, what a pass takes is hidden behind that. The loop
-    then waits for a pass, before it hands out tokens, where this says that its time is wanted.
-    """
-
-    def wants_timing(self, num_drafted: int) -> bool:
-        """Whether the seconds of a round that drafted so many tokens are needed now."""
         ...
 
 
