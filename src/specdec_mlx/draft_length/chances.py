@@ -50,6 +50,7 @@ PRIORS: dict[str, dict[str, tuple[float, ...]]] = {
         "recent": (-0.11, -0.11, -0.04, 0.19, 0.35, 0.25),
         "share": (0.4, -1.47, -0.88, -0.51, -0.02, 0.73, 0.75, 0.78, 1.16),
         "places": (0.0, -0.33, -0.12, 0.18, 0.81),
+        "rank": (0.0, -1.5, -2.0, -2.3, -2.5, -2.8, -2.9, -3.0),
     },
     "model": {
         "match": (0.85,) * 11,
@@ -74,7 +75,7 @@ PRIORS: dict[str, dict[str, tuple[float, ...]]] = {
 """Log-odds by feature and class that are believed at first: of look-ups, of a draft model whose
 distribution is not known, of one where it is, and of the token after that one."""
 
-SIZES = {"match": 11, "share": 9, "places": 5, "confidence": 11, "of a draw": 11}
+SIZES = {"match": 11, "share": 9, "places": 5, "rank": 8, "confidence": 11, "of a draw": 11}
 """Classes of what speaks for a token."""
 
 PLACE = sum(SIZES.values())
@@ -224,19 +225,25 @@ def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
         return _classes(evidence)
     confidence = evidence.confidence
     if confidence is None:
-        return _classes(evidence.match, evidence.share, evidence.places)
+        return _classes(evidence.match, evidence.share, evidence.places, evidence.rank)
     known = bisect_right(EDGES["confidence"], confidence)
-    return _classes(evidence.match, 0, 0, known, evidence.is_drawn)
+    return _classes(evidence.match, confidence=known, is_drawn=evidence.is_drawn)
 
 
 @lru_cache(maxsize=4096)
 def _classes(
-    match: int, share: int = 0, places: int = 0, confidence: int = 0, is_drawn: bool = False
+    match: int,
+    share: int = 0,
+    places: int = 0,
+    rank: int = 0,
+    confidence: int = 0,
+    is_drawn: bool = False,
 ) -> tuple[int, ...]:
     found = [bisect_right(EDGES["match"], match)]
     if confidence:
         return (found[0], START["of a draw" if is_drawn else "confidence"] + confidence)
-    return (found[0], START["share"] + share, START["places"] + places)
+    found += [START["share"] + share, START["places"] + places]
+    return tuple([*found, START["rank"] + min(rank, 7)] if rank else found)
 
 
 @dataclass(slots=True)

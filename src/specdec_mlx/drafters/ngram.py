@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
+from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.drafters.ngram_table import NGramTable, as_table
 from specdec_mlx.errors import DraftError, PromptError
@@ -135,10 +136,6 @@ class NGramDrafter:
 MOST_GUESSES = 4
 """Continuations of one place in a tree; further ones were seen too seldom to be right."""
 
-MAX_LEAD = 4
-"""A continuation seen this many times more than all others is as sure as it gets."""
-
-
 class NGramSession:
     """One generation's counts, drafting deterministically.
 
@@ -169,23 +166,19 @@ class NGramSession:
             found = self._longest(context)
             if found is None:
                 break
-            token, matched, lead, after_one, after_two = found
             if not draft:
-                self.match_length = matched
-            draft.append(token)
-            strength = max(1, matched) * min(max(1, lead), MAX_LEAD)
-            evidence.append(Evidence(strength, after_one, after_two))
-            context = self._counts.shift(context, token)
+                self.match_length = found.width
+            draft.append(found.token)
+            evidence.append(_evidence(found))
+            context = self._counts.shift(context, found.token)
         return Draft(draft, evidence=evidence)
 
     def guesses_after(self, path: Sequence[int]) -> list[Guess]:
         """What followed the longest known contexts most often; of this text alone."""
         longer = (*self._context, *path)
         context = longer[max(0, len(longer) - self._config.max_order + 1) :]
-        return [
-            Guess(token, Evidence(width * min(count, MAX_LEAD), one, two))
-            for token, width, count, one, two in self._counts.continuations(context, MOST_GUESSES)
-        ]
+        known = self._counts.continuations(context, MOST_GUESSES)
+        return [Guess(found.token, _evidence(found)) for found in known]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
@@ -211,6 +204,12 @@ class NGramSession:
         for token in tokens:
             self._counts.add(self._context, token)
             self._context = self._counts.shift(self._context, token)
+
+
+def _evidence(found: Continuation) -> Evidence:
+    """What speaks for a continuation."""
+    share = share_class(found.count / found.total)
+    return Evidence(max(1, found.width), share, places_class(found.count))
 
 
 class StochasticNGramSession(NGramSession):

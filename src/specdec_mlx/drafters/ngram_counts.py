@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.drafters.evidence import share_class
 
 Context = tuple[int, ...]
 
@@ -18,16 +17,13 @@ Context = tuple[int, ...]
 class Continuation(NamedTuple):
     """The most frequent token after a context.
 
-    width: how long the context is. lead: how much more often the token was seen there than all
-    others together (below 0: less often). after_one, after_two: how regularly it has followed the
-    last one and two tokens; see `share_class`.
+    width: how long the context is. count, total: how often the token was seen there, and any.
     """
 
     token: int
     width: int
-    lead: int
-    after_one: int
-    after_two: int
+    count: int = 1
+    total: int = 1
 
 
 class NGramCounts:
@@ -70,58 +66,27 @@ class NGramCounts:
             yield from table.ngrams()
 
     def continuation(self, context: Context) -> Continuation | None:
-        """The best continuation of the longest known context, and all that speaks for it."""
+        """The best continuation of the longest known context."""
         length = len(context)
-        token, longest, lead = -1, -1, 0
-        after = [0, 0, 0]
         for width, table in self._longest_first:
             entry = table.entry(context[length - width :]) if width <= length else None
-            if entry is None:
-                continue
             if isinstance(entry, int):
-                if longest < 0:
-                    token, longest, lead = entry, width, 1
-                count, total = int(entry == token), 1
-            else:
-                if longest < 0:
-                    token, longest = entry.best, width
-                    lead = 2 * entry.counts[token] - entry.total
-                count, total = entry.counts.get(token, 0), entry.total
-            if 1 <= width <= 2:
-                after[width] = share_class(count, total)
-        return Continuation(token, longest, lead, after[1], after[2]) if longest >= 0 else None
+                return Continuation(entry, width)
+            if entry is not None:
+                return Continuation(entry.best, width, entry.counts[entry.best], entry.total)
+        return None
 
     def continuations(self, context: Context, most: int) -> list[Continuation]:
-        """The most frequent tokens after the longest known context, then after shorter ones.
-
-        Here `lead` says how often the token was seen there, `after_one` how regularly it has
-        followed the last token, and `after_two` the context in which it was found.
-        """
-        length = len(context)
-        known = [
-            (width, entry)
-            for width, table in self._longest_first
-            if width <= length and (entry := table.entry(context[length - width :])) is not None
-        ]
-        found: dict[int, Continuation] = {}
-        for width, entry in known:
-            if isinstance(entry, int):
-                if entry not in found:
-                    found[entry] = Continuation(entry, width, 1, 0, share_class(1, 1))
-            else:
-                counts, total = entry.counts, entry.total
-                for token in nlargest(most, counts, key=counts.__getitem__):
-                    if token not in found:
-                        share = share_class(counts[token], total)
-                        found[token] = Continuation(token, width, counts[token], 0, share)
+        """The most frequent tokens after the longest known context, then after shorter ones."""
+        length, found = len(context), dict[int, Continuation]()
+        for width, table in self._longest_first:
+            counts = table.counts(_last(context, width)) if width <= length else {}
+            total = sum(counts.values())
+            for token in nlargest(most, counts, key=counts.__getitem__):
+                found.setdefault(token, Continuation(token, width, counts[token], total))
             if len(found) >= most:
                 break
-        width, last = known[-1] if known else (0, 0)
-        if width != 1:
-            return list(found.values())[:most]
-        return [
-            one._replace(after_one=_share(last, one.token)) for one in list(found.values())[:most]
-        ]
+        return list(found.values())[:most]
 
     def matched(self, context: Context) -> int:
         """Length of the longest known context; 0 also where none is known."""
@@ -233,13 +198,6 @@ class Continuations:
         # on a tie it is the more recent one.
         if count >= self.counts[self.best]:
             self.best = token
-
-
-def _share(entry: int | Continuations, token: int) -> int:
-    """How regularly a token was seen in a context, as a class."""
-    if isinstance(entry, int):
-        return share_class(int(entry == token), 1)
-    return share_class(entry.counts.get(token, 0), entry.total)
 
 
 def _last(context: Context, width: int) -> Context:

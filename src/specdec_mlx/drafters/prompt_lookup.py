@@ -7,12 +7,10 @@ and no model.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.types import Draft, DraftContext, Evidence
 
 Occurrence = Literal["recent", "earliest"]
@@ -99,7 +97,6 @@ class PromptLookupSession:
         # Per n: n-gram -> the position after it. An n-gram enters only once the token at that
         # position is known, so that the one at the end of the text never finds itself.
         self._ends = {n: self._index(n) for n in self._sizes}
-        self._counts = tuple(Counter(_ngrams(self._text, n)) for n in (1, 2, 3))
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the longest match."""
@@ -108,8 +105,7 @@ class PromptLookupSession:
         self.match_length = match.length if match else 0
         if match is None:
             return Draft()
-        tokens = self._copy(match.end, length)
-        return Draft(tokens, evidence=self._evidence(match, tokens))
+        return Draft(self._copy(match.end, length), evidence=[Evidence(match.length)] * length)
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows the longest match of text and `tokens` together; nothing is noted.
@@ -140,25 +136,11 @@ class PromptLookupSession:
                 else:
                     self._ends[n][ngram] = end
             text.append(token)
-            for n, counts in enumerate(self._counts, start=1):
-                counts[tuple(text[-n:])] += 1
 
     def _at_most(self, limit: int) -> int:
         """The limit, or the drafter's own."""
         cap = self._config.num_draft
         return limit if cap is None else min(limit, cap)
-
-    def _evidence(self, match: Match, tokens: Sequence[int]) -> list[Evidence]:
-        """What speaks for each draft token: the match, and what else has followed its like."""
-        one, two, three = self._counts
-        evidence = []
-        a, b = self._text[-2] if len(self._text) > 1 else -1, self._text[-1]
-        for c in tokens:
-            after_one = share_class(two[b, c], one[b,])
-            after_two = share_class(three[a, b, c], two[a, b])
-            evidence.append(Evidence(match.length, after_one, after_two))
-            a, b = b, c
-        return evidence
 
     def _index(self, n: int) -> dict[NGram, int]:
         """Where each n-gram of the prompt ends, except the one that nothing follows."""

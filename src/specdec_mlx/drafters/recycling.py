@@ -43,6 +43,11 @@ class Successors:
     right: int = 0
     seen: int = 0
 
+    def evidence(self, rank: int) -> Evidence:
+        """What speaks for the successor of a rank."""
+        share = share_class(self.right / self.seen) if self.seen else 0
+        return Evidence(self.steady, share, rank=rank)
+
 
 @dataclass(eq=False)
 class SuccessorTable:
@@ -84,7 +89,7 @@ class SuccessorTable:
         evidence: list[Evidence] = []
         while len(evidence) < length and (known := self._after(text, width)) is not None:
             text.append(known.tokens[0])
-            evidence.append(Evidence(known.steady, share_class(known.right, known.seen)))
+            evidence.append(known.evidence(0))
         return Draft(text[start:], evidence=evidence)
 
     def guesses(self, tokens: Sequence[int], width: int = 1) -> list[Guess]:
@@ -92,8 +97,7 @@ class SuccessorTable:
         known = self._after(tokens, width)
         if known is None:
             return []
-        evidence = Evidence(known.steady, share_class(known.right, known.seen))
-        return [Guess(likely, evidence) for likely in known.tokens]
+        return [Guess(likely, known.evidence(rank)) for rank, likely in enumerate(known.tokens)]
 
     def _after(self, tokens: Sequence[int], width: int) -> Successors | None:
         """What is known of the context that a text ends with."""

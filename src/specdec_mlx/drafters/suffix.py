@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from specdec_mlx.drafters.election import Source, Voters, elect, guesses, weigh
+from specdec_mlx.drafters.election import Path, Source, Voters, elect, guesses, paths_of
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
@@ -128,7 +128,7 @@ class SuffixSession:
             (self._text, 1.0),
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
-        self._places: tuple[list[int], list[float], list[tuple[int, ...]]] | None = None
+        self._paths: list[Path] | None = None
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the places that match best."""
@@ -148,20 +148,15 @@ class SuffixSession:
 
     def guesses_after(self, path: Sequence[int]) -> list[Guess]:
         """What followed the places that match best, as far as the path followed them, too."""
-        if self._places is None:
+        if self._paths is None:
             context = self._text.context()
             voters = self._voters(context)
-            matches = [match for match, ends, _, _ in voters for _ in ends]
-            weights = weigh(voters, context.last) if voters else []
-            followed = [
-                source.following(end, DEEPEST) for _, ends, source, _ in voters for end in ends
-            ]
-            self._places = matches, weights, followed
-        return guesses(*self._places, path)
+            self._paths = paths_of(voters, context.last, DEEPEST) if voters else []
+        return guesses(self._paths, path)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
-        self._places = None
+        self._paths = None
         self._text.append(tokens)
 
     def close(self, length: int) -> None:

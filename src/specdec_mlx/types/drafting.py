@@ -32,30 +32,22 @@ class Evidence(NamedTuple):
 
     match: how many tokens of the text the draft was found by, or another strength >= 0 of the
         drafter's own; 0: nothing known.
-    after_one, after_two: how regularly this token has followed the one, the two tokens before it,
-        a class out of `drafters.evidence.share_class`; 0: nothing known.
+    share, places: its share of the votes of places in a text, or of the times that its context was
+        seen, and how many places vote for it, or how often it was seen there; classes out of
+        `drafters.evidence`; 0: nothing known.
+    rank: place among the tokens that its drafter proposes after the same ones.
     confidence: largest probability in the draft model's distribution at this position; None:
         nothing known. It is known before the token is drawn, and says nothing about the draw.
     is_drawn: whether the token is drawn from that distribution, and is not its likeliest one.
-    agreement: what other drafts say to it, a class out of `draft_length.agreement`, which drafters
-        leave at 0; 0: nothing known.
-    share, places, distance, surroundings: of a draft that places of a text vote for, how much of
-        the vote the token has, of how many places, how far back the nearest of them is, and what
-        else those places have in common with the text's end, classes out of `drafters.evidence`;
-        0: nothing known.
     is_free: whether no step was run for it: what look-up found behind a draft model's tokens.
     """
 
     match: int = 0
-    after_one: int = 0
-    after_two: int = 0
-    confidence: float | None = None
-    is_drawn: bool = False
-    agreement: int = 0
     share: int = 0
     places: int = 0
-    distance: int = 0
-    surroundings: int = 0
+    rank: int = 0
+    confidence: float | None = None
+    is_drawn: bool = False
     is_free: bool = False
 
 
