@@ -26,7 +26,6 @@ from operator import mul
 from specdec_mlx.draft_length.chances import Chances, Scored, told
 from specdec_mlx.draft_length.chips import WIDTHS
 from specdec_mlx.draft_length.costs import Staircase, median
-from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.types import (
     MOST_WAITING,
@@ -34,6 +33,7 @@ from specdec_mlx.types import (
     ROOT,
     Branches,
     Draft,
+    DraftLength,
     DraftsAtOnce,
     DraftSession,
     DraftsTrees,

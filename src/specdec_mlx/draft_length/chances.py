@@ -170,11 +170,7 @@ class Chances:
             before: the one before it.
         """
         odds, variances = self.odds, self.variances
-        active = [
-            *classes_of(evidence),
-            PLACE_CLASSES[min(place, 32)],
-            RECENT + bisect_right(EDGES["recent"], self.recent),
-        ]
+        active = self.active(evidence, place)
         z, spread = sum([odds[i] for i in active]), sum([variances[i] for i in active])
         effects = [] if token is None else self._effects(token, before)
         for effect in effects:
@@ -193,6 +189,11 @@ class Chances:
             effect[0] += variance * step
             effect[1] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
         self.recent += (1 - RECENT_MEMORY) * (right - self.recent)
+
+    def active(self, evidence: Evidence | int, place: int) -> tuple[int, ...]:
+        """The weights that count."""
+        recent = RECENT + bisect_right(EDGES["recent"], self.recent)
+        return (*classes_of(evidence), PLACE_CLASSES[min(place, 32)], recent)
 
     def _effects(self, token: int, before: int | None) -> list[list[float]]:
         """What is known of a token that was copied, and of it after another; held from now on."""
@@ -213,10 +214,16 @@ class Chances:
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what `as_dict` gave; ValueError for other numbers of classes."""
-        odds, variances = (list(map(float, saved[name])) for name in ("odds", "variances"))
-        if not len(odds) == len(variances) == NUM_WEIGHTS:
-            raise ValueError(f"{len(odds)} log-odds, expected {NUM_WEIGHTS}")
-        self.odds, self.variances = odds, variances
+        self.odds = numbers(saved["odds"], NUM_WEIGHTS)
+        self.variances = numbers(saved["variances"], NUM_WEIGHTS)
+
+
+def numbers(values: Sequence[Any], length: int) -> list[float]:
+    """`length` finite numbers. Raises ValueError for anything else."""
+    found = [float(value) for value in values]
+    if len(found) != length or not all(map(math.isfinite, found)):
+        raise ValueError(f"expected {length} finite numbers, got {found}")
+    return found
 
 
 def classes_of(evidence: Evidence | int) -> tuple[int, ...]:

@@ -89,11 +89,13 @@ class Staircase:
         return self._wanted > 0
 
     def most_rows(self) -> int:
-        """Rows of the widest pass that may be tried: until two widths were measured few, then
+        """Rows of the widest pass that may be tried: few until two were measured, then
         four times the widest one; 1 while plain rounds are to be measured."""
         if self.needs_plain:
             return 1
-        return FIRST_ROWS if len(self.ratios) < 2 else max(FIRST_ROWS, 4 * max(self.ratios))
+        if sum(map(len, self.ratios.values())) < 2:
+            return FIRST_ROWS
+        return max(FIRST_ROWS, 4 * max(self.ratios))
 
     def __call__(self, rows: int) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
@@ -124,14 +126,12 @@ class Staircase:
         return isotonic(points)
 
     def as_dict(self) -> dict[str, Any]:
-        """What was measured, ready for JSON."""
-        ratios = {str(rows): list(samples) for rows, samples in self.ratios.items()}
-        return {"plain": list(self.plain), "ratios": ratios}
+        """What was measured, ready for JSON; seconds are of today's machine and stay behind."""
+        return {str(rows): list(samples) for rows, samples in self.ratios.items()}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `as_dict` gave; the machine's pace today is yet to be measured."""
-        self.plain.extend(map(float, saved["plain"]))
-        for rows, ratios in saved["ratios"].items():
+        """Take over what `as_dict` gave."""
+        for rows, ratios in saved.items():
             self.ratios[int(rows)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
         self._fitted = None
 
@@ -161,7 +161,7 @@ class Steps:
 
     @property
     def step(self) -> float:
-        """Of a step; 1 where nothing is known. A single draft, the first one, may have been slow."""
+        """Of a step; 1 where nothing is known. A single draft may have been slow."""
         if len(self.measured) > 1 or (self.measured and self.price is None):
             return typical(self.measured)
         return 1.0 if self.price is None else self.price

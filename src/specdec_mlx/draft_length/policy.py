@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.types import Draft, RoundRecord
+from specdec_mlx.types import DraftLength as DraftLength
 
 DEFAULT_LENGTH = 4
 """MLX's Metal kernels read the weights once for up to 5 rows: 4 drafts and the pending token."""
 
 NAMES = ("auto", "heuristic")
-
-
-class DraftLength(Protocol):
-    """Chooses the draft length of each round of one generation; learns from the rounds.
-
-    Of a drafter that is made of several, such as `FirstOf`, each part is asked in turn; `part` is
-    the key of the one that is asked, and `RoundRecord.part` of the one whose draft was verified.
-    """
-
-    def limit(self, part: str, cheap: bool) -> int:
-        """Most tokens to draft now, >= 0; decided before anything is drawn.
-
-        Args:
-            part: key of the drafter that is asked.
-            cheap: whether proposing is free, so that more may be asked for than `cut` will keep.
-        """
-        ...
-
-    def cut(self, part: str, draft: Draft) -> int:
-        """How many tokens of a point-mass draft to keep, 0 to K.
-
-        A draft that was drawn at random is never shown here: dropping a drawn token because of
-        what it is would change the output law.
-
-        Args:
-            part: key of the drafter that proposed it.
-            draft: what it proposed, within the limit.
-        """
-        ...
-
-    def record(self, round_: RoundRecord) -> None:
-        """Learn from a finished round."""
-        ...
 
 
 class Fixed:
@@ -101,8 +68,6 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
             raise UnknownNameError(
                 f"Unknown draft_length {choice!r}. Known: an int >= 0, {', '.join(NAMES)}."
             )
-        from specdec_mlx.draft_length.auto import Auto  # which stands on this page
-
         return Auto(tuning or Tuning()) if choice == "auto" else Heuristic()
     if isinstance(choice, bool | float):
         raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")

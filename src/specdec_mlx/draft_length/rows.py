@@ -16,9 +16,8 @@ import mlx.core as mx
 
 from specdec_mlx.draft_length.auto import LENGTHS, LONGEST, RATE_MEMORY, SURE
 from specdec_mlx.draft_length.chances import Chances, Scored, told
-from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.store import Account, Tuning
-from specdec_mlx.types import Draft, RoundRecord
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.types import Draft, DraftLength, RoundRecord
 
 PATIENCE = 1.0
 """Plain passes that a text may be expected to fall back; its own unlucky drafts come on top."""
@@ -57,7 +56,7 @@ class SharedLength:
         return 0 if stairs.needs_plain else max(1, stairs.most_rows() // self.num_rows - 1)
 
     def limit_of_model(self, part: str, chances: Chances) -> int:
-        """The length that a draft model is asked for in every row; 0 where it cannot be afforded."""
+        """The length that a draft model is asked for in every row; 0 if it cannot be afforded."""
         learned = self.tuning.of(part)
         reach = [[*accumulate(chances.of_draft([0] * LONGEST), mul)]] * self.num_rows
         width = self.best(reach, learned.steps.step)

@@ -8,7 +8,7 @@ import json
 import platform
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.chances import Chances, numbers
 from specdec_mlx.draft_length.chips import MILDEST, Curve, prior_for
 from specdec_mlx.draft_length.costs import Staircase, Steps
 from specdec_mlx.folders import cache_root
@@ -114,7 +114,7 @@ class Learned:
             "chances": self.chances.as_dict(),
             "later": self.later.as_dict(),
             "blind": self.blind.as_dict(),
-            "steps": {"price": steps.price, "reading": steps.reading, "measured": [*steps.measured]},
+            "steps": [steps.price, steps.reading, *steps.measured],
             "budget": self.account.budget,
             "shares": self.shares,
         }
@@ -123,12 +123,12 @@ class Learned:
         """Take over what `as_dict` gave."""
         for name in ("chances", "later", "blind"):
             getattr(self, name).restore(saved[name])
-        steps = saved["steps"]
-        self.steps.price = _number(steps["price"])
-        self.steps.reading = _number(steps["reading"])
-        self.steps.measured.extend(map(float, steps["measured"]))
-        self.account.budget = float(saved["budget"])
-        self.shares = _numbers(saved["shares"], len(self.shares))
+        price, reading, *measured = saved["steps"]
+        self.steps.price = None if price is None else float(price)
+        self.steps.reading = None if reading is None else float(reading)
+        self.steps.measured.extend(map(float, measured))
+        (self.account.budget,) = numbers([saved["budget"]], 1)
+        self.shares = [max(share, 0.001) for share in numbers(saved["shares"], len(self.shares))]
 
 
 @dataclass
@@ -191,7 +191,7 @@ class Tuning:
     @classmethod
     def load(cls, path: Path | str, prior: Curve = MILDEST) -> Tuning:
         """Read what `save` wrote. Raises ValueError for another kind of file."""
-        tuning = cls(prior)
+        tuning = cls(prior, batches=Staircase(prior))
         try:
             saved = json.loads(Path(path).read_text())
             for kind, stairs in saved["costs"].items():
@@ -218,17 +218,6 @@ def short_name(key: str) -> str:
     digest = hashlib.sha256(key.encode()).hexdigest()[:12]
     kind = re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
     return f"{kind[: LONGEST_NAME - 13]}-{digest}"
-
-
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _numbers(values: Sequence[Any], length: int) -> list[float]:
-    """`length` numbers. Raises ValueError for another length."""
-    if len(values) != length:
-        raise ValueError(f"{len(values)} numbers where {length} are expected")
-    return [float(value) for value in values]
 
 
 @contextmanager

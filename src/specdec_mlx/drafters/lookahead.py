@@ -229,9 +229,7 @@ class LookaheadSession:
         self._proposal = proposal
         return proposal.draft([Evidence(count) for count in times])
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """What is worth verifying of the pool, and rows where they cost little."""
         last = self._tokens[-1] if self._tokens else -1
         longest = min(limit, values.limit(self._chain_key, True))

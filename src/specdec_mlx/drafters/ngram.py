@@ -136,6 +136,7 @@ class NGramDrafter:
 MOST_GUESSES = 4
 """Continuations of one place in a tree; further ones were seen too seldom to be right."""
 
+
 class NGramSession:
     """One generation's counts, drafting deterministically.
 
@@ -208,8 +209,8 @@ class NGramSession:
 
 def _evidence(found: Continuation) -> Evidence:
     """What speaks for a continuation."""
-    share = share_class(found.count / found.total)
-    return Evidence(max(1, found.width), share, places_class(found.count))
+    share = share_class(found.seen / found.total)
+    return Evidence(max(1, found.width), share, places_class(found.seen))
 
 
 class StochasticNGramSession(NGramSession):

@@ -10,19 +10,18 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-
 Context = tuple[int, ...]
 
 
 class Continuation(NamedTuple):
     """The most frequent token after a context.
 
-    width: how long the context is. count, total: how often the token was seen there, and any.
+    width: how long the context is. seen, total: how often the token was seen there, and any.
     """
 
     token: int
     width: int
-    count: int = 1
+    seen: int = 1
     total: int = 1
 
 

@@ -66,9 +66,7 @@ class TreeOfSession(FirstOfSession):
             return some[0] if some else Draft()
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """What is worth verifying of all that they know; see `types.ProposesTrees`."""
         proposed = [
             (key, part.propose(min(limit, values.limit(key, True))).first_chain())

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from specdec_mlx.draft_length.auto import Unpriced
-from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
@@ -18,6 +17,7 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
+    DraftLength,
     DraftSession,
     RoundRecord,
     TakesTrees,
@@ -78,7 +78,8 @@ class Drafting:
         self.session: DraftSession | None = None
         self.features: FeatureFeed | None = None
         self.part = ""
-        self._besides = 0 if keeps_cache else 1  # the last token comes with the verdict
+        self.keeps_cache = keeps_cache
+        self._values: ValuesDrafts | None = None
         self._groups: list[list[_Part]] = []
         self.has_cheap_part = False
         self.is_free = True
@@ -90,9 +91,10 @@ class Drafting:
         self.session = self.drafter.begin(self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         groups = session_groups(self.session, key_of(self.drafter))
-        values = self.length if isinstance(self.length, ValuesDrafts) else None
+        length = self.length
+        values: ValuesDrafts | None = length if isinstance(length, ValuesDrafts) else None
         if values is None and any(len(group) > 1 for group in groups):
-            self.length = values = Unpriced(self.length)
+            self.length = values = Unpriced(length)
         for group in groups:
             self._groups.append([])
             for key, session in group:
@@ -199,7 +201,8 @@ class Drafting:
 
     def _limit(self, part: _Part) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
-        wanted = self.sequence.num_wanted(self._besides)
+        # The last token wanted comes with the verdict.
+        wanted = self.sequence.num_wanted(0 if self.keeps_cache else 1)
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
             return 0

@@ -10,6 +10,7 @@ with their defaults.
 
 from specdec_mlx.types.branching import (
     Branches,
+    DraftLength,
     DraftsTrees,
     Guess,
     ProposesTrees,
@@ -96,6 +97,7 @@ __all__ = [
     "Closes",
     "Draft",
     "DraftContext",
+    "DraftLength",
     "DraftSession",
     "Drafter",
     "DrafterParts",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from specdec_mlx.types.drafting import Draft, DraftSession, Evidence
+from specdec_mlx.types.drafting import Draft, DraftSession, Evidence, RoundRecord
 
 
 class Guess(NamedTuple):
@@ -31,6 +31,39 @@ class Branches(Protocol):
         A question that is microseconds of host work, and of which nothing is noted. Each token of
         the path is a guess or a part of a chain of some drafter's, not always of this one's.
         """
+        ...
+
+
+class DraftLength(Protocol):
+    """Chooses the draft length of each round of one generation; learns from the rounds.
+
+    Of a drafter that is made of several, such as `FirstOf`, each part is asked in turn; `part` is
+    the key of the one that is asked, and `RoundRecord.part` of the one whose draft was verified.
+    """
+
+    def limit(self, part: str, cheap: bool) -> int:
+        """Most tokens to draft now, >= 0; decided before anything is drawn.
+
+        Args:
+            part: key of the drafter that is asked.
+            cheap: whether proposing is free, so that more may be asked for than `cut` will keep.
+        """
+        ...
+
+    def cut(self, part: str, draft: Draft) -> int:
+        """How many tokens of a point-mass draft to keep, 0 to K.
+
+        A draft that was drawn at random is never shown here: dropping a drawn token because of
+        what it is would change the output law.
+
+        Args:
+            part: key of the drafter that proposed it.
+            draft: what it proposed, within the limit.
+        """
+        ...
+
+    def record(self, round_: RoundRecord) -> None:
+        """Learn from a finished round."""
         ...
 
 
@@ -113,9 +146,7 @@ class ProposesTrees(Protocol):
 
     guessers: Sequence[tuple[str, Branches]]
 
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """Continue what was observed with a chain or a tree of 0 to `limit` tokens.
 
         Args:

@@ -5,7 +5,7 @@ Each is a protocol of one member; the functions at the end give the member, or i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 import mlx.nn as nn
@@ -15,9 +15,7 @@ from specdec_mlx.types.drafting import (
     DraftContext,
     Drafter,
     DraftSession,
-    Evidence,
     GoesOn,
-    Step,
 )
 from specdec_mlx.types.target import FeatureRows, Features
 from specdec_mlx.types.verdicts import AcceptanceRule
