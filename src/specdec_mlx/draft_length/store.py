@@ -25,7 +25,7 @@ from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
 FIRST_BUDGET = 2.0
-"""What a drafter that costs time may lose in its first drafts, and in each text, in plain rounds."""
+"""What a drafter that costs time may lose at first, and in each text, in plain rounds."""
 
 EXPLORATION = 0.01
 """Share of the time that finding out may take, besides."""
@@ -136,9 +136,10 @@ class Tuning:
     """What was learned about one loaded model, for `draft_length="auto"`.
 
     prior: costs of passes that are believed at first. costs: by class of context length. batches:
-    of passes over several texts. drafters: short form of a drafter's key -> what was learned with it. tokens, cost: what the latest rounds
-    have brought, and cost in plain rounds; they end with the process. Pass the same object to
-    several generations to go on learning; `save` and `load` keep it as JSON.
+    of passes over several texts. drafters: short form of a drafter's key -> what was learned with
+    it. tokens, cost: what the latest rounds have brought, and cost in plain rounds; they end with
+    the process. Pass the same object to several generations to go on learning; `save` and `load`
+    keep it as JSON.
     """
 
     prior: Curve = MILDEST

@@ -62,8 +62,9 @@ def elect(
             paths = [path for path in paths if len(path[2]) > at]
             continue
         first = paths[0][2]
-        if all([path[at:shortest] == first[at:shortest] for _, _, path in paths]):
-            tokens += first[at:shortest]
+        rest = first[at:shortest]
+        if all(path[at:shortest] == rest for _, _, path in paths):
+            tokens += rest
             evidence += [_evidence(paths, 1.0)] * (shortest - at)
             continue
         votes: dict[int, float] = {}
