@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.draft_length.chips import CURVES
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -23,9 +24,10 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import Draft
 
-WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 16)  # both sides of MLX's kernels of 5 rows, and of 8
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
 NUM_CACHED = 256
+MOST_ROWS = 192
 RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
@@ -79,8 +81,14 @@ def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
     return CostCurve(f"linear:{slope:g}", (1, 2), (unit, unit * (1 + slope)))
 
 
+def chip_cost(name: str, unit: float = RELATIVE_UNIT) -> CostCurve:
+    """The curve of a chip, as others measured it (`draft_length.chips`), times `unit` seconds."""
+    rows = range(1, MOST_ROWS + 1)
+    return CostCurve(name, tuple(rows), tuple(unit * CURVES[name](m) for m in rows))
+
+
 def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
-    """Curve out of a command line: "measured", "linear:0.24", or costs for 1, 2, 3 ... positions.
+    """Curve out of a command line: "measured", "linear:0.24", a chip, or costs for 1, 2, 3 ... rows.
 
     measured: the curve that came with the recorded texts; it also gives relative curves their
     unit. Raises ValueError.
@@ -90,6 +98,8 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
         if measured is None:
             raise ValueError("No measured cost curve in this file. Give linear:SLOPE or a list.")
         return measured
+    if text in CURVES:
+        return chip_cost(text, unit)
     kind, _, rest = text.partition(":")
     try:
         if kind == "linear":
@@ -97,7 +107,8 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
         costs = [float(part) for part in text.split(",")]
     except ValueError as error:
         raise ValueError(
-            f"Cost {text!r}: expected measured, linear:SLOPE, or costs as 1,1.1,1.3."
+            f"Cost {text!r}: expected measured, linear:SLOPE, costs as 1,1.1,1.3, or one of "
+            f"{', '.join(CURVES)}."
         ) from error
     scaled = tuple(unit * cost / costs[0] for cost in costs)
     return CostCurve(text, tuple(range(1, len(costs) + 1)), scaled)

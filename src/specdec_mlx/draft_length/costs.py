@@ -17,8 +17,8 @@ NUM_PLAIN = 3
 """Plain rounds that are measured before anything is drafted, and again after `EXPIRES` rounds."""
 
 EXPIRES = 256
-"""Rounds with a draft after which plain ones are measured again, and plain rounds after which the
-oldest measurement of each width is forgotten: the machine's pace changes."""
+"""Rounds with a draft after which plain ones are measured again, and plain rounds after which a
+measurement is forgotten: the machine's pace changes."""
 
 FIRST_ROWS = 5
 """Rows of the widest pass at first: MLX's kernels for few rows read the weights once for 5."""
@@ -57,7 +57,7 @@ class Staircase:
             self._num_drafting, self._wanted = 0, max(0, self._wanted - 1)
             self._num_plain += 1
             if self._num_plain % EXPIRES == 0:
-                self._forget_oldest()
+                self._forget()
             return
         self._num_drafting += 1
         if self._num_drafting == EXPIRES:
@@ -77,11 +77,14 @@ class Staircase:
         else:
             self.add(rows, seconds)
 
-    def _forget_oldest(self) -> None:
-        for samples in self.ratios.values():
-            samples.popleft()
-        self.ratios = {rows: samples for rows, samples in self.ratios.items() if samples}
-        self._fitted = None
+    def _forget(self) -> None:
+        """Drop the oldest measurement of the narrowest width, so that it is tried again."""
+        if self.ratios:
+            narrowest = self.ratios[min(self.ratios)]
+            narrowest.popleft()
+            if not narrowest:
+                del self.ratios[min(self.ratios)]
+            self._fitted = None
 
     @property
     def needs_plain(self) -> bool:

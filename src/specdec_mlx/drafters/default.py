@@ -1,4 +1,4 @@
-"""What is drafted with where nobody says how: the best combination that needs no second model."""
+"""The drafter for who names none: the best one that needs no second model."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from specdec_mlx.types import Drafter
 
 def default_drafter(
     memory: Memory | str | None = None, trees: bool = False, recycling: bool = False
-) -> BestOf | TreeOf:
-    """The better draft of two look-ups: the longest match anywhere, and the most frequent n-gram.
+) -> SuffixDrafter | BestOf | TreeOf:
+    """What followed the places that match best, in the text and in a memory.
 
     Args:
         memory: what was written before, as `SuffixDrafter` takes it; None remembers nothing.
-        trees: whether both, and what the target itself thought of next (Token Recycling), share a
-            tree where that is worth more than a chain.
-        recycling: whether that competes in any case, after one token and after two, and is kept
-            from one generation with this drafter to the next.
+        trees: True to have it, n-grams, and what the target itself thought of next (Token
+            Recycling) share a tree where that is worth more than a chain.
+        recycling: True to have these compete in any case, after one token and after two; what the
+            target thought is kept from one generation with this drafter to the next.
 
     Raises:
         ValueError: for what is no memory.
     """
+    if not trees and not recycling:
+        return SuffixDrafter(memory)
     look_ups: tuple[Drafter, ...] = SuffixDrafter(memory), NGramDrafter()
     if recycling:
         of_two = RecyclingDrafter(table=SuccessorTable(), context=2)
