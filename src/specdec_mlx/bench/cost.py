@@ -88,7 +88,7 @@ def chip_cost(name: str, unit: float = RELATIVE_UNIT) -> CostCurve:
 
 
 def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
-    """Curve out of a command line: "measured", "linear:0.24", a chip, or costs for 1, 2, 3 ... rows.
+    """Curve out of a command line: "measured", "linear:0.24", a chip, or costs of 1, 2 ... rows.
 
     measured: the curve that came with the recorded texts; it also gives relative curves their
     unit. Raises ValueError.

@@ -154,8 +154,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cost",
         action="append",
         metavar="CURVE",
-        help="repeatable: measured, linear:SLOPE, costs of 1, 2, 3 ... positions as 1,1.1,1.3, or a "
-        "chip, as others measured it: m3-max, m4-pro, m5-max-27b, ... "
+        help="repeatable: measured, linear:SLOPE, costs of 1, 2, 3 ... positions as 1,1.1,1.3, "
+        "or a chip as others measured it: m3-max, m4-pro, m5-max-27b, ... "
         f"(measured, {DEFAULT_SLOPE})",
     )
     add(
