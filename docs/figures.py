@@ -21,9 +21,10 @@ from typing import Any
 from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.record import read_cost, read_result
 from specdec_mlx.bench.summary import ALL, Result
+from specdec_mlx.draft_length.chips import CURVES
 from specdec_mlx.notebook import plots
-from specdec_mlx.notebook.canvas import Plot
-from specdec_mlx.notebook.palette import GREY
+from specdec_mlx.notebook.canvas import Plot, label_axes, legend
+from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}
@@ -33,6 +34,7 @@ TITLES = (
     "SmolLM2-135M-Instruct, no second model, greedy",
     "The trained pair that ships, 3.5 million parameters and a draft model of 0.37 million",
 )
+COLORS = (BLUE, VERMILLION, GREEN, ORANGE, GREY)
 PAIR = {"greedy": "greedy", "sampled": "temperature 1"}
 CAPTION = (
     "Measured on a CPU ({processor}, {cores} cores, {blas}), {dtype}, with mlx {mlx} and mlx-lm "
@@ -57,7 +59,11 @@ def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """File name -> figure."""
     curve = read_cost(data["benchmark"]["cost"])
     assert curve is not None
-    return {"speed_by_text": speed_by_text(data), "cost": plots.cost_curve(curve)}
+    return {
+        "speed_by_text": speed_by_text(data),
+        "cost": plots.cost_curve(curve),
+        "staircases": staircases(),
+    }
 
 
 def speed_by_text(data: dict[str, dict[str, Any]]) -> Plot:
@@ -76,6 +82,26 @@ def speed_by_text(data: dict[str, dict[str, Any]]) -> Plot:
     bench_plots.speed_by_text(pair, below, TITLES[1])
     above.set_xlabel("")
     figure.supxlabel(caption(data.values()), fontsize=7.5, color=GREY)
+    return figure
+
+
+SHOWN = ("m1-m2", "m3-max", "m4-pro", "m5-max-70b", "mildest")
+"""Chips in the figure of staircases."""
+
+
+def staircases() -> Plot:
+    """Costs of passes over 1 to 64 rows on Apple chips, as others measured them."""
+    figure = Plot(figsize=(7.6, 3.6))
+    ax = figure.add_subplot()
+    rows = range(1, 65)
+    for name, style, color in zip(SHOWN, ("-", "--", "-.", ":", "-"), COLORS, strict=True):
+        costs = [CURVES[name](m) for m in rows]
+        ax.plot(rows, costs, style, drawstyle="steps-pre", color=color, label=name)
+    ax.set_xticks([1, 5, 9, 13, 20, 32, 48, 64])
+    ax.set_ylim(0, 10.5)
+    label_axes(ax, "Cost of a pass on Apple chips", "rows in the pass", "passes over one row")
+    legend(ax)
+    figure.supxlabel("Measured by others; sources in chips.tsv", fontsize=7.5, color=GREY)
     return figure
 
 
