@@ -130,12 +130,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "reference; of FILE only the measured costs are taken",
     )
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
-    add(
-        "--drafter",
-        action="append",
-        metavar="NAME[:KEY=VALUE,...]",
-        help=f"repeatable ({DEFAULT_DRAFTER})",
-    )
+    spec = "NAME[:KEY=VALUE,...]"
+    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
     add(

@@ -14,8 +14,9 @@ from operator import mul
 
 import mlx.core as mx
 
-from specdec_mlx.draft_length.auto import LENGTHS, LONGEST, RATE_MEMORY, SURE
+from specdec_mlx.draft_length.auto import RATE_MEMORY
 from specdec_mlx.draft_length.chances import Chances, Scored, told
+from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, SURE
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, DraftLength, RoundRecord
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.draft_length.auto import LENGTHS, Unpriced
+from specdec_mlx.draft_length.auto import Unpriced
+from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
