@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec_mlx.draft_length.chips import MILDEST, Curve
+from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve
 
 NUM_SAMPLES = 7
 """Rounds that a median is taken over: other programs use the machine too."""
@@ -17,11 +17,14 @@ NUM_PLAIN = 3
 """Plain rounds that are measured before anything is drafted, and again after `EXPIRES` rounds."""
 
 EXPIRES = 256
-"""Rounds with a draft after which plain ones are measured again, and plain rounds after which a
-measurement is forgotten: the machine's pace changes."""
+"""Rounds with a draft after which plain ones are measured again, and rounds after which the width
+that was not used for longest loses a measurement: the machine's pace changes."""
 
 FIRST_ROWS = 5
 """Rows of the widest pass at first: MLX's kernels for few rows read the weights once for 5."""
+
+FIRST_EXCESS = 3.0
+"""Most that a single measurement may cost beyond one row, in what the prior says."""
 
 PRIOR_WEIGHT = 0.5
 """Rounds that each point of the prior counts for."""
@@ -42,7 +45,7 @@ class Staircase:
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     _wanted: int = NUM_PLAIN
     _num_drafting: int = 0
-    _num_plain: int = 0
+    _num_rounds: int = 0
     _fitted: tuple[list[int], list[float]] | None = None
     _known: dict[int, float] = field(default_factory=dict)
 
@@ -50,21 +53,22 @@ class Staircase:
         """Add a round whose seconds are those of one pass."""
         if seconds <= 0:
             return
+        self._num_rounds += 1
+        if self._num_rounds % EXPIRES == 0:
+            self._forget()
         if rows == 1:
             if self._num_drafting >= EXPIRES:
                 self.plain.clear()
             self.plain.append(seconds)
             self._num_drafting, self._wanted = 0, max(0, self._wanted - 1)
-            self._num_plain += 1
-            if self._num_plain % EXPIRES == 0:
-                self._forget()
             return
         self._num_drafting += 1
         if self._num_drafting == EXPIRES:
             self._wanted = NUM_PLAIN
         if self.plain:
-            samples = self.ratios.setdefault(rows, deque(maxlen=NUM_SAMPLES))
+            samples = self.ratios.pop(rows, None) or deque(maxlen=NUM_SAMPLES)
             samples.append(min(seconds / median(self.plain), rows + 1.0))
+            self.ratios[rows] = samples  # the latest stands last
             self._fitted = None
 
     def add_rows(self, rows: int, plain_rows: int, seconds: float) -> None:
@@ -78,12 +82,12 @@ class Staircase:
             self.add(rows, seconds)
 
     def _forget(self) -> None:
-        """Drop the oldest measurement of the narrowest width, so that it is tried again."""
+        """Drop the oldest measurement of the width that was not used for longest."""
         if self.ratios:
-            narrowest = self.ratios[min(self.ratios)]
-            narrowest.popleft()
-            if not narrowest:
-                del self.ratios[min(self.ratios)]
+            rows = next(iter(self.ratios))
+            self.ratios[rows].popleft()
+            if not self.ratios[rows]:
+                del self.ratios[rows]
             self._fitted = None
 
     @property
@@ -110,22 +114,24 @@ class Staircase:
         return self._known[rows]
 
     def _fit(self) -> tuple[list[int], list[float]]:
-        measured = {rows: (typical(samples), len(samples)) for rows, samples in self.ratios.items()}
         prior, weight = self.prior, PRIOR_WEIGHT
+        measured = {rows: (typical(samples), len(samples)) for rows, samples in self.ratios.items()}
+        for rows, (ratio, num) in measured.items():
+            if num == 1:  # the first pass at a new width may compile kernels
+                measured[rows] = min(ratio, 1.0 + FIRST_EXCESS * (prior(rows) - 1.0)), 1
         told = expected = weight * (prior(5) - 1.0)
         for rows, (ratio, num) in measured.items():
             told += num * (ratio - 1.0)
             expected += num * (prior(rows) - 1.0)
         scale = max(0.0, told / expected)
+        steps = {prior.tile + 1, 2 * prior.tile + 1} if prior.tile else set[int]()
         points = []
-        for rows in sorted({*(rows for rows, _ in prior.points), *measured}):
-            cost = 1.0 + scale * (prior(rows) - 1.0)
-            if rows in measured and rows > 1:
+        for rows in sorted({*(rows for rows, _ in prior.points), *WIDTHS, *steps, *measured}):
+            cost, sure = 1.0 + scale * (prior(rows) - 1.0), weight
+            if rows in measured:
                 ratio, num = measured[rows]
-                cost = (weight * cost + num * ratio) / (weight + num)
-                points.append((rows, cost, weight + num))
-            else:
-                points.append((rows, cost, weight))
+                cost, sure = (weight * cost + num * ratio) / (weight + num), weight + num
+            points.append((rows, cost, sure))
         return isotonic(points)
 
     def as_dict(self) -> dict[str, Any]:

@@ -209,8 +209,13 @@ class Model(LookUp):
         for i in range(min(round_.accepted + 1, round_.drafted)):
             blind.learn(0, i, i < round_.accepted)
         cost = passed + self.drafting(round_.drafted)
-        self.account.book(round_.emitted, 1.0 + expected, cost)
+        self.book(round_, 1.0 + expected, cost)
         return cost
+
+    def book(self, round_: RoundRecord, expected: float, cost: float) -> None:
+        """Book half of what a round brought as it was expected: luck evens out; trials as it was."""
+        brought = (round_.emitted + expected) / 2 if self.gain > 0 else round_.emitted
+        self.account.add(brought - cost)
 
     @property
     def has_read(self) -> bool:
@@ -249,8 +254,8 @@ class Forking(Model):
 class Stepping(Model):
     """A drafter that can stop in the middle, by its own confidence.
 
-    Stopping by it is what AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO
-    (Mamou et al. 2024) do with thresholds; here a token's value is held against its measured cost.
+    AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) do so
+    with thresholds; here a token's value is held against its measured cost.
 
     session: what drafts. evidence: of the draft in the making. reaches: chance that all of it is
     accepted, up to each token. num_steps: steps run. num_emitted: tokens of this generation.
@@ -278,11 +283,8 @@ class Stepping(Model):
         return min(LONGEST, self.auto.most) if wanted else 0
 
     def _may_read(self) -> bool:
-        """True if what it has missed may be read now.
-
-        Either the text so far would have saved as much as reading takes: who waits for that never
-        pays more than twice what was needed (the ski rental bound). Or the account stands it.
-        """
+        """True if what it has missed may be read: the text so far would have saved as much, so that
+        twice what was needed is paid at most (the ski rental bound), or the account stands it."""
         if self.has_read:
             return True
         cost = self._reading()
@@ -328,7 +330,7 @@ class Stepping(Model):
         if round_.steady and self.auto.stairs.plain:
             self.auto.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
         cost = self.auto.cost(round_.drafted) + self.drafting(self.num_steps)
-        self.account.book(round_.emitted, 1.0 + sum(self.reaches[: round_.drafted]), cost)
+        self.book(round_, 1.0 + sum(self.reaches[: round_.drafted]), cost)
         for i in range(min(round_.accepted + 1, round_.drafted)):
             right, evidence = i < round_.accepted, self.evidence[i]
             self.learned.chances.learn(evidence, i, right)

@@ -65,10 +65,6 @@ class Account:
         if self.above is not None:
             self.above.add(amount)
 
-    def book(self, emitted: int, expected: float, cost: float) -> None:
-        """Book a round, half as it was expected and half as it was: luck evens out."""
-        self.add((emitted + expected) / 2 - cost)
-
     def earn(self) -> None:
         """Add a round's share of the time."""
         self.add(EXPLORATION)
