@@ -167,8 +167,8 @@ class Model(LookUp):
 
     def gains(self) -> list[float]:
         """[K] tokens that drafts of 1, 2, ... tokens bring, of which only the places are known."""
-        chances = self.learned.blind.of_draft([0] * min(LONGEST, self.auto.most))
-        return [*accumulate(accumulate(chances, mul))]
+        most = LONGEST if self.learned.steps.measured else min(LONGEST, self.auto.most)
+        return [*accumulate(accumulate(self.learned.blind.of_draft([0] * most), mul))]
 
     def limit(self) -> int:
         """The length of the largest value, if that pays or is to be tried, and can be afforded."""
@@ -213,7 +213,7 @@ class Model(LookUp):
         return cost
 
     def book(self, round_: RoundRecord, expected: float, cost: float) -> None:
-        """Book half of what a round brought as it was expected: luck evens out; trials as it was."""
+        """Book half of what it brought as it was expected: luck evens out; trials as it was."""
         brought = (round_.emitted + expected) / 2 if self.gain > 0 else round_.emitted
         self.account.add(brought - cost)
 
@@ -242,7 +242,7 @@ class Forking(Model):
 
     def gains(self) -> list[float]:
         """[K] tokens that trees of 1, 2, ... nodes bring."""
-        return list(accumulate(self.learned.shares[: self.auto.most]))
+        return [*accumulate(self.learned.shares[: self.auto.most])]
 
     def settle(self, round_: RoundRecord) -> float:
         """Learn what its size brings, too."""
