@@ -58,8 +58,8 @@ READING = 0.02
 """Cost of reading a token, in draft steps, where it is not known."""
 
 
-class Generation(Protocol):
-    """What a part asks of the generation's draft length; see `auto.Auto`."""
+class Prices(Protocol):
+    """What a part asks of the draft length; see `auto.Auto`."""
 
     latest: int | None
     context: int
@@ -68,7 +68,7 @@ class Generation(Protocol):
     most: int
 
     def cost(self, length: int) -> float:
-        """Cost of the pass over a draft of so many tokens, in plain rounds."""
+        """Cost of the pass over so many draft tokens, in plain rounds."""
 
 
 @dataclass(eq=False)
@@ -79,7 +79,7 @@ class LookUp:
     gain: what its next draft is expected to bring beyond plain decoding, in tokens.
     """
 
-    auto: Generation
+    auto: Prices
     learned: Learned
     scored: Scored | None = None
     gain: float = 0.0
@@ -148,8 +148,8 @@ class LookUp:
 class Model(LookUp):
     """A drafter in one generation that costs time, and drafts as many tokens as it is asked for.
 
-    rest: rounds for which "not worth asking" stands. num_idle: rounds since it was asked.
-    num_missed: tokens of the text that it has not read, None for all.
+    rest: rounds for which "not worth asking" stands. num_missed: tokens of the text that it has not
+    read, None for all.
     """
 
     rest: int = 0
@@ -257,9 +257,8 @@ class Stepping(Model):
     AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) do so
     with thresholds; here a token's value is held against its measured cost.
 
-    session: what drafts. evidence: of the draft in the making. reaches: chance that all of it is
-    accepted, up to each token. num_steps: steps run. num_emitted: tokens of this generation.
-    is_trial: True if reading is charged to the account.
+    evidence: of the draft in the making. reaches: chance that all of it is accepted, up to each
+    token. num_steps: steps run. is_trial: True if reading is charged to the account.
     """
 
     session: DraftSession | None = None
@@ -385,8 +384,7 @@ class Tree(LookUp):
     ) -> Draft:
         """The tree of the largest value; `gain` is what it is worth.
 
-        The node of the greatest chance comes next; that of a token which several propose is the
-        mean of theirs, and siblings together have 1 at most.
+        The node of the greatest chance comes next; a token that several propose has their mean.
 
         Args:
             chains: what was proposed, and the chance of each token after those before it.
