@@ -26,6 +26,9 @@ FIRST_ROWS = 5
 FIRST_EXCESS = 3.0
 """Most that a single measurement may cost beyond one row, in what the prior says."""
 
+UNKNOWN_STEP = 0.25
+"""Cost of a draft step that was not measured, in plain rounds."""
+
 PRIOR_WEIGHT = 0.5
 """Rounds that each point of the prior counts for."""
 
@@ -170,10 +173,10 @@ class Steps:
 
     @property
     def step(self) -> float:
-        """Of a step; 1 where nothing is known. A single draft may have been slow."""
+        """Of a step; a guess where nothing is known. A single draft may have been slow."""
         if len(self.measured) > 1 or (self.measured and self.price is None):
             return typical(self.measured)
-        return 1.0 if self.price is None else self.price
+        return UNKNOWN_STEP if self.price is None else self.price
 
     def __call__(self, num_steps: int) -> float:
         """Of a draft of so many steps."""
