@@ -89,12 +89,10 @@ class Auto:
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        if not self.most:
-            return 0
         if part not in self._parts:
             kind = LookUp if cheap else Model
             self._parts[part] = kind(self, self.tuning.of(part, look_up=cheap))
-        return self._parts[part].limit()
+        return self._parts[part].limit() if self.most else 0
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
