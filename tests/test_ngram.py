@@ -471,7 +471,7 @@ def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
     law = counts.law((0, 1), VOCAB, discount=0.75)
     assert law is not None
     assert law.tolist() == [0, 0, 1, 0, 0, 0, 0]
-    assert counts.continuation((0, 1)) == (2, 2, 1, 0, 1)
+    assert counts.continuation((0, 1)) == (2, 2, 1, 1)
     assert counts.law((1,), VOCAB, discount=0.75) is None
 
 

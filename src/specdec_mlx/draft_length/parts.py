@@ -113,8 +113,7 @@ class LookUp:
         """The length of the largest value; `gain` is what it is worth.
 
         Args:
-            chances: of each token, given those before it; read as far as needed.
-            whole: tokens of the draft.
+            chances: of each token, given those before it; whole: how many there are.
         """
         best, self.gain, reach, tokens = 0, 0.0, 1.0, 0.0
         most, rate = self.auto.most, self.auto.rate
@@ -388,8 +387,7 @@ class Tree(LookUp):
 
         Args:
             chains: what was proposed, and the chance of each token after those before it.
-            guessers: what has several guesses at a place.
-            limit: most nodes.
+            guessers: what has several guesses at a place. limit: most nodes.
         """
         self.asked, self.gain = {}, 0.0
         parents: list[int] = []
