@@ -141,6 +141,10 @@ def damaged(path: Path, what: str) -> MemoryFileError:
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header, and where the rest begins."""
+    if path.is_dir():
+        raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
+    if not path.exists():
+        raise FileNotFoundError(f"There is no file {path}. To begin a memory, call save(path).")
     with open(path, "rb") as file:
         magic = file.read(len(MAGIC))
         if magic[:5] != MAGIC[:5]:

@@ -13,6 +13,7 @@ from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.target.inputs import begin_session
 from specdec_mlx.types import (
     NO_DRAFT,
     ChoosesDrafts,
@@ -98,7 +99,7 @@ class Drafting:
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is not None:
-            self.session = self.drafter.begin(self.sequence.tokens, context)
+            self.session = begin_session(self.drafter, self.sequence.tokens, context)
             self.features = FeatureFeed.between(self.drafter, self.session, self.target)
             self._groups = [
                 [self._part(key, part) for key, part in group]
