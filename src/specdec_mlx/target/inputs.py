@@ -154,7 +154,7 @@ def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
     try:
         with suppress(NotImplementedError):  # of caches that rotate: mlx-lm says so, if it is due
             maybe_quantize_kv_cache(caches, 0, group_size, bits)
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         expected = f"what MLX can quantize this model's caches to ({error})"
         raise wrong(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
 
