@@ -30,7 +30,6 @@ from specdec_mlx.drafters.heads.mtp import MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.drafters.typed import TypedDrafters
 from specdec_mlx.generation import choose_drafter

@@ -63,8 +63,13 @@ def build_head(kind: str, files: HeadFiles, ends: TargetEnds, variant: Variant) 
     Raises:
         HeadError: it was trained for another vocabulary or width, or tensors are missing.
     """
-    check_vocabulary(files, ends)
+    check_sizes(files, ends)
     head, weights = BUILDERS[kind](files, ends, variant)
+    if not set(head.features.layers) <= set(range(ends.num_layers)):
+        raise HeadError(
+            f"{files.name} reads the outputs of layers {list(head.features.layers)}, and this target "
+            f"has {ends.num_layers}, counted from 0. Use a head of this target, or give layers=..."
+        )
     if variant.pre_norm is not None and isinstance(head, FinalStateHead):
         head.read_pre_norm(variant.pre_norm)
     return head, weights
@@ -74,11 +79,24 @@ VOCABULARY_MARGIN = 512
 """Rows by which vocabularies may differ, since models pad them to round numbers."""
 
 
-def check_vocabulary(files: HeadFiles, ends: TargetEnds) -> None:
-    """Raise HeadError for a head whose config names another vocabulary."""
+MOST_LAYERS = 1000
+MOST_TOKENS = 1024
+"""Most layers or heads, and most tokens of a block, that a config may ask for."""
+
+
+def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+    """Raise HeadError for a head whose config names another vocabulary, or endless layers."""
     config = files.config
     part = config.get("transformer_layer_config") or config.get("text_config") or config
     size = part.get("vocab_size")
+    for said in (config, part):
+        counts = {key: n for key, n in said.items() if key.endswith("_heads") and n is not None}
+        counts["num_hidden_layers"] = said.get("num_hidden_layers") or 1
+        for key, count in counts.items():  # MLX's attention divides by heads
+            if not 1 <= count <= MOST_LAYERS:
+                raise HeadError(
+                    f"{files.name}: {key} is {count} in its config.json, expected 1 to {MOST_LAYERS}."
+                )
     if size is not None and abs(size - ends.vocab_size) > VOCABULARY_MARGIN:
         raise HeadError(
             f"{files.name} was trained for a vocabulary of {size} tokens, and this target has "
@@ -154,7 +172,9 @@ def _columns(files: HeadFiles, tensors: Mapping[str, mx.array]) -> int:
     columns = _need(files, tensors, "fc.weight").shape[-1]
     if "fc.scales" not in tensors:
         return int(columns)
-    return int(columns * 32 // files.config["quantization"]["bits"])
+    written = files.config["quantization"]
+    own = written.get("fc") or written.get("model.fc") or {}
+    return int(columns * 32 // {**written, **own}["bits"])
 
 
 def _rows(tensors: Mapping[str, mx.array], name: str) -> int:
@@ -181,6 +201,11 @@ def _dflash(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     if variant.layers is not None:
         config = replace(config, layers=tuple(variant.layers))
     _check_width(files, ends, _columns(files, tensors) / len(config.layers))
+    if not (0 <= config.mask_token < ends.vocab_size and 1 < config.block_size <= MOST_TOKENS):
+        raise HeadError(
+            f"{files.name}: mask_token_id is {config.mask_token} and block_size "
+            f"{config.block_size}, expected one of {ends.vocab_size} tokens, and 2 to {MOST_TOKENS}."
+        )
     vocabulary = _vocabulary(files, tensors, ends)
     shared = ("embed_tokens.",) if vocabulary is not None else ("embed_tokens.", "lm_head.")
     weights = {n: x for n, x in _kept(tensors).items() if not n.startswith(shared)}
@@ -193,6 +218,10 @@ def _gemma4_assistant(files: HeadFiles, ends: TargetEnds, variant: Variant) -> B
     _check_width(files, ends, width)
     _check_caches(files, ends, config)
     tensors = _kept(_tensors(files))
+    order = tensors.get("masked_embedding.token_ordering", mx.zeros(1))
+    size = config.text["vocab_size"]
+    if not 0 <= order.min().item() <= order.max().item() < size:
+        raise HeadError(f"{files.name}: token_ordering holds other ids than those of {size} tokens.")
     return Gemma4Assistant(config, ends), {
         n: x for n, x in tensors.items() if not n.startswith("lm_head.")
     }
@@ -226,7 +255,7 @@ def _medusa(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
             weights[f"blocks.{head}.{layer}.{parts['part']}"] = value
         else:
             weights[f"lm_heads.{head}.{parts['part']}"] = value
-    _check_width(files, ends, _need(files, weights, "blocks.0.0.weight").shape[-1])
+    _check_width(files, ends, _need(files, weights, "blocks.0.0.weight").shape[0])
     rows = _rows(weights, "lm_heads.0.weight")
     return Medusa(heads, layers, ends, own_heads=rows), weights
 

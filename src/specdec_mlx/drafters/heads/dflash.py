@@ -16,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.eagle import layer_classes
+from specdec_mlx.drafters.heads.eagle import SLIDING, layer_classes
 from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
@@ -27,7 +27,6 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 DEFAULT_BLOCK = 16
-SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)

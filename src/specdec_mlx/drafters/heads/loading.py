@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.errors import HeadError
+from specdec_mlx.drafters.growing import check_branches
+from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
+from specdec_mlx.sampling.drafts import check_draft_temp
+from specdec_mlx.types import DraftContext, FeatureRows
 
 MOST_NAMED = 8
 """Tensors that an error names."""
@@ -44,6 +48,7 @@ def load_head(
     layers: Sequence[int] | None = None,
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
+    torch_files: bool = True,
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     """A trained head as a drafter for a loaded target.
 
@@ -63,29 +68,65 @@ def load_head(
         pre_norm: whether a head that reads the target's last state is to read it before the final
             norm; None for what its family does, which is after it for nearly all.
         norms_less_one: whether its norms are stored as w - 1; None for what its family does.
+        torch_files: read what `torch.save` wrote, by torch, where there are no safetensors.
 
     Raises:
         HeadError: it is not known, not complete, or does not fit the target.
     """
-    files = HeadFiles(path_or_repo)
-    kind = kind_of(files.config, files.names)
+    check_draft_temp(draft_temp)
+    check_branches(branches)
+    files = HeadFiles(path_or_repo, torch_files=torch_files)
+    with _explained(files):
+        kind = kind_of(files.config, files.names)
+        if kind == "exit":
+            one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
+            return replace(one, branches=branches)
+        if kind == "pard":
+            model, tokenizer = load_model(path_or_repo)
+            mask, size = int(files.config["pard_token"]), target_ends(model).vocab_size
+            if not 0 <= mask < size:
+                raise HeadError(f"{files.name}: pard_token is {mask}, expected one of {size} tokens.")
+        elif kind not in BUILDERS:
+            raise HeadError(_refusal(files, kind))
     if kind == "pard":
-        model, tokenizer = load_model(path_or_repo)
-        mask = int(files.config["pard_token"])
         _quantize(model, draft_bits)
         return PardDrafter(model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask)
-    if kind == "exit":
-        one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
-        return replace(one, branches=branches)
-    if kind not in BUILDERS:
-        raise HeadError(_refusal(files, kind))
     ends = target_ends(target)
-    variant = Variant(layers, pre_norm, norms_less_one)
-    head, weights = build_head(kind, files, ends, variant)
-    _set_weights(head, weights, files, ends)
+    with _explained(files):
+        variant = Variant(layers, pre_norm, norms_less_one)
+        head, weights = build_head(kind, files, ends, variant)
+        _set_weights(head, weights, files, ends)
     _quantize(head, draft_bits)
-    mx.eval(head.parameters())
-    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
+    drafter = HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
+    with _explained(files):
+        mx.eval(head.parameters())
+        _try_out(drafter, ends)
+    return drafter
+
+
+def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
+    """Draft behind a made-up text: configurations may contradict the tensors only in a pass."""
+    head: Any = drafter.head
+    blank = mx.zeros((3, ends.width), ends.dtype)
+    read = {cache.index: head.nothing_read(kind) for kind, cache in head.get("reads", {}).items()}
+    rows = FeatureRows(dict.fromkeys(head.features.layers, blank), blank, keys_values=read.get)
+    session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
+    session.see(rows)
+    mx.eval(session.propose(3).tokens)
+
+
+@contextmanager
+def _explained(files: HeadFiles) -> Iterator[None]:
+    """Raise HeadError, with the files' name, where the block cannot make a head of them."""
+    try:
+        yield
+    except (HeadError, ModelFolderError):
+        raise
+    except Exception as error:  # whatever a damaged file leads to, in any module of mlx-lm's
+        raise HeadError(
+            f"{files.name}: its config.json and its tensors make no head that runs "
+            f"({type(error).__name__}: {error}). Fetch it again, or give another."
+        ) from error
 
 
 def is_head(path_or_repo: str | Path) -> bool:
