@@ -65,11 +65,8 @@ def build_head(kind: str, files: HeadFiles, ends: TargetEnds, variant: Variant) 
     """
     check_sizes(files, ends)
     head, weights = BUILDERS[kind](files, ends, variant)
-    if not set(head.features.layers) <= set(range(ends.num_layers)):
-        raise HeadError(
-            f"{files.name} reads the outputs of layers {list(head.features.layers)}, and this target "
-            f"has {ends.num_layers}, counted from 0. Use a head of this target, or give layers=..."
-        )
+    for layer in head.features.layers:
+        expect(files, "a layer that it reads", layer, 0, ends.num_layers - 1)
     if variant.pre_norm is not None and isinstance(head, FinalStateHead):
         head.read_pre_norm(variant.pre_norm)
     return head, weights
@@ -79,8 +76,7 @@ VOCABULARY_MARGIN = 512
 """Rows by which vocabularies may differ, since models pad them to round numbers."""
 
 
-MOST_LAYERS = 1000
-MOST_TOKENS = 1024
+MOST_LAYERS, MOST_TOKENS = 1000, 1024
 """Most layers or heads, and most tokens of a block, that a config may ask for."""
 
 
@@ -93,14 +89,20 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
         counts = {key: n for key, n in said.items() if key.endswith("_heads") and n is not None}
         counts["num_hidden_layers"] = said.get("num_hidden_layers") or 1
         for key, count in counts.items():  # MLX's attention divides by heads
-            if not 1 <= count <= MOST_LAYERS:
-                raise HeadError(
-                    f"{files.name}: {key} is {count} in its config.json, expected 1 to {MOST_LAYERS}."
-                )
+            expect(files, key, count, 1, MOST_LAYERS)
     if size is not None and abs(size - ends.vocab_size) > VOCABULARY_MARGIN:
         raise HeadError(
             f"{files.name} was trained for a vocabulary of {size} tokens, and this target has "
             f"{ends.vocab_size}. Use a head that was trained for this target."
+        )
+
+
+def expect(files: HeadFiles, name: str, value: Any, low: int, high: int) -> None:
+    """Raise HeadError for a number of the files that is not within bounds."""
+    if not (isinstance(value, int) and low <= value <= high):
+        raise HeadError(
+            f"{files.name}: {name} is {value!r}, expected {low} to {high}. Fetch it again, or use "
+            "a head that was trained for this target."
         )
 
 
@@ -131,16 +133,9 @@ def _kept(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     }
 
 
-def _vocabulary(
-    files: HeadFiles, tensors: Mapping[str, mx.array], ends: TargetEnds
-) -> DraftVocabulary | None:
+def _vocabulary(tensors: Mapping[str, mx.array], ends: TargetEnds) -> DraftVocabulary | None:
     """What a head's logits are over; None for the target's own tokens."""
-    if "d2t" not in tensors:
-        return None
-    try:
-        return DraftVocabulary(tensors["d2t"], ends.vocab_size)
-    except ValueError as error:
-        raise HeadError(f"{files.name}: {error}. Use a head of this target.") from error
+    return DraftVocabulary(tensors["d2t"], ends.vocab_size) if "d2t" in tensors else None
 
 
 def _need(files: HeadFiles, tensors: Mapping[str, mx.array], name: str) -> mx.array:
@@ -160,7 +155,7 @@ def _eagle3(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     head = Eagle3(
         config,
         ends,
-        _vocabulary(files, tensors, ends),
+        _vocabulary(tensors, ends),
         own_embeddings=_rows(tensors, "embed_tokens.weight"),
         own_head=_rows(tensors, "lm_head.weight"),
     )
@@ -201,12 +196,9 @@ def _dflash(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     if variant.layers is not None:
         config = replace(config, layers=tuple(variant.layers))
     _check_width(files, ends, _columns(files, tensors) / len(config.layers))
-    if not (0 <= config.mask_token < ends.vocab_size and 1 < config.block_size <= MOST_TOKENS):
-        raise HeadError(
-            f"{files.name}: mask_token_id is {config.mask_token} and block_size "
-            f"{config.block_size}, expected one of {ends.vocab_size} tokens, and 2 to {MOST_TOKENS}."
-        )
-    vocabulary = _vocabulary(files, tensors, ends)
+    expect(files, "mask_token_id", config.mask_token, 0, ends.vocab_size - 1)
+    expect(files, "block_size", config.block_size, 2, MOST_TOKENS)
+    vocabulary = _vocabulary(tensors, ends)
     shared = ("embed_tokens.",) if vocabulary is not None else ("embed_tokens.", "lm_head.")
     weights = {n: x for n, x in _kept(tensors).items() if not n.startswith(shared)}
     return DFlash(config, ends, vocabulary), weights
@@ -218,10 +210,9 @@ def _gemma4_assistant(files: HeadFiles, ends: TargetEnds, variant: Variant) -> B
     _check_width(files, ends, width)
     _check_caches(files, ends, config)
     tensors = _kept(_tensors(files))
-    order = tensors.get("masked_embedding.token_ordering", mx.zeros(1))
-    size = config.text["vocab_size"]
-    if not 0 <= order.min().item() <= order.max().item() < size:
-        raise HeadError(f"{files.name}: token_ordering holds other ids than those of {size} tokens.")
+    order = tensors.get("masked_embedding.token_ordering", mx.zeros(1, mx.int32))
+    for token in (order.min().item(), order.max().item()):
+        expect(files, "a token of token_ordering", token, 0, config.text["vocab_size"] - 1)
     return Gemma4Assistant(config, ends), {
         n: x for n, x in tensors.items() if not n.startswith("lm_head.")
     }

@@ -16,15 +16,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
-from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.recurrent import RecurrentHead
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
+from specdec_mlx.drafters.heads.variations import Variation, otherwise, shifted_layers
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.types import FeatureRows, Features
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"
@@ -95,7 +93,9 @@ def windows_of(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     if not (bool(kinds) if uses is None else uses):
         return ()
     depth, first = config.get("num_hidden_layers", 1), config.get("max_window_layers") or 0
-    slides = [kind == SLIDING for kind in kinds[:depth]] if kinds else map(first.__le__, range(depth))
+    slides = (
+        [kind == SLIDING for kind in kinds[:depth]] if kinds else map(first.__le__, range(depth))
+    )
     return tuple(config.get("sliding_window") if slide else None for slide in slides)
 
 
@@ -125,7 +125,7 @@ def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     return module.TransformerBlock, module.ModelArgs.from_dict(arguments)
 
 
-class Eagle3(Head):
+class Eagle3(RecurrentHead):
     """An EAGLE-3 head.
 
     Args:
@@ -171,12 +171,6 @@ class Eagle3(Head):
         if own_head:
             self.lm_head = nn.Linear(width, own_head, bias=False)
 
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> RecurrentSession:
-        """Start a generation."""
-        return RecurrentSession(self, sampling, prompt, context)
-
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
@@ -220,28 +214,14 @@ class Eagle3(Head):
         logits: mx.array = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
         return logits
 
-    def make_cache(self) -> list[Any]:
-        """One for each layer."""
-        return [KVCache() for _ in self.layers]
-
     def variations(self) -> list[Variation]:
         """Layers one off, and what the residual and the state that is fed back are."""
-        config = self.config
-        found = [
-            otherwise(
-                name,
-                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
-                self,
-                config=replace(config, layers=layers),
-                features=Features(layers=layers),
-            )
-            for name, layers in neighbours(config.layers, self.ends.num_layers)
-        ]
+        found = shifted_layers(self)
         for key in ("norm_before_residual", "norm_output"):
-            value = not getattr(config, key)
+            value = not getattr(self.config, key)
             advice = f"its config.json looks wrong; write {key}: {str(value).lower()} there"
             flags: dict[str, Any] = {key: value}
-            changed = replace(config, **flags)
+            changed = replace(self.config, **flags)
             found.append(otherwise(f"{key} {value}", advice, self, config=changed))
         return found
 
@@ -261,10 +241,11 @@ def _embedded(head: Any, tokens: mx.array) -> mx.array:
 
     Own ones may have fewer rows than the target has tokens; MLX reads beyond an array unchecked.
     """
-    if "embed_tokens" not in head:
-        made: mx.array = head.ends.embed(tokens)
-        return made
-    made = head.embed_tokens(mx.minimum(tokens, head.embed_tokens.weight.shape[0] - 1))
+    made: mx.array
+    if "embed_tokens" in head:
+        made = head.embed_tokens(mx.minimum(tokens, head.embed_tokens.weight.shape[0] - 1))
+    else:
+        made = head.ends.embed(tokens)
     return made
 
 
@@ -275,7 +256,7 @@ def _widen(attention: nn.Module, width: int) -> None:
         setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
 
 
-class Eagle1(FinalStateHead):
+class Eagle1(FinalStateHead, RecurrentHead):
     """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
 
     Args:
@@ -306,12 +287,6 @@ class Eagle1(FinalStateHead):
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)
 
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> RecurrentSession:
-        """Start a generation."""
-        return RecurrentSession(self, sampling, prompt, context)
-
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
         h: mx.array = self.fc(mx.concatenate([_embedded(self, tokens), states], axis=-1))[None]
@@ -323,7 +298,3 @@ class Eagle1(FinalStateHead):
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of the target's own head."""
         return self.ends.logits(states)
-
-    def make_cache(self) -> list[Any]:
-        """One for each layer."""
-        return [KVCache() for _ in self.layers]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,6 @@ TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
 """Where tensors are if there is no index, the first that exists."""
 
 MLX_FORMAT = "mlx"
-
-
-OLDEST_TORCH = (2, 6)
-"""Before this, `torch.load` ran code that a file names, `weights_only` or not (CVE-2025-32434)."""
 
 
 class HeadFiles:
@@ -64,7 +60,8 @@ class HeadFiles:
         except (OSError, ValueError, RecursionError) as error:
             raise HeadError(f"{self.name}: {path.name} cannot be read: {error}") from error
         if not isinstance(content, dict):
-            raise HeadError(f"{self.name}: {path.name} holds a {type(content).__name__}, no object.")
+            kind = type(content).__name__
+            raise HeadError(f"{self.name}: {path.name} holds a {kind}, no object.")
         return content
 
     def path(self, name: str) -> Path | None:
@@ -92,16 +89,13 @@ class HeadFiles:
             ) from error
 
     def _check_torch(self, name: str) -> None:
-        """Raise HeadError where torch's own files cannot be read, before they are fetched."""
-        if not self.torch_files:
-            why = "is not read for a request: give the head as --draft-model"
-        elif importlib.util.find_spec("torch") is None:
-            why = "needs torch to be read: install it"
-        else:
+        """Raise HeadError where torch's own files are not to be read, before they are fetched."""
+        if self.torch_files and find_spec("torch") is not None:
             return
+        way = "Install torch" if self.torch_files else "Start the server with it as --draft-model"
         raise HeadError(
-            f"{self.name} has no safetensors, and {name}, which torch.save wrote, {why}, or convert "
-            f'it with safetensors.torch.save_file(torch.load("{name}"), "model.safetensors").'
+            f"{self.name} has no safetensors, and what torch.save wrote is not read here. {way}, "
+            f'or convert it: safetensors.torch.save_file(torch.load("{name}"), "{SINGLE[0]}").'
         )
 
     @cached_property
@@ -160,19 +154,17 @@ class HeadFiles:
 
 
 def _read_torch(path: Path) -> dict[str, mx.array]:
-    """Tensors of a dictionary that `torch.save` wrote, floats as float32.
+    """Tensors of a dictionary that `torch.save` wrote, by a torch that runs no code of the file.
 
-    Raises:
-        ValueError: this torch is too old, or the file holds something else.
+    Numbers with a point come as float32. Before torch 2.6 `weights_only` could be got around
+    (CVE-2025-32434).
     """
     torch: Any = importlib.import_module("torch")
-    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
-        raise ValueError(f"torch {torch.__version__} may run code of the file, install 2.6 or later")
+    if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
+        raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
     saved = torch.load(path, weights_only=True, map_location="cpu")
-    tensors = {name: value for name, value in saved.items() if torch.is_tensor(value)}
-    if not tensors:
-        raise ValueError("it is no dictionary of tensors")
     return {
         name: mx.array((value.float() if value.is_floating_point() else value).numpy())
-        for name, value in tensors.items()
+        for name, value in saved.items()
+        if torch.is_tensor(value)
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
+from specdec_mlx.drafters.growing import check_branches
+from specdec_mlx.drafters.heads.building import (
+    BUILDERS,
+    Variant,
+    build_head,
+    expect,
+    without_its_layer,
+)
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -21,11 +29,12 @@ from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.drafters.growing import check_branches
+from specdec_mlx.drafters.registry import make_with
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
+from specdec_mlx.options import split_spec
 from specdec_mlx.sampling.drafts import check_draft_temp
-from specdec_mlx.types import DraftContext, FeatureRows
+from specdec_mlx.types import DraftContext, Drafter, FeatureRows
 
 MOST_NAMED = 8
 """Tensors that an error names."""
@@ -83,14 +92,14 @@ def load_head(
             return replace(one, branches=branches)
         if kind == "pard":
             model, tokenizer = load_model(path_or_repo)
-            mask, size = int(files.config["pard_token"]), target_ends(model).vocab_size
-            if not 0 <= mask < size:
-                raise HeadError(f"{files.name}: pard_token is {mask}, expected one of {size} tokens.")
-        elif kind not in BUILDERS:
+            mask = files.config["pard_token"]
+            expect(files, "pard_token", mask, 0, target_ends(model).vocab_size - 1)
+            _quantize(model, draft_bits)
+            return PardDrafter(
+                model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask
+            )
+        if kind not in BUILDERS:
             raise HeadError(_refusal(files, kind))
-    if kind == "pard":
-        _quantize(model, draft_bits)
-        return PardDrafter(model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask)
     ends = target_ends(target)
     with _explained(files):
         variant = Variant(layers, pre_norm, norms_less_one)
@@ -108,10 +117,10 @@ def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
     """Draft behind a made-up text: configurations may contradict the tensors only in a pass."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)
-    read = {cache.index: head.nothing_read(kind) for kind, cache in head.get("reads", {}).items()}
-    rows = FeatureRows(dict.fromkeys(head.features.layers, blank), blank, keys_values=read.get)
+    held = {cache.index: head.nothing_read(kind) for kind, cache in head.get("reads", {}).items()}
+    rows = dict.fromkeys(head.features.layers, blank)
     session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
-    session.see(rows)
+    session.see(FeatureRows(rows, blank, keys_values=held.__getitem__))
     mx.eval(session.propose(3).tokens)
 
 
@@ -127,6 +136,26 @@ def _explained(files: HeadFiles) -> Iterator[None]:
             f"{files.name}: its config.json and its tensors make no head that runs "
             f"({type(error).__name__}: {error}). Fetch it again, or give another."
         ) from error
+
+
+def named_head(
+    spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
+) -> Drafter:
+    """A head with options that were typed: `model:branches=4`.
+
+    Args:
+        spec: NAME or NAME:key=value,...; what `load_head` takes, such as branches or greedy.
+        path_or_repo: a folder, or a Hugging Face name.
+        target: the model that it is to draft for.
+        draft_bits: quantize the head's matrices to so many bits.
+
+    Raises:
+        ValueError: an option that heads do not take.
+        HeadError: the head is not known, does not fit, or drafts chains where trees are asked for.
+    """
+    name, options = split_spec(spec)
+    load = partial(load_head, path_or_repo, target)
+    return make_with(name, load, {"draft_bits": draft_bits} | options)
 
 
 def is_head(path_or_repo: str | Path) -> bool:
