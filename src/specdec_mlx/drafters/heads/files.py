@@ -85,8 +85,11 @@ class HeadFiles:
             return None
         except (HFValidationError, RepositoryNotFoundError) as error:
             raise HeadError(
-                f"There is no folder {self.name}, and no Hugging Face repository of that name."
+                f"There is no folder {self.name}, and no Hugging Face repository of that name that "
+                "can be read from here."
             ) from error
+        except Exception as error:  # of whatever carries it, another in each version of the Hub's
+            raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
 
     def _check_torch(self, name: str) -> None:
         """Raise HeadError where torch's own files are not to be read, before they are fetched."""
