@@ -642,7 +642,7 @@ def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
     saved.add([1, 2, 3])
     for make in (
         lambda: make_drafter(f"suffix:memory={nowhere / 'deep' / 'memory'}"),
-        lambda: sd.NGramDrafter(table=nowhere / "table"),
+        lambda: sd.NGramDrafter(table=str(nowhere / "table")),
         lambda: saved.save(nowhere / "memory"),
         lambda: saved.export(nowhere / "memory"),
     ):
