@@ -574,9 +574,11 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
     heads.reference("gemma4_assistant").write(tmp_path / "assistant", backbone_hidden_size=64)
+    heads.Reference({"exit_layer": 1, "hidden_size": 64}, {}, {}).write(tmp_path / "exit")
     text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
     assert "  assistant  Gemma 4 assistant, " in text
     assert "  fits  EAGLE-3, here\n" in text
+    assert "  exit  trained exit, here\n" in text
     assert "  narrow  EAGLE-3, another width\n" in text
     assert "  other  EAGLE-3, another vocabulary\n" in text
     assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text

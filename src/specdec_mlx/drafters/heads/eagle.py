@@ -36,9 +36,9 @@ class Eagle3Config:
         target it reads, from 0. windows: see `windows_of`; empty for none.
     norm_before_residual: the residual is the normed state. norm_before_fc: one norm over all that
         is fused. fc_norm: one norm for each.
-    norm_output: the state after the final norm is fed back (EAGLE-3.1), as vLLM (#42764), SGLang,
-        TensorRT-LLM (#14988) and speculators' training run it. SpecForge wrote this key, and fed
-        back the plain state in training, until its pull request 879 of September 2026.
+    norm_output: the state after the final norm is fed back (EAGLE-3.1), as in vLLM (pull request
+        42764), TensorRT-LLM (14988) and speculators' training. SpecForge's trained with the plain
+        state whatever it said, until its pull request 879 of September 2026.
     """
 
     layer: Mapping[str, Any]
@@ -93,10 +93,8 @@ def windows_of(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     if not (bool(kinds) if uses is None else uses):
         return ()
     depth, first = config.get("num_hidden_layers", 1), config.get("max_window_layers") or 0
-    slides = (
-        [kind == SLIDING for kind in kinds[:depth]] if kinds else map(first.__le__, range(depth))
-    )
-    return tuple(config.get("sliding_window") if slide else None for slide in slides)
+    kinds = kinds or [SLIDING if layer >= first else None for layer in range(depth)]
+    return tuple(config.get("sliding_window") if k == SLIDING else None for k in kinds[:depth])
 
 
 def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:

@@ -83,6 +83,7 @@ KINDS = {
     "medusa": "Medusa",
     "pard": "PARD",
     "mtp": "multi-token prediction",
+    "exit": "trained exit",
 }
 
 
