@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 COMMIT = "0" * 40
 
@@ -93,7 +94,7 @@ class Hub(BaseHTTPRequestHandler):
 @contextmanager
 def hub_at() -> Iterator[tuple[str, type[Hub]]]:
     """The address of a running one, and what it holds; it ends with the block."""
-    empty = {"files": {}, "created": [], "asked": [], "faults": {}}
+    empty: dict[str, Any] = {"files": {}, "created": [], "asked": [], "faults": {}}
     handler = type("OwnHub", (Hub,), empty)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
