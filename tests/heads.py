@@ -176,10 +176,12 @@ def eagle3(ends: TargetEnds) -> Head:
 
 
 def eagle3_variants(ends: TargetEnds) -> Head:
-    """With all that may be otherwise."""
+    """With all that may be otherwise, and a window of five positions in its second layer."""
+    windows: Any = (None, 5)
     config = Eagle3Config(
         layer_config(ends) | {"num_hidden_layers": 2},
         _layers(ends),
+        windows,
         norm_before_residual=True,
         norm_before_fc=True,
         fc_norm=True,

@@ -30,6 +30,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
 from specdec_mlx.target import row_caches
+from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.row_pass import RowPasses
 from specdec_mlx.testing import chi_square
 from specdec_mlx.types import Draft, DraftContext, Drafter, Features
@@ -591,7 +592,8 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
     sampling = sd.Sampling(temp=1.0)
     request = Request(prompt, 15, sampling, prompt_cache=given)
     fed = Counting(target)
-    requests = list(samples_of(fed, request, 3, 8, None, mx.default_stream(mx.default_device())))
+    stream = mx.default_stream(mx.default_device())
+    requests = list(samples_of(fed, request, 3, CacheOptions(None, 8), stream))
     assert sum(fed.positions) <= len(prompt), "once, and not three times"
     batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), draft_length=3)
     for seed, sample in enumerate(requests):

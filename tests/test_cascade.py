@@ -410,7 +410,7 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_first": 0}, "num_first is 0"),
+        ({"num_first": 0}, "num_first=0"),
         ({"then": "none"}, "finds nothing"),
         ({"then": sd.ModelDrafter(nn.Linear(1, 1))}, "expected a look-up"),
         ({"first": sd.FirstOf(sd.SuffixDrafter(), sd.NGramDrafter())}, "made of several"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
-import zipfile
+import socket
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -19,18 +19,23 @@ import heads
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.checks import command as check
+from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import report
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.heads.dflash import spread_layers
-from specdec_mlx.drafters.heads.eagle import default_layers, output_layers
-from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.eagle import (
+    IDS_KEY,
+    Eagle3Config,
+    default_layers,
+    output_layers,
+    windows_of,
+)
 from specdec_mlx.drafters.heads.known import heads_lines, known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
 from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.drafters.typed import TypedDrafters
 from specdec_mlx.generation import choose_drafter
@@ -80,6 +85,12 @@ def test_a_head_is_told_by_its_config_and_its_tensors(
 ) -> None:
     """As the published repositories write them; a model of its own is none."""
     assert kind_of(config, names) == kind
+
+
+@pytest.mark.parametrize("config", [{}, {IDS_KEY: []}, {"eagle_config": {IDS_KEY: []}}])
+def test_a_config_that_names_no_layers_means_the_default(config: dict[str, Any]) -> None:
+    """The paper's, whether the list is missing or empty."""
+    assert Eagle3Config.read(config, 24).layers == default_layers(24)
 
 
 def test_layers_in_either_convention_are_outputs() -> None:
@@ -173,6 +184,95 @@ def test_bits_quantize_the_head_and_not_the_target(name: str, tmp_path: Path) ->
     assert len(session.propose(2)) == 2
 
 
+@pytest.mark.parametrize("own", ["fc", "model.fc"])
+def test_bits_of_a_single_matrix_are_read(own: str, tmp_path: Path) -> None:
+    """A conversion with mixed bits names those of a layer apart; the head is what was written."""
+    reference = heads.reference("eagle3")
+    target = reference.target()
+    head = sd.load_head(reference.write(tmp_path / "plain"), target).head
+    bits = {"fc": 8, "lm_head": 3}
+    nn.quantize(head, 32, 4, class_predicate=lambda path, part: quantized_as(path, part, bits))
+    tensors: dict[str, Any] = dict(tree_flatten(head.parameters()))
+    tensors |= {name: mx.array(reference.weights[name]) for name in ("d2t", "t2d")}
+    written = {"group_size": 32, "bits": 4, own: {"group_size": 32, "bits": 8}}
+    mixed = heads.Reference(reference.config | {"quantization": written}, {}, {})
+    mixed.write(tmp_path / "mixed")
+    mx.save_safetensors(str(tmp_path / "mixed" / "model.safetensors"), tensors)
+    loaded = sd.load_head(tmp_path / "mixed", target).head
+    ours, theirs = (dict(tree_flatten(one.parameters())) for one in (head, loaded))
+    assert ours.keys() == theirs.keys()
+    assert all(mx.array_equal(ours[name], theirs[name]) for name in ours)
+    assert (loaded.fc.bits, loaded.lm_head.bits, loaded.layers[0].mlp.up_proj.bits) == (8, 3, 4)
+    wider = heads.target(width=64)
+    assert "states have 32 numbers" in refused(tmp_path / "mixed", wider)
+
+
+def quantized_as(path: str, part: nn.Module, bits: dict[str, int]) -> bool | dict[str, int]:
+    """How to quantize a layer: with bits of its own, or with 4."""
+    if not hasattr(part, "to_quantized") or part.weight.shape[-1] % 32:
+        return False
+    return {"group_size": 32, "bits": bits.get(path, 4)}
+
+
+WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
+    "kinds": (
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 3},
+        (None, 3),
+    ),
+    "Qwen's word": ({"use_sliding_window": True, "sliding_window": 3}, (3, 3)),
+    "Qwen's later layers": (
+        {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1},
+        (None, 3),
+    ),
+    "Qwen's denial": (
+        {
+            "use_sliding_window": False,
+            "sliding_window": 3,
+            "layer_types": ["sliding_attention"] * 2,
+        },
+        (),
+    ),
+    "a size alone": ({"sliding_window": 3}, ()),
+}
+
+
+@pytest.mark.parametrize("said", WINDOWS)
+def test_windows_are_those_that_the_config_means(said: str) -> None:
+    """As Hugging Face's Llama and Qwen read these keys."""
+    config, windows = WINDOWS[said]
+    assert windows_of({"num_hidden_layers": 2, **config}) == windows
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"layer_types": ["sliding_attention"], "sliding_window": 3},
+        {"use_sliding_window": True, "sliding_window": 3},
+    ],
+)
+def test_a_layer_with_a_window_forgets(config: dict[str, Any], tmp_path: Path) -> None:
+    """A state follows from the last `window` pairs, however they are read, and from no others."""
+    reference = heads.reference("eagle3")
+    drafter = sd.load_head(reference.write(tmp_path, **config), reference.target())
+    head: Any = drafter.head
+    states, tokens = mx.random.normal((8, heads.WIDTH), key=mx.random.key(0)), mx.arange(8)
+
+    def last(rows: mx.array, parts: list[int]) -> mx.array:
+        cache, made, start = head.make_cache(), rows, 0
+        for end in parts:
+            made = head.step(rows[start:end], tokens[start:end], cache)
+            start = end
+        return made[-1]
+
+    whole = last(states, [8])
+    for parts in ([1, 2, 3, 4, 5, 6, 7, 8], [5, 8], [7, 8]):
+        assert mx.allclose(last(states, parts), whole, atol=1e-5)
+    for row in range(8):
+        changed = mx.where(mx.arange(8)[:, None] == row, -states, states)
+        assert bool(mx.allclose(last(changed, [8]), whole, atol=1e-5)) == (row < 5), row
+    assert "windows of 3" in drafter.describe()
+
+
 # What is refused ----------------------------------------------------------------------------------
 
 
@@ -254,7 +354,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     known = heads.Reference({"hydra_num_heads": 3}, model.weights, {})
     assert UNSUPPORTED["hydra"] in refused(known.write(tmp_path / "b"), target)
     known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
-    assert "has no text_config" in refused(known.write(tmp_path / "d"), target)
+    assert "text_config" in refused(known.write(tmp_path / "d"), target)
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", target)
     for text, said in (("[]", "holds a list"), ("{", "cannot be read")):
@@ -474,9 +574,11 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     heads.reference("eagle3").write(tmp_path / "fits", hidden_size=64, vocab_size=None)
     heads.reference("eagle3").write(tmp_path / "other", vocab_size=9999)
     heads.reference("gemma4_assistant").write(tmp_path / "assistant", backbone_hidden_size=64)
+    heads.Reference({"exit_layer": 1, "hidden_size": 64}, {}, {}).write(tmp_path / "exit")
     text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
     assert "  assistant  Gemma 4 assistant, " in text
     assert "  fits  EAGLE-3, here\n" in text
+    assert "  exit  trained exit, here\n" in text
     assert "  narrow  EAGLE-3, another width\n" in text
     assert "  other  EAGLE-3, another vocabulary\n" in text
     assert "  AngelSlim/Qwen3-8B_eagle3  to be fetched" in text
@@ -512,56 +614,56 @@ def test_what_fits_is_told_by_the_targets_config(tmp_path: Path) -> None:
 def test_known_repositories_are_found_by_the_models_name(model: str, repository: str) -> None:
     """However it was converted; not those of a model whose name goes on."""
     found = known_repositories(model)
-    assert repository in found
-    assert not known_repositories(model.replace("B", "Bx").replace("wen", "wenx"))[1:]
+    assert found[repository] == ""
+    assert len(known_repositories(model.replace("B", "Bx").replace("wen", "wenx"))) <= 1
     assert ("amd/PARD-Qwen3-0.6B" in found) == ("Qwen3-" in model)
 
 
-# Torch's own files --------------------------------------------------------------------------------
+RELATIVES = {
+    "Qwen/Qwen3-4B": None,
+    "mlx-community/Qwen3-4B-4bit-DWQ-053125": None,
+    "mlx-community/Qwen3-4B-MLX-bf16": None,
+    "lmstudio-community/Qwen3-4B-mxfp4_gs32": None,
+    "Qwen/Qwen3-4B-Base": "qwen3-4b-base",
+    "Qwen/Qwen3-4B-Instruct-2507": "qwen3-4b-instruct-2507",
+    "mlx-community/Qwen3-4B-Thinking-2507-4bit": "qwen3-4b-thinking-2507-4bit",
+}
 
 
-def test_torchs_files_are_read_without_torch() -> None:
-    """Types, shapes, and a tensor that is a transposed view, as torch wrote them."""
-    tensors = read_torch_file(heads.FIXTURES / "torch_file.bin")
-    assert {name: x.dtype for name, x in tensors.items()} == {
-        "float32": mx.float32,
-        "bfloat16": mx.bfloat16,
-        "int64": mx.int64,
-        "bool": mx.bool_,
-        "transposed": mx.float32,
+@pytest.mark.parametrize("model", RELATIVES)
+def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(
+    model: str, tmp_path: Path
+) -> None:
+    """It was trained on another model's states; one that serves a family, PARD, needs no word."""
+    own = RELATIVES[model]
+    note = "" if own is None else f", made for qwen3-4b, not for {own}"
+    assert known_repositories(model) == {
+        "amd/PARD-Qwen3-0.6B": "",
+        "AngelSlim/Qwen3-4B_eagle3": note,
+        "z-lab/Qwen3-4B-DFlash-b16": note,
     }
-    assert tensors["float32"].tolist() == [[0, 1, 2], [3, 4, 5]]
-    assert tensors["bfloat16"].tolist() == [0.5, -1.5]
-    assert tensors["int64"].tolist() == [7, -8]
-    assert tensors["bool"].tolist() == [True, False]
-    assert tensors["transposed"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    head = heads.reference("eagle3").write(tmp_path / "head", vocab_size=None)
+    config = {"model_type": "qwen3", "hidden_size": 32}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    here = heads_lines(model, tmp_path, [("AngelSlim/Qwen3-4B_eagle3", head)])
+    assert f"  AngelSlim/Qwen3-4B_eagle3  EAGLE-3, here{note}" in here
 
 
-def test_a_torch_file_that_names_code_is_refused(tmp_path: Path) -> None:
-    """Nothing but tensors is built, so that nothing of the file's choosing runs."""
-
-    class Evil:
-        def __reduce__(self) -> Any:
-            return (print, ("it ran",))
-
-    with zipfile.ZipFile(tmp_path / "x.bin", "w") as archive:
-        archive.writestr("x/data.pkl", pickle.dumps({"a": Evil()}))
-    with pytest.raises(sd.HeadError, match=r"names builtins\.print"):
-        read_torch_file(tmp_path / "x.bin")
-    (tmp_path / "y.bin").write_bytes(b"no archive")
-    with pytest.raises(sd.HeadError, match="not an archive"):
-        read_torch_file(tmp_path / "y.bin")
-
-
-def test_a_head_in_torchs_file_loads(tmp_path: Path) -> None:
-    """Where the repository has pytorch_model.bin alone."""
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "pytorch_model.bin").write_bytes((heads.FIXTURES / "torch_file.bin").read_bytes())
-    files = HeadFiles(tmp_path)
-    assert files.names == {"float32", "bfloat16", "int64", "bool", "transposed"}
-    read, converted = files.read(["int64"])
-    assert read["int64"].tolist() == [7, -8]
-    assert not converted
+def test_heads_are_listed_for_a_name_that_is_not_here(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By the name alone: nothing is fetched, and it is said that nothing here was compared."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "nothing"))
+    monkeypatch.setattr(socket, "socket", None)
+    assert commands.main(["drafters", "--model", "Qwen/Qwen3-4B-Instruct-2507"]) == 0
+    said = capsys.readouterr().out
+    assert "  prompt-lookup  " in said
+    assert "Qwen/Qwen3-4B-Instruct-2507 is no folder here and not in the Hugging Face cache" in said
+    assert "  amd/PARD-Qwen3-0.6B  to be fetched\n" in said
+    assert "_eagle3  to be fetched, made for qwen3-4b, not for qwen3-4b-instruct-2507" in said
+    assert commands.main(["drafters", "--model", "nobody/nothing"]) == 0
+    assert "hf download nobody/nothing" in capsys.readouterr().out
+    assert commands.main(["drafters", "--model", "./nowhere"]) == 2
 
 
 # The ends of a target -----------------------------------------------------------------------------

@@ -22,6 +22,7 @@ import specdec_mlx as sd
 import tiny_text
 from command_line import both_ways, run
 from serving import post, serving
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
 from specdec_mlx.memory.index import Context
@@ -632,3 +633,22 @@ def test_tables_and_memories_are_not_taken_for_each_other(tmp_path: Path) -> Non
         sd.NGramDrafter(table=sd.NGramTable(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):
         sd.NGramTable(max_order=2, min_order=3)
+
+
+def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
+    """Else it is said so at once, in a sentence, and no folder is made: it may be mistyped."""
+    nowhere = tmp_path / "nowhere"
+    saved = sd.Memory()
+    saved.add([1, 2, 3])
+    for make in (
+        lambda: make_drafter(f"suffix:memory={nowhere / 'deep' / 'memory'}"),
+        lambda: sd.NGramDrafter(table=str(nowhere / "table")),
+        lambda: saved.save(nowhere / "memory"),
+        lambda: saved.export(nowhere / "memory"),
+    ):
+        with pytest.raises(sd.MemoryFileError, match=r"There is no folder .*nowhere.*Make it"):
+            make()
+        assert not nowhere.exists()
+    nowhere.mkdir()
+    saved.save(nowhere / "memory")
+    assert (nowhere / "memory").is_file()

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -16,84 +11,17 @@ import pytest
 import specdec_mlx as sd
 import tiny_text
 from command_line import Done, in_this_way, run
+from hub import Hub, hub_at
 from selection import cases
 from specdec_mlx.memory.hub import FILE_NAMES, pull, push
 from tiny_model_folder import write_model_folder
-
-COMMIT = "0" * 40
-
-
-class Hub(BaseHTTPRequestHandler):
-    """Repositories of datasets with small files, in memory."""
-
-    files: dict[str, bytes]
-    created: list[dict[str, object]]
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.path == "/api/repos/create":
-            self.created.append(json.loads(body))
-            self.answer({"url": f"http://{self.headers['Host']}/datasets/me/memory"})
-        elif "/preupload/" in self.path:
-            files = json.loads(body)["files"]
-            modes = [{"path": file["path"], "uploadMode": "regular"} for file in files]
-            self.answer({"files": [mode | {"shouldIgnore": False} for mode in modes]})
-        elif "/commit/" in self.path:
-            for line in map(json.loads, body.splitlines()):
-                if line["key"] == "file":
-                    content = base64.b64decode(line["value"]["content"])
-                    self.files[line["value"]["path"]] = content
-            url = f"http://{self.headers['Host']}/datasets/me/memory/commit/{COMMIT}"
-            self.answer({"commitUrl": url, "commitOid": COMMIT, "success": True})
-        else:
-            self.answer({})
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        if "/resolve/" not in self.path:
-            self.answer({"id": "me/memory", "sha": COMMIT, "siblings": [], "type": "dataset"})
-            return
-        content = self.files.get(self.path.rpartition("/")[2])
-        if content is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def answer(self, reply: dict[str, object]) -> None:
-        content = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-    def log_message(self, *args: object) -> None:
-        """Say nothing."""
 
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, type[Hub]]]:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    handler = type("OwnHub", (Hub,), {"files": {}, "created": []})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", handler
-    server.shutdown()
-    thread.join()
+    with hub_at() as running:
+        yield running
 
 
 def a_memory() -> sd.Memory:

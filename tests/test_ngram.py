@@ -537,15 +537,15 @@ def test_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_order": 0}, "max_order is 0, expected an int from 1 (unigram) to 8"),
-        ({"max_order": 9}, "max_order is 9, expected an int from 1 (unigram) to 8"),
-        ({"min_order": 0}, "min_order is 0, expected an int from 1 to max_order = 4"),
+        ({"max_order": 0}, "max_order=0): expected an int from 1 (unigram) to 8"),
+        ({"max_order": 9}, "max_order=9): expected an int from 1 (unigram) to 8"),
+        ({"min_order": 0}, "min_order=0): expected an int from 1 to max_order = 4"),
         ({"max_order": 2, "min_order": 3}, "lower it or raise max_order"),
-        ({"num_draft": 0}, "num_draft is 0, expected an int >= 1"),
-        ({"window": 2}, "window is 2, expected at least a whole context, max_order - 1 = 3"),
-        ({"max_order": 1, "min_order": 1, "window": 0}, "window is 0"),
-        ({"discount": 1.5}, "discount is 1.5, expected a number in [0, 1]"),
-        ({"max_entries": 0}, "max_entries is 0, expected an int >= 1"),
+        ({"num_draft": 0}, "num_draft=0): expected an int >= 1"),
+        ({"window": 2}, "window=2): expected at least a whole context, max_order - 1 = 3"),
+        ({"max_order": 1, "min_order": 1, "window": 0}, "window=0)"),
+        ({"discount": 1.5}, "discount=1.5): expected a number in [0, 1]"),
+        ({"max_entries": 0}, "max_entries=0): expected an int >= 1"),
     ],
 )
 def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:

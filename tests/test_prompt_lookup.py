@@ -250,11 +250,11 @@ def test_contracts_hold() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_ngram": 0}, "max_ngram is 0, expected an int from 1 to 8"),
-        ({"max_ngram": 9}, "max_ngram is 9, expected an int from 1 to 8"),
-        ({"min_ngram": 0}, "min_ngram is 0, expected an int from 1 to max_ngram = 5"),
+        ({"max_ngram": 0}, "max_ngram=0): expected an int from 1 to 8"),
+        ({"max_ngram": 9}, "max_ngram=9): expected an int from 1 to 8"),
+        ({"min_ngram": 0}, "min_ngram=0): expected an int from 1 to max_ngram = 5"),
         ({"max_ngram": 2, "min_ngram": 3}, "lower it or raise max_ngram"),
-        ({"num_draft": 0}, "num_draft is 0, expected an int >= 1"),
+        ({"num_draft": 0}, "num_draft=0): expected an int >= 1"),
     ],
 )
 def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
@@ -268,5 +268,5 @@ def test_an_unknown_occurrence_is_refused() -> None:
     """Also where nothing checks types, as it does around the constructor under pytest."""
     drafter = PromptLookupDrafter()
     object.__setattr__(drafter, "occurrence", "first")
-    with pytest.raises(ValueError, match="occurrence is 'first', expected 'recent' or 'earliest'"):
+    with pytest.raises(ValueError, match=r"occurrence='first'\): expected 'recent' or 'earliest'"):
         drafter.__post_init__()

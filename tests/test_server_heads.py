@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -20,6 +21,7 @@ from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
 from specdec_mlx.types import DraftContext, DraftsAtOnce, Step, Stepwise, TimesSteps
 from tiny_model_folder import write_model_folder
+from torch_files import torch_file
 
 PROMPT = "the cat in the hat and the other cat in the hat"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -93,6 +95,21 @@ def test_a_request_may_name_a_head_as_its_draft_model(folders: dict[str, str]) -
         assert status >= 400
         assert "was trained for a target" in json.dumps(answer)
         assert text_of(complete(running)) == text_of(plain)
+
+
+def test_a_request_does_not_have_a_file_of_torchs_read(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    """Not even where torch is installed; one that points far out of its bytes, least of all."""
+    for path in Path(folders["head"]).glob("config.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    torch_file(tmp_path / "pytorch_model.bin", shape=4, offset=10**12)
+    with serving("--model", folders["target"], "--draft-length", "3") as running:
+        body = {"messages": MESSAGES, "max_tokens": 2, "draft_model": str(tmp_path)}
+        status, answer = post(running, "chat/completions", body)
+        assert 400 <= status < 500
+        assert "torch.save wrote is not read here. Start the server with it" in json.dumps(answer)
+        assert complete(running).choices
 
 
 def test_a_head_of_another_target_is_refused_when_it_is_asked(folders: dict[str, str]) -> None:

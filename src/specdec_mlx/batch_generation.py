@@ -19,10 +19,12 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowToken
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.generation import Prompt, choose_drafter, choose_sampler, encode
+from specdec_mlx.generation import Prompt, choose_drafter, choose_sampler, encode, loaded
+from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
 
@@ -115,9 +117,11 @@ def batch_stream_generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
-    tokenizer = (
-        tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-    )
+    tokenizer = loaded(model, tokenizer)
+    num_samples = whole("num_samples", num_samples, 1)
+    options = CacheOptions(max_kv_size, prefill_step_size)
+    if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
+        raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
     chosen = choose_drafter(drafter, draft_model, model)
     how = choose_sampler(sampler, temp)
     batch = BatchGeneration(
@@ -126,24 +130,23 @@ def batch_stream_generate(
         rule=rule,
         draft_length=draft_length,
         stop_tokens=frozenset(tokenizer.eos_token_ids),
-        max_rows=completion_batch_size,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
+        max_rows=whole("completion_batch_size", completion_batch_size, 1),
+        prefill_step_size=options.prefill_step_size,
+        max_kv_size=options.max_kv_size,
         tokenizer=tokenizer,
         probe=probe,
         returns_caches=return_prompt_caches,
         stream=stream,
     )
-    processors = tuple(logits_processors or ())
     columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
     of_prompts = (
-        Request(encode(tokenizer, prompt), wanted, how, None, processors, cache)
+        Request(encode(tokenizer, prompt), wanted, how, None, logits_processors or (), cache)
         for prompt, wanted, cache in columns
     )
     texts = (
         text
         for request in of_prompts
-        for text in samples_of(model, request, num_samples, prefill_step_size, max_kv_size, stream)
+        for text in samples_of(model, request, num_samples, options, stream)
     )
     requests = (
         replace(request, seed=own_seed)
@@ -323,15 +326,15 @@ def _response(
 
 def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
     """One number for each prompt. Raises ValueError for a number that is none of tokens."""
-    numbers = [given] if isinstance(given, int) else list(given)
-    for number in numbers:
-        if number == 0 or number < -1:
-            raise ValueError(f"max_tokens={number}: expected an int >= 1, or -1 for no limit.")
-    return repeat(given) if isinstance(given, int) else numbers
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return [max_tokens_of(number, 1) for number in given]
+    return repeat(max_tokens_of(given, 1))
 
 
 def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
     """One seed for each text."""
     if given is None:
         return repeat(None)
-    return count(given) if isinstance(given, int) else given
+    if isinstance(given, Iterable) and not isinstance(given, str):
+        return given
+    return count(whole("seed", given))

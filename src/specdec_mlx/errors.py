@@ -17,7 +17,7 @@ class UnreadableError(ValueError):
 
 
 class VerdictError(ValueError):
-    """An acceptance rule broke its contract: it kept what was not drafted, or no token follows."""
+    """A rule or sampler broke its contract: what was not drafted was kept, or no token follows."""
 
 
 class LogitsError(ArithmeticError):

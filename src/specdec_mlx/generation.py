@@ -21,10 +21,10 @@ from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
+from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.target.inputs import check_is_drafter
-from specdec_mlx.token_ids import to_list
+from specdec_mlx.target.inputs import check_is_drafter, check_model, max_tokens_of, prompt_ids
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, models_of
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -101,7 +101,7 @@ def stream_generate(
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
-    tokenizer = _checked(model, tokenizer, max_tokens)
+    tokenizer, max_tokens = loaded(model, tokenizer), max_tokens_of(max_tokens, 1)
     chosen = choose_drafter(drafter, draft_model, model)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
@@ -233,23 +233,15 @@ def generate(
     return Text.of(printed(responses) if verbose else responses)
 
 
-def _checked(model: Any, tokenizer: Any, max_tokens: int) -> TokenizerWrapper:
+def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
     """mlx-lm's wrapper around the tokenizer.
 
     Raises:
-        ValueError: for no tokens, and a model or tokenizer that is not loaded.
+        ValueError: for a model or tokenizer that is not loaded.
     """
-    if max_tokens == 0:
-        raise ValueError("max_tokens=0: expected a number of tokens, or -1 for no limit.")
-    if not isinstance(model, nn.Module):
-        name = repr(model) if isinstance(model, str | Path) else type(model).__name__
-        raise ValueError(
-            f"model={name}: expected a loaded model. Load it first: "
-            "model, tokenizer = mlx_lm.load(...)."
-        )
+    check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
-        shown = None if tokenizer is None else str(tokenizer)
-        raise ValueError(f"tokenizer={shown!r}: expected the tokenizer that mlx_lm.load(...) gave.")
+        raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
@@ -257,11 +249,6 @@ def choose_sampler(
     sampler: Sampler | Sampling | None, temp: float | None
 ) -> Sampler | Sampling | None:
     """The sampler that the two arguments name; None for greedy. Raises ValueError."""
-    if sampler is not None and not callable(sampler):
-        raise ValueError(
-            f"sampler={sampler!r}: expected a sampler. For a temperature give temp={sampler!r}, or "
-            "sampler=specdec_mlx.Sampling(temp=..., top_p=...)."
-        )
     if temp is None:
         return sampler
     if sampler is not None:
@@ -325,14 +312,14 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
         return list(tokenizer.encode(prompt, add_special_tokens=special))
-    if len(prompt) and isinstance(prompt[0], Mapping):
+    if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
         if not tokenizer.has_chat_template:
             raise PromptError(
                 "The prompt is a list of chat messages, and the tokenizer has no chat template. "
                 "Give the text itself, or a tokenizer with a template."
             )
         return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
-    return to_list(prompt)  # type: ignore[arg-type]
+    return prompt_ids(prompt)
 
 
 def _kind(drafter: Drafter | None) -> str:

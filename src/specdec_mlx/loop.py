@@ -38,7 +38,9 @@ from specdec_mlx.target.inputs import (
     CacheOptions,
     check_fits,
     check_ids,
+    check_model,
     check_prompt,
+    max_tokens_of,
     split_cache,
 )
 from specdec_mlx.target.model_pass import ModelPass
@@ -164,13 +166,13 @@ def speculate(
         CacheRollbackError: the caches cannot be used, or not be brought in order at the end.
         ValueError: for other bad input.
     """
+    check_model(model)
     prompt = check_prompt(prompt_tokens, input_embeddings, drafter)
-    if max_tokens < -1:
-        raise ValueError(f"max_tokens={max_tokens}: expected an int >= 0, or -1 for no limit.")
-    caches, draft_cache = split_cache(model, prompt_cache, max_kv_size)
+    max_tokens = max_tokens_of(max_tokens)
     options = CacheOptions(
         max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start
     )
+    caches, draft_cache = split_cache(model, prompt_cache, options)
     account = Counterfactual() if counterfactual else None
     model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
     ranks = ranks_of(model, stream)
@@ -181,7 +183,7 @@ def speculate(
     context = verifier.draft_context(tokenizer, draft_cache)
     check_fits(drafter, context)
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
-    length = make_draft_length(draft_length, tuning or tuning_for(model))
+    length = make_draft_length(draft_length, tuning_for(model) if tuning is None else tuning)
     keeps_cache = prompt_cache is not None
     side = Drafting if ranks is None else functools.partial(SharedDrafting, ranks)
     drafting = side(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)

@@ -80,7 +80,7 @@ def explained(name: Path | str) -> Iterator[None]:
         check_folder(folder)
         yield
         return
-    if _is_path(str(name)):
+    if is_path(str(name)):
         raise ModelFolderError(
             f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
             "name such as mlx-community/SmolLM2-135M-Instruct."
@@ -125,6 +125,6 @@ def check_folder(folder: Path) -> None:
         )
 
 
-def _is_path(name: str) -> bool:
+def is_path(name: str) -> bool:
     """Whether a name can only be a path: Hugging Face's have at most one slash, within."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
+import operator
 import re
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -53,6 +56,40 @@ def positive_int(text: str) -> int:
     if number < 1:
         raise ValueError(f"{text!r}: expected an int >= 1.")
     return number
+
+
+def shown(value: object) -> str:
+    """A value as an error shows it: short, and on one line."""
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else " ".join(reprlib.repr(value).split())
+
+
+def wrong(name: str, value: object, expected: str) -> ValueError:
+    """The error that names an argument, what was given, and what it takes."""
+    return ValueError(f"{name}={shown(value)}: expected {expected}.")
+
+
+def require(owner: object, holds: bool, name: str, expected: str) -> None:
+    """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
+    if not holds:
+        got = f"{type(owner).__name__}({name}={getattr(owner, name)!r})"
+        raise ValueError(f"{got}: expected {expected}.")
+
+
+def whole(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
+    """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise wrong(name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}")
+    return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question that names what was nearly typed; "" where nothing is like it."""
+    return "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

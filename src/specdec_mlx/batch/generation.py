@@ -39,13 +39,13 @@ from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import (
     CacheOptions,
     check_fits,
     check_ids,
     check_prompt,
+    noise_of,
     split_cache,
 )
 from specdec_mlx.target.model_pass import ModelPass
@@ -238,12 +238,12 @@ class BatchGeneration:
         given = request.prompt_cache
         if self._passes is None or request.num_read < len(prompt) - 1:  # else a row is a copy
             given = copy.deepcopy(given)
-        caches, _ = split_cache(self.model, given, self.max_kv_size)
         options = CacheOptions(self.max_kv_size, self.prefill_step_size)
+        caches, _ = split_cache(self.model, given, options)
         probe = self.probe and own.drafter is not None
         rollback = Rollback(caches, request.num_read)
         model_pass = ModelPass(self.model, rollback, options, probe=probe)
-        noise = Noise.from_global_state() if request.seed is None else Noise(request.seed)
+        noise = noise_of(request.seed)
         next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
         verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())

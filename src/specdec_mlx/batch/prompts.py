@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.batch.rows import Request
-from specdec_mlx.target.inputs import check_ids, check_prompt, split_cache
+from specdec_mlx.target.inputs import CacheOptions, check_ids, check_prompt, split_cache
 from specdec_mlx.target.model_pass import vocab_size_of
 
 
@@ -60,8 +60,7 @@ def samples_of(
     model: nn.Module,
     request: Request,
     num_samples: int,
-    step_size: int,
-    max_kv_size: int | None,
+    options: CacheOptions,
     stream: Any,
 ) -> Iterator[Request]:
     """Several texts of one prompt, which is read once, when the first of them is asked for.
@@ -70,24 +69,20 @@ def samples_of(
         model: the target.
         request: of one text.
         num_samples: how many texts; of a single one the prompt is left to be read with it.
-        step_size: most positions of the prompt in one pass.
-        max_kv_size: positions after which new caches rotate.
+        options: how the caches are made and filled.
         stream: MLX's stream to run on.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
-        ValueError: for a number of texts that is none.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples={num_samples}: expected an int >= 1.")
     if num_samples == 1:
         yield request
         return
     prompt = check_prompt(request.prompt, None, None)
     check_ids(prompt, vocab_size_of(model))
-    caches, _ = split_cache(model, copy.deepcopy(request.prompt_cache), max_kv_size)
+    caches, _ = split_cache(model, copy.deepcopy(request.prompt_cache), options)
     reading = PromptReading(model, prompt, caches, stream)
-    reading.read_all(step_size)
+    reading.read_all(options.prefill_step_size)
     for _ in range(num_samples):
         yield replace(
             request, prompt=prompt, prompt_cache=reading.caches, num_read=reading.num_read

@@ -14,9 +14,10 @@ from specdec_mlx.beams.guesses import BeamDrafting, guess_length_for
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.beams.steps import Beam
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.generation import Prompt, choose_drafter, encode
+from specdec_mlx.generation import Prompt, choose_drafter, encode, loaded
+from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target.inputs import check_fits, check_ids, check_prompt
+from specdec_mlx.target.inputs import CacheOptions, check_fits, check_ids, check_prompt
 from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.types import DraftContext, Drafter, ReadsTarget, all_drafters
 
@@ -97,12 +98,9 @@ def beam_search(
         UnreadableError: the drafter reads the target's states, which it cannot of several rows.
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
-    if num_beams < 1 or max_tokens < 1:
-        raise ValueError(
-            f"num_beams={num_beams}, max_tokens={max_tokens}: expected ints >= 1 for both."
-        )
-    if not isinstance(tokenizer, TokenizerWrapper):
-        tokenizer = TokenizerWrapper(tokenizer)
+    tokenizer = loaded(model, tokenizer)
+    num_beams, max_tokens = whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1)
+    prefill_step_size = CacheOptions(prefill_step_size=prefill_step_size).prefill_step_size
     chosen = choose_drafter(drafter, draft_model, model)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)

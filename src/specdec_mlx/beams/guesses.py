@@ -13,8 +13,9 @@ from specdec_mlx.beams.steps import Beam, Tokens
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.rows import SharedLength
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.options import whole
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.inputs import check_draft
+from specdec_mlx.target.inputs import begin_session, check_draft
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, Forks
 from specdec_mlx.types.trees import children_of, path_to
@@ -60,7 +61,7 @@ class BeamDrafting:
         """A session of its own for a beam."""
         original = None if source is None else before[source]
         if source is None or not isinstance(original, Forks):
-            return self.drafter.begin([*self.prompt, *tokens], self.context)
+            return begin_session(self.drafter, [*self.prompt, *tokens], self.context)
         session = original.fork()
         session.observe(tokens[len(source) :])
         return session
@@ -148,10 +149,8 @@ def guess_length_for(
     Raises:
         ValueError: for anything but "auto" or an int >= 0.
     """
-    if isinstance(choice, int) and not isinstance(choice, bool) and choice >= 0:
-        return FixedGuess(choice)
     if choice != "auto":
-        raise ValueError(f"draft_length={choice!r}: expected 'auto' or an int >= 0.")
+        return FixedGuess(whole("draft_length", choice, 0, ", or 'auto'"))
     learned = _learned(model)
     if num_beams not in learned:
         tuning = Tuning.for_model(model)

@@ -13,6 +13,7 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.contenders import MLX_LM_SPECULATION, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
+from specdec_mlx.options import whole
 
 WARM_UP_TOKENS = 24
 
@@ -35,8 +36,7 @@ class Settings:
     def __post_init__(self) -> None:
         """Refuse a benchmark of nothing, which would never end."""
         for name in ("max_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: expected an int >= 1.")
+            whole(name, getattr(self, name), 1)
 
 
 @dataclass(frozen=True)

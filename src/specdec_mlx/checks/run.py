@@ -27,6 +27,7 @@ from specdec_mlx.checks.variations import check_variations, heads_of
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
+from specdec_mlx.options import whole
 from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
@@ -133,8 +134,7 @@ def _subject(
     """What is checked; raises ValueError for what cannot be."""
     if drafter is None:
         raise ValueError("There is nothing to check without a drafter. Give drafter=.")
-    if draft_length < 1:
-        raise ValueError(f"draft_length={draft_length}: expected an int >= 1.")
+    whole("draft_length", draft_length, 1)
     if sampling is None:
         raise ValueError(
             "The distribution of this sampler is not known, so there is nothing to compare with. "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.options import whole, wrong
 from specdec_mlx.types import Draft, RoundRecord
 from specdec_mlx.types import DraftLength as DraftLength
 
@@ -19,9 +20,7 @@ class Fixed:
 
     def __init__(self, length: int) -> None:
         """Refuse a negative length."""
-        if length < 0:
-            raise ValueError(f"draft_length={length}: expected an int >= 0 (0 is plain decoding).")
-        self.length = length
+        self.length = whole("draft_length", length, 0, f", or one of {NAMES}")
 
     def limit(self, part: str, cheap: bool) -> int:
         """The fixed length."""
@@ -61,17 +60,19 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
 
     Raises:
         UnknownNameError: for a name that is none of these.
-        ValueError: for a number that is no int >= 0.
+        ValueError: for what is no int >= 0 and no policy, and a tuning that is none.
     """
+    if tuning is not None and not isinstance(tuning, Tuning):
+        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
     if isinstance(choice, str):
         if choice not in NAMES:
             raise UnknownNameError(
                 f"Unknown draft_length {choice!r}. Known: an int >= 0, {', '.join(NAMES)}."
             )
         return Auto(tuning or Tuning()) if choice == "auto" else Heuristic()
-    if isinstance(choice, bool | float):
-        raise ValueError(f"draft_length={choice!r}: expected an int >= 0, or one of {NAMES}.")
-    return Fixed(choice) if isinstance(choice, int) else choice
+    if not isinstance(choice, int | type) and hasattr(choice, "limit"):
+        return choice
+    return Fixed(choice)  # type: ignore[arg-type]
 
 
 def parse_draft_length(text: str) -> int | str:

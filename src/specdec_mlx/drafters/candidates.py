@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import ModelFolderError, TokenizerMismatchError
-from specdec_mlx.models import check_folder
+from specdec_mlx.models import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
 ACCEPTANCES = (0.6, 0.8)
@@ -149,11 +149,17 @@ def _unknown_architecture(folder: Path) -> str | None:
 
 
 def report(model: str, where: Path | None = None) -> str:
-    """All that can draft for a model, for people to read."""
-    found = find_candidates(model, where)
+    """All that can draft for a model, for people to read; by its name alone if it is not here."""
     lines = ["Without a second model:"]
     lines += [f"  {name:<16}{text}" for name, text in describe_drafters().items()]
-    lines += ["", f"Draft models for {model} ({_size(weight_bytes(locate(model)))}):"]
+    try:
+        target = locate(model)
+    except ModelFolderError as error:
+        if is_path(model) or Path(model).exists():
+            raise
+        return "\n".join([*lines, "", str(error), *heads_lines(model, None)])
+    found = find_candidates(model, where)
+    lines += ["", f"Draft models for {model} ({_size(weight_bytes(target))}):"]
     lines += [
         f"  {one.name}  {_size(one.size)}, a token costs about {one.cost:.2f} of the target's"
         f"{one.note}\n"
@@ -161,7 +167,7 @@ def report(model: str, where: Path | None = None) -> str:
         for one in found
         if one.refusal is None
     ] or [f"  none in {where or 'the Hugging Face cache'}"]
-    lines += heads_lines(model, locate(model), models_in(where))
+    lines += heads_lines(model, target, models_in(where))
     refused = [f"  {one.name}  {one.refusal}" for one in found if one.refusal is not None]
     return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
 

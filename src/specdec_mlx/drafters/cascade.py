@@ -21,6 +21,7 @@ from jaxtyping import Float
 
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.speculated_model import make_guesser
+from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import (
     Checks,
@@ -70,8 +71,7 @@ class Cascade:
         """Refuse what cannot be put together; read what the first drafter reads."""
         if make_guesser(self.then) is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
-        if self.num_first < 1:
-            raise ValueError(f"Cascade: num_first is {self.num_first}, expected an int >= 1.")
+        require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__
         if isinstance(self.first, DrafterParts) and len(self.first.drafters) > 1:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")

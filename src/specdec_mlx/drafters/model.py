@@ -19,6 +19,7 @@ from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, s
 from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
+from specdec_mlx.options import wrong
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
@@ -76,6 +77,8 @@ class ModelDrafter:
         """Refuse a temperature that is none, a drafter that is no look-up, and what nobody knows
         about tokenizers.
         """
+        if not isinstance(self.model, nn.Module):
+            raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         make_guesser(self.drafter)
         if self.tokenizers not in TOKENIZERS:
             raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")

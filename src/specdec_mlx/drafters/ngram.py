@@ -19,6 +19,7 @@ from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.drafters.ngram_table import NGramTable, as_table
 from specdec_mlx.errors import DraftError, PromptError
+from specdec_mlx.options import require
 from specdec_mlx.types import Draft, DraftContext, Evidence, Guess
 
 if TYPE_CHECKING:
@@ -80,37 +81,37 @@ class NGramDrafter:
 
     def __post_init__(self) -> None:
         """Refuse arguments that mean nothing."""
-        _check(
+        require(
+            self,
             1 <= self.max_order <= MAX_ORDER,
             "max_order",
-            self.max_order,
             f"an int from 1 (unigram) to {MAX_ORDER}",
         )
-        _check(
+        require(
+            self,
             1 <= self.min_order <= self.max_order,
             "min_order",
-            self.min_order,
             f"an int from 1 to max_order = {self.max_order}; lower it or raise max_order",
         )
-        _check(
+        require(
+            self,
             self.num_draft >= 1,
             "num_draft",
-            self.num_draft,
             "an int >= 1; to draft nothing, leave the drafter out",
         )
-        _check(
+        require(
+            self,
             self.window >= max(1, self.max_order - 1),
             "window",
-            self.window,
             f"at least a whole context, max_order - 1 = {self.max_order - 1} tokens (and 1); "
             "raise it or lower max_order",
         )
-        _check(0 <= self.discount <= 1, "discount", self.discount, "a number in [0, 1]")
-        _check(self.max_entries >= 1, "max_entries", self.max_entries, "an int >= 1")
-        _check(
+        require(self, 0 <= self.discount <= 1, "discount", "a number in [0, 1]")
+        require(self, self.max_entries >= 1, "max_entries", "an int >= 1")
+        require(
+            self,
             self.table is None or not self.stochastic,
             "table",
-            self.table,
             "None with stochastic=True: its distribution is that of one text's counts",
         )
         object.__setattr__(self, "table", as_table(self.table, self.max_order, self.min_order))
@@ -304,9 +305,3 @@ def _noise(noise: Noise | None) -> Noise:
     from specdec_mlx.sampling.noise import Noise
 
     return Noise(0)
-
-
-def _check(holds: bool, name: str, got: object, expected: str) -> None:
-    """Raise ValueError unless `holds`."""
-    if not holds:
-        raise ValueError(f"NGramDrafter: {name} is {got!r}, expected {expected}.")

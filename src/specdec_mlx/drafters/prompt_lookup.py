@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from specdec_mlx.options import require
 from specdec_mlx.types import Draft, DraftContext, Evidence
 
 Occurrence = Literal["recent", "earliest"]
@@ -48,24 +49,21 @@ class PromptLookupDrafter:
 
     def __post_init__(self) -> None:
         """Refuse arguments that mean nothing."""
-        _check(1 <= self.max_ngram <= 8, "max_ngram", self.max_ngram, "an int from 1 to 8")
-        _check(
+        require(self, 1 <= self.max_ngram <= 8, "max_ngram", "an int from 1 to 8")
+        require(
+            self,
             1 <= self.min_ngram <= self.max_ngram,
             "min_ngram",
-            self.min_ngram,
             f"an int from 1 to max_ngram = {self.max_ngram}; lower it or raise max_ngram",
         )
-        _check(
+        require(
+            self,
             self.num_draft is None or self.num_draft >= 1,
             "num_draft",
-            self.num_draft,
             "an int >= 1, or None for no cap; to draft nothing, leave the drafter out",
         )
-        _check(
-            self.occurrence in ("recent", "earliest"),
-            "occurrence",
-            self.occurrence,
-            "'recent' or 'earliest'",
+        require(
+            self, self.occurrence in ("recent", "earliest"), "occurrence", "'recent' or 'earliest'"
         )
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> PromptLookupSession:
@@ -181,9 +179,3 @@ def _ngrams(text: Sequence[int], n: int) -> Iterator[NGram]:
     """All n-grams of the text, from left to right, made in C."""
     shifted: Iterable[Sequence[int]] = (text[i:] for i in range(n))
     return zip(*shifted, strict=False)
-
-
-def _check(holds: bool, name: str, got: object, expected: str) -> None:
-    """Raise ValueError unless `holds`."""
-    if not holds:
-        raise ValueError(f"PromptLookupDrafter: {name} is {got!r}, expected {expected}.")

@@ -24,7 +24,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import MissingPackageError, UnknownNameError
-from specdec_mlx.options import split_spec
+from specdec_mlx.options import did_you_mean, split_spec
 from specdec_mlx.types import Drafter
 
 GROUP = "specdec_mlx.drafters"
@@ -136,7 +136,8 @@ def make_with(name: str, kind: Callable[..., Drafter], options: dict[str, Any]) 
     try:
         return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
     except TypeError as error:
-        raise ValueError(f"Drafter {name!r}: {error}. {_where(kind)}") from error
+        near = "".join(did_you_mean(option, hints) for option in options if option not in hints)
+        raise ValueError(f"Drafter {name!r}: {error}.{near} {_where(kind)}") from error
 
 
 def _where(kind: Callable[..., Drafter]) -> str:

@@ -17,6 +17,7 @@ from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
+from specdec_mlx.options import require
 from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Guess
 
 MOST_PLACES = 24
@@ -66,17 +67,17 @@ class SuffixDrafter:
 
     def __post_init__(self) -> None:
         """Refuse arguments that mean nothing; open the memory that is named."""
-        _check(
+        require(
+            self,
             self.num_draft is None or self.num_draft >= 1,
             "num_draft",
-            self.num_draft,
             "an int >= 1, or None for no cap; to draft nothing, leave the drafter out",
         )
-        _check(1 <= self.min_match <= 64, "min_match", self.min_match, "an int from 1 to 64")
-        _check(
+        require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
+        require(
+            self,
             self.per_match is None or self.per_match > 0,
             "per_match",
-            self.per_match,
             "a number above 0, or None",
         )
         object.__setattr__(self, "memory", as_memory(self.memory))
@@ -197,9 +198,3 @@ class SuffixSession:
 
 
 _match = itemgetter(0)
-
-
-def _check(holds: bool, name: str, got: object, expected: str) -> None:
-    """Raise ValueError unless `holds`."""
-    if not holds:
-        raise ValueError(f"SuffixDrafter: {name} is {got!r}, expected {expected}.")

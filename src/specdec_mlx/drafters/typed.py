@@ -10,8 +10,7 @@ from typing import Any
 import mlx.nn as nn
 
 from specdec_mlx.drafters.draft_models import NO_PAIR, draft_pair, lighter_of
-from specdec_mlx.drafters.heads.loading import is_head, load_head
-from specdec_mlx.drafters.heads.named import named_head
+from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, WITH_MODEL, make_drafter
 from specdec_mlx.options import split_spec
 from specdec_mlx.types import Drafter

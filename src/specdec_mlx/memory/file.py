@@ -31,10 +31,16 @@ LONGEST_HEADER = 2**28
 UNFINISHED = ".specdec-unfinished"
 
 
+def check_folder_of(path: Path) -> None:
+    """Raise MemoryFileError for a file in a folder that is not there."""
+    if not path.parent.is_dir():
+        raise MemoryFileError(f"There is no folder {path.parent}. Make it, or give another file.")
+
+
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, PATH.lock beside it, against other processes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    check_folder_of(path)
     with open(path.with_name(f"{path.name}.lock"), "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed, or the process killed
         yield
@@ -141,6 +147,10 @@ def damaged(path: Path, what: str) -> MemoryFileError:
 
 def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The header, and where the rest begins."""
+    if path.is_dir():
+        raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
+    if not path.exists():
+        raise FileNotFoundError(f"There is no file {path}. To begin a memory, call save(path).")
     with open(path, "rb") as file:
         magic = file.read(len(MAGIC))
         if magic[:5] != MAGIC[:5]:

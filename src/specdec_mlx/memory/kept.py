@@ -11,7 +11,7 @@ from threading import RLock
 from typing import Any, ClassVar, TypeVar
 
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
-from specdec_mlx.memory.file import file_id, locked, other_kind
+from specdec_mlx.memory.file import check_folder_of, file_id, locked, other_kind
 from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
 
 SAVE_EVERY = 60.0
@@ -127,8 +127,8 @@ class Kept(ABC):
 def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
     """What the file of a path keeps, one in a process for each file.
 
-    A file that does not exist is made, and every file opened here is saved when the process ends,
-    and once a minute while it is written to.
+    A file that does not exist is made, in a folder that does. Every file opened here is saved when
+    the process ends, and once a minute while it is written to.
 
     Args:
         path: of the file.
@@ -136,9 +136,10 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
         make: makes an empty one.
 
     Raises:
-        MemoryFileError: the file keeps something else, or is damaged.
+        MemoryFileError: the file keeps something else, is damaged, or its folder is not there.
     """
     path = Path(path).expanduser().absolute()
+    check_folder_of(path)
     with _opening:
         found = _open.get(path)
         if found is None:

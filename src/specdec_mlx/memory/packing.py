@@ -11,6 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Int
 
+from specdec_mlx.options import wrong
+
 SEPARATOR = -1
 """Stands between two texts of an index, where a token id would stand."""
 
@@ -95,11 +97,15 @@ def bounds(pack: int, length: int, of: int = PER_PACK) -> tuple[int, int]:
     return lower, lower + (1 << shift)
 
 
-def check_tokens(tokens: Int[np.ndarray, " n"]) -> None:
-    """Raise ValueError for what is no token id, or too large to be packed."""
+def check_tokens(given: Sequence[int]) -> Int[np.ndarray, " n"]:
+    """Token ids as an array; ValueError for what is none, or too large to be packed."""
+    tokens: Int[np.ndarray, " n"] = np.array(given)
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise wrong("tokens", given, "token ids [n], ints. Tokenize a text first")
     if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= MAX_TOKEN):
-        wrong = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        found = int(tokens.min() if tokens.min() < 0 else tokens.max())
         raise ValueError(
-            f"A memory got token {wrong}, expected ids from 0 to {MAX_TOKEN}. "
+            f"A memory got token {found}, expected ids from 0 to {MAX_TOKEN}. "
             "Tokenize the text with the target's tokenizer."
         )
+    return tokens

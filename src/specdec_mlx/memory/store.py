@@ -15,6 +15,7 @@ from specdec_mlx.memory.file import damaged, read_file, write_file
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
 from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
+from specdec_mlx.options import whole, wrong
 
 BYTES_PER_TOKEN = 52
 """In memory: token and place, 4 bytes each, the same as Python reads them, 8 and 4; 4 packs of 8.
@@ -54,6 +55,7 @@ class Memory(Kept):
         remember_prompts: bool = False,
     ) -> None:
         """Start empty."""
+        max_tokens = whole("max_tokens", max_tokens, None, ". Memory.load(path) reads a file")
         if max_tokens < 1 or (max_bytes is not None and max_bytes < BYTES_PER_TOKEN):
             raise ValueError(
                 f"Memory: max_tokens is {max_tokens} and max_bytes {max_bytes}, expected at least "
@@ -99,8 +101,7 @@ class Memory(Kept):
         Raises:
             ValueError: for what is no token id.
         """
-        text = np.array(tokens, np.int64)
-        check_tokens(text)
+        text = check_tokens(tokens)
         if len(text) >= 2:
             with self._lock:
                 self._extend([text.astype(np.int32)])
@@ -172,6 +173,8 @@ class Memory(Kept):
             MemoryFileError: it is no memory, is damaged, or is of a later version.
             FileNotFoundError: there is no such file.
         """
+        if not isinstance(path, Path | str):
+            raise wrong("path", path, "a path of a file")
         path = Path(path)
         header, data = read_file(path, cls.kind)
         try:

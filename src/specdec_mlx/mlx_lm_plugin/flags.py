@@ -27,8 +27,7 @@ from specdec_mlx.drafters.draft_models import (
     load_draft_model,
 )
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
-from specdec_mlx.drafters.heads.loading import is_head
-from specdec_mlx.drafters.heads.named import named_head
+from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,

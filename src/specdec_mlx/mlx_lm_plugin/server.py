@@ -155,7 +155,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
     def _load_head(self, path: Any) -> None:
         """A trained head that a request names as its draft model; such requests are not batched."""
         try:
-            self.head = load_head(path, self.model)
+            self.head = load_head(path, self.model, torch_files=False)
         except ValueError:
             self.reset()
             raise

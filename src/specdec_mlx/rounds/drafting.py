@@ -11,6 +11,7 @@ from specdec_mlx.draft_length.auto import Unpriced
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.target.inputs import begin_session
 from specdec_mlx.types import (
     NO_DRAFT,
     Closes,
@@ -88,7 +89,7 @@ class Drafting:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is None:
             return
-        self.session = self.drafter.begin(self.sequence.tokens, context)
+        self.session = begin_session(self.drafter, self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         groups = session_groups(self.session, key_of(self.drafter))
         length = self.length

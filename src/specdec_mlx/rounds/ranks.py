@@ -32,7 +32,7 @@ from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.inputs import check_draft
+from specdec_mlx.target.inputs import check_draft, noise_of
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
@@ -109,7 +109,7 @@ def shared_noise(
     Raises:
         RankError: the ranks were called with different prompts or numbers; on all of them.
     """
-    noise = Noise.from_global_state() if seed is None else Noise(seed)
+    noise = noise_of(seed)
     if ranks is None:
         return noise
     low, high = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)

@@ -19,7 +19,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from specdec_mlx.errors import MissingPackageError, UnknownNameError
-from specdec_mlx.options import split_spec
+from specdec_mlx.options import did_you_mean, split_spec
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
@@ -132,7 +132,7 @@ def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
     try:
         return _checked(choice, kind(**options))
     except TypeError as error:
-        raise ValueError(f"Rule {choice!r}: {_reason(name, kind, options, error)}.") from error
+        raise ValueError(f"Rule {choice!r}: {_reason(name, kind, options, error)}") from error
 
 
 def _checked(choice: object, rule: object) -> AcceptanceRule:
@@ -185,5 +185,6 @@ def _reason(
     name: str, kind: Callable[..., Any], options: dict[str, object], error: TypeError
 ) -> str:
     """Why a rule could not be made."""
-    takes_none = not getattr(kind, "__dataclass_fields__", None)
-    return f"{name} takes no options" if options and takes_none else str(error)
+    taken = getattr(kind, "__dataclass_fields__", {})
+    near = "".join(did_you_mean(option, taken) for option in options if option not in taken)
+    return f"{name} takes no options." if options and not taken else f"{error}.{near}"

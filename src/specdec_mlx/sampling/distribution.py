@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import mlx.core as mx
 from jaxtyping import Float, Integer
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
+
+from specdec_mlx.options import require
 
 Sampler = Callable[[mx.array], mx.array]
 
@@ -42,13 +45,16 @@ class Sampling:
     def __post_init__(self) -> None:
         """Refuse what mlx-lm would refuse, but before the first token."""
         object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
-        _check(self.temp >= 0, "temp", self.temp, "a number >= 0 (0 is greedy)")
-        _check(0 <= self.top_p <= 1, "top_p", self.top_p, "a number in [0, 1] (0 or 1: off)")
-        _check(0 <= self.min_p <= 1, "min_p", self.min_p, "a number in [0, 1] (0: off)")
-        _check(self.min_tokens_to_keep >= 1, "min_tokens_to_keep", self.min_tokens_to_keep, ">= 1")
-        _check(self.top_k >= 0, "top_k", self.top_k, "an int >= 0 (0: off)")
-        _check(0 <= self.xtc_probability <= 1, "xtc_probability", self.xtc_probability, "in [0, 1]")
-        _check(0 <= self.xtc_threshold <= 0.5, "xtc_threshold", self.xtc_threshold, "in [0, 0.5]")
+        for name, number in vars(self).items():
+            is_number = isinstance(number, Real) or name == "xtc_special_tokens"
+            require(self, is_number, name, "a number")
+        require(self, self.temp >= 0, "temp", "a number >= 0 (0 is greedy)")
+        require(self, 0 <= self.top_p <= 1, "top_p", "a number in [0, 1] (0 or 1: off)")
+        require(self, 0 <= self.min_p <= 1, "min_p", "a number in [0, 1] (0: off)")
+        require(self, self.min_tokens_to_keep >= 1, "min_tokens_to_keep", ">= 1")
+        require(self, self.top_k >= 0, "top_k", "an int >= 0 (0: off)")
+        require(self, 0 <= self.xtc_probability <= 1, "xtc_probability", "in [0, 1]")
+        require(self, 0 <= self.xtc_threshold <= 0.5, "xtc_threshold", "in [0, 0.5]")
 
     @property
     def greedy(self) -> bool:
@@ -114,10 +120,10 @@ class Sampling:
     def _finish(self, x: mx.array) -> mx.array:
         """Top-k and the temperature, which mlx-lm applies last."""
         if self.top_k > 0:
-            _check(
+            require(
+                self,
                 self.top_k < x.shape[-1],
                 "top_k",
-                self.top_k,
                 f"an int below the vocabulary size, {x.shape[-1]} (0: off)",
             )
             x = apply_top_k(x, self.top_k)
@@ -146,8 +152,3 @@ def _point_mass(logprobs: mx.array) -> mx.array:
     """Log-probabilities with all mass on the first argmax."""
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
-
-
-def _check(ok: bool, name: str, got: object, expected: str) -> None:
-    if not ok:
-        raise ValueError(f"Sampling({name}={got!r}): expected {expected}.")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import DraftError, PromptError
+from specdec_mlx.options import shown, whole, wrong
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Checks, Draft, DraftContext, Drafter
+from specdec_mlx.types import Checks, Draft, DraftContext, Drafter, DraftSession, LogitsProcessor
 
 
 @dataclass(frozen=True)
@@ -22,7 +26,7 @@ class CacheOptions:
 
     max_kv_size: positions after which caches rotate, None for no limit. prefill_step_size: most
     positions of the prompt in one pass. kv_bits: bits of quantized caches, None for none, in groups
-    of kv_group_size, from position quantized_kv_start on.
+    of kv_group_size, from position quantized_kv_start on. Raises ValueError for other numbers.
     """
 
     max_kv_size: int | None = None
@@ -30,6 +34,52 @@ class CacheOptions:
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse what is no number, and make Python's of NumPy's."""
+        for field in fields(self):
+            value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, whole(field.name, value, least))
+
+
+def check_model(model: object) -> None:
+    """Raise ValueError for a model that is not loaded."""
+    if not isinstance(model, nn.Module):
+        raise wrong("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
+
+
+def max_tokens_of(given: Any, least: int = 0) -> int:
+    """A number of tokens to write, -1 for no limit; ValueError for what is neither."""
+    return -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
+
+
+def noise_of(seed: int | None) -> Noise:
+    """The noise of a seed, of MLX's global state for None; ValueError for what is no int."""
+    return Noise.from_global_state() if seed is None else Noise(whole("seed", seed))
+
+
+def check_sampler(sampler: object) -> None:
+    """Raise ValueError for what cannot be called."""
+    if not callable(sampler) or isinstance(sampler, type):
+        how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
+        raise wrong("sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}")
+
+
+def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The logits processors; ValueError for what is no list of them."""
+    if isinstance(given, Sequence) and all(map(callable, given)):
+        return list(given)
+    raise wrong("logits_processors", given, f"a list of processors, such as [{shown(given)}]")
+
+
+def prompt_ids(prompt: Any) -> list[int]:
+    """Token ids of a prompt as a list; waits for an array. PromptError for what is none."""
+    ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
+        return list(map(operator.index, ids))
+    expected = "token ids, a flat list of ints; generate also takes text and chat messages"
+    raise PromptError(f"prompt={shown(prompt)}: expected {expected}, batch_generate several.")
 
 
 def check_prompt(
@@ -45,7 +95,7 @@ def check_prompt(
     Raises:
         PromptError: for what cannot be a prompt.
     """
-    prompt = to_list(tokens)
+    prompt = prompt_ids(tokens)
     if not prompt and embeddings is None:
         raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
     if prompt and min(prompt) < 0:
@@ -75,33 +125,62 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def split_cache(
-    model: nn.Module, prompt_cache: list[Any] | None, max_kv_size: int | None
+    model: nn.Module, prompt_cache: list[Any] | None, options: CacheOptions
 ) -> tuple[list[Any], list[Any] | None]:
     """The target's caches and, if the caller's list goes on behind them, the draft model's.
 
     Raises:
-        ValueError: for fewer caches than the model needs.
+        ValueError: for fewer caches than the model needs, and what MLX cannot quantize them to.
         CacheRollbackError: for caches that an interrupted generation could not bring in order.
     """
-    fresh = make_prompt_cache(model, max_kv_size=max_kv_size)
+    fresh = make_prompt_cache(model, max_kv_size=options.max_kv_size)
+    if options.kv_bits is not None:
+        _check_quantized(model, options)
     if prompt_cache is None:
         return fresh, None
-    if len(prompt_cache) < len(fresh):
-        raise ValueError(
-            f"prompt_cache has {len(prompt_cache)} caches; this model needs {len(fresh)}. Make it "
-            "with mlx_lm.models.cache.make_prompt_cache(model)."
-        )
+    is_list = isinstance(prompt_cache, Sequence) and all(hasattr(c, "state") for c in prompt_cache)
+    if not is_list or len(prompt_cache) < len(fresh):
+        made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
+        raise wrong("prompt_cache", prompt_cache, f"a list of caches, {len(fresh)} as of {made_by}")
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
 
+def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
+    """Quantize caches of a pass that is never computed; ValueError where MLX does not."""
+    caches = make_prompt_cache(model, max_kv_size=options.max_kv_size)
+    model(mx.array([[0]]), cache=caches)
+    bits, group_size = options.kv_bits, options.kv_group_size
+    try:
+        with suppress(NotImplementedError):  # of caches that rotate: mlx-lm says so, if it is due
+            maybe_quantize_kv_cache(caches, 0, group_size, bits)
+    except ValueError as error:
+        expected = f"what MLX can quantize this model's caches to ({error})"
+        raise wrong(f"kv_bits={bits}, kv_group_size", group_size, expected) from error
+
+
 def check_is_drafter(drafter: object) -> None:
     """Raise ValueError for what is neither a drafter nor None."""
-    if drafter is not None and not isinstance(drafter, Drafter):
-        raise ValueError(
-            f"drafter={drafter!r} has no begin(prompt, context). Give a drafter, the name of one, "
-            "or a mlx-lm model as draft_model=."
+    if drafter is None or (isinstance(drafter, Drafter) and not isinstance(drafter, type)):
+        return
+    if isinstance(drafter, type):
+        instead = f"give {shown(drafter)}()"
+    elif isinstance(drafter, list | tuple):
+        instead = "of mlx_lm.load give draft_model=model; specdec_mlx.FirstOf(*drafters) is one"
+    else:
+        instead = "give a drafter, the name of one, or a mlx-lm model as draft_model="
+    raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
+
+
+def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> DraftSession:
+    """Begin a drafter's session; DraftError for one that cannot be asked, or told."""
+    session = drafter.begin(tokens, context)
+    if not all(callable(getattr(session, name, None)) for name in ("propose", "observe")):
+        raise DraftError(
+            f"{type(drafter).__name__}.begin(...) returned {shown(session)}; expected a session "
+            "with propose(limit) and observe(tokens)."
         )
+    return session
 
 
 def check_fits(drafter: Drafter | None, context: DraftContext) -> None:

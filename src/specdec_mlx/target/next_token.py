@@ -7,9 +7,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.options import shown
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
 from specdec_mlx.sampling.noise import GumbelRows, Noise
+from specdec_mlx.target.inputs import check_sampler, processors_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import LogitsProcessor
 from specdec_mlx.types.trees import depths_of, path_to
@@ -32,8 +34,9 @@ class NextToken:
         self, sampler: Sampler | Sampling, processors: Sequence[LogitsProcessor], noise: Noise
     ) -> None:
         """No token was seen yet."""
+        check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
-        self.processors = list(processors)
+        self.processors = processors_of(processors)
         self.noise = noise
         self._gumbels = GumbelRows(noise, "target")
         self.history: mx.array | None = None
@@ -87,7 +90,7 @@ class NextToken:
 
     def _process_row(self, logits: mx.array, seen: mx.array) -> mx.array:
         for processor in self.processors:
-            logits = processor(seen, logits)
+            logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
 
     def draw(
@@ -101,7 +104,7 @@ class NextToken:
             parents: [K] where the draft is a tree; rows of one depth are drawn with one noise.
         """
         if self.sampling is None:
-            return mx.concatenate([self.sampler(row[None]) for row in logprobs])
+            return mx.concatenate([self._sample(row[None]) for row in logprobs])
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
         if parents is None:
@@ -109,6 +112,25 @@ class NextToken:
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
         noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
         return self.sampling.draw(logprobs, noise[mx.array(depths)])
+
+    def _sample(self, logprobs: mx.array) -> mx.array:
+        """The id [1], any int, that a sampler of the caller's draws from a row [1, V]."""
+        return _returned("sampler", self.sampler(logprobs), (1,), mx.integer).astype(mx.int64)
+
+
+def existing(ids: mx.array, vocab_size: int) -> mx.array:
+    """Token ids [n] as they can be fed; those that the target does not have as others."""
+    return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
+
+
+def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
+    """What a callable of the caller's returned; ValueError unless it is an array as expected."""
+    if isinstance(found, mx.array):
+        if found.shape == shape and mx.issubdtype(found.dtype, kind):
+            return found
+        found = (found.shape, found.dtype)
+    expected = f"an mx.array of shape {shape} and type {kind.name}"
+    raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
 
 
 class Rows:

@@ -23,7 +23,7 @@ from specdec_mlx.rules.registry import make_rule, tree_rule_for
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
 from specdec_mlx.target.inputs import check_draft, check_drafted
 from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, is_pure
+from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, existing, is_pure
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.types import (
@@ -52,7 +52,8 @@ MASS_TOLERANCE = 1e-3
 class LazyPass:
     """A round as one graph; `results` is what `read` waits for, a few small arrays.
 
-    draft, num_fed, logprobs: see `types.PendingPass`. verdict: what the rule answered.
+    draft, num_fed, logprobs: see `types.PendingPass`. verdict: what the rule answered. is_sampled:
+    whether a sampler of the caller's drew the tokens, which may be any ids.
     """
 
     draft: Draft
@@ -62,6 +63,7 @@ class LazyPass:
     results: dict[str, mx.array]
     counterfactual: Counterfactual | None = None
     features: FeatureRows | None = None
+    is_sampled: bool = False
 
     @property
     def to_compute(self) -> list[mx.array]:
@@ -71,7 +73,8 @@ class LazyPass:
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return to_ids(self.results["target_tokens"])
+        tokens = self.results["target_tokens"]
+        return existing(tokens, self.logprobs.shape[-1]) if self.is_sampled else to_ids(tokens)
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -128,7 +131,7 @@ class RowByRowPass:
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return self._first_row[0].astype(mx.uint32)
+        return existing(self._first_row[0], self.logprobs.shape[-1])
 
     def wait(self) -> None:
         """Wait until the rows are computed."""
@@ -151,6 +154,7 @@ class RowByRowPass:
             rows.append(logprobs)
             if row == len(drafted):
                 break
+        _check_next_token(tokens[-1], self.logprobs.shape[-1])
         self.logprobs = mx.concatenate(rows)
         return Outcome(range(len(tokens) - 1), tokens)
 
@@ -348,7 +352,7 @@ class Verifier:
             row_logits = self.distribution.process_row(logits[row : row + 1], drafted)
             scale = mx.logsumexp(row_logits, axis=-1, keepdims=True)
             logprobs = row_logits - scale
-            token = self.distribution.draw(logprobs, position + row).astype(mx.int32)
+            token = self.distribution.draw(logprobs, position + row)
             return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
 
         return choose
@@ -358,7 +362,8 @@ def _undecided(rows: Rows, num_fed: int) -> LazyPass:
     """A round without a draft: the target's own token, and no rule."""
     verdict = Agreement(rows.tokens)
     results = {"scales": rows.scales, "target_tokens": verdict.target_tokens}
-    return LazyPass(NO_DRAFT, num_fed, rows.logprobs, verdict, results)
+    is_sampled = not rows.has_distribution
+    return LazyPass(NO_DRAFT, num_fed, rows.logprobs, verdict, results, is_sampled=is_sampled)
 
 
 def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
@@ -416,8 +421,8 @@ def _check_next_token(token: int, vocab_size: int) -> None:
     """Raise VerdictError for a token that the target does not have: it would be fed next."""
     if not 0 <= token < vocab_size:
         raise VerdictError(
-            f"The rule's next token is {token}; the target has 0 to {vocab_size - 1}. Draw it from "
-            "the target's rows."
+            f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
+            "sampler, or rule, draw it from the target's rows."
         )
 
 

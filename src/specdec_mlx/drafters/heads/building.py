@@ -63,8 +63,10 @@ def build_head(kind: str, files: HeadFiles, ends: TargetEnds, variant: Variant) 
     Raises:
         HeadError: it was trained for another vocabulary or width, or tensors are missing.
     """
-    check_vocabulary(files, ends)
+    check_sizes(files, ends)
     head, weights = BUILDERS[kind](files, ends, variant)
+    for layer in head.features.layers:
+        expect(files, "a layer that it reads", layer, 0, ends.num_layers - 1)
     if variant.pre_norm is not None and isinstance(head, FinalStateHead):
         head.read_pre_norm(variant.pre_norm)
     return head, weights
@@ -74,15 +76,33 @@ VOCABULARY_MARGIN = 512
 """Rows by which vocabularies may differ, since models pad them to round numbers."""
 
 
-def check_vocabulary(files: HeadFiles, ends: TargetEnds) -> None:
-    """Raise HeadError for a head whose config names another vocabulary."""
+MOST_LAYERS, MOST_TOKENS = 1000, 1024
+"""Most layers or heads, and most tokens of a block, that a config may ask for."""
+
+
+def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+    """Raise HeadError for a head whose config names another vocabulary, or endless layers."""
     config = files.config
     part = config.get("transformer_layer_config") or config.get("text_config") or config
     size = part.get("vocab_size")
+    for said in (config, part):
+        counts = {key: n for key, n in said.items() if key.endswith("_heads") and n is not None}
+        counts["num_hidden_layers"] = said.get("num_hidden_layers") or 1
+        for key, count in counts.items():  # MLX's attention divides by heads
+            expect(files, key, count, 1, MOST_LAYERS)
     if size is not None and abs(size - ends.vocab_size) > VOCABULARY_MARGIN:
         raise HeadError(
             f"{files.name} was trained for a vocabulary of {size} tokens, and this target has "
             f"{ends.vocab_size}. Use a head that was trained for this target."
+        )
+
+
+def expect(files: HeadFiles, name: str, value: Any, low: int, high: int) -> None:
+    """Raise HeadError for a number of the files that is not within bounds."""
+    if not (isinstance(value, int) and low <= value <= high):
+        raise HeadError(
+            f"{files.name}: {name} is {value!r}, expected {low} to {high}. Fetch it again, or use "
+            "a head that was trained for this target."
         )
 
 
@@ -113,16 +133,9 @@ def _kept(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
     }
 
 
-def _vocabulary(
-    files: HeadFiles, tensors: Mapping[str, mx.array], ends: TargetEnds
-) -> DraftVocabulary | None:
+def _vocabulary(tensors: Mapping[str, mx.array], ends: TargetEnds) -> DraftVocabulary | None:
     """What a head's logits are over; None for the target's own tokens."""
-    if "d2t" not in tensors:
-        return None
-    try:
-        return DraftVocabulary(tensors["d2t"], ends.vocab_size)
-    except ValueError as error:
-        raise HeadError(f"{files.name}: {error}. Use a head of this target.") from error
+    return DraftVocabulary(tensors["d2t"], ends.vocab_size) if "d2t" in tensors else None
 
 
 def _need(files: HeadFiles, tensors: Mapping[str, mx.array], name: str) -> mx.array:
@@ -142,7 +155,7 @@ def _eagle3(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     head = Eagle3(
         config,
         ends,
-        _vocabulary(files, tensors, ends),
+        _vocabulary(tensors, ends),
         own_embeddings=_rows(tensors, "embed_tokens.weight"),
         own_head=_rows(tensors, "lm_head.weight"),
     )
@@ -154,7 +167,9 @@ def _columns(files: HeadFiles, tensors: Mapping[str, mx.array]) -> int:
     columns = _need(files, tensors, "fc.weight").shape[-1]
     if "fc.scales" not in tensors:
         return int(columns)
-    return int(columns * 32 // files.config["quantization"]["bits"])
+    written = files.config["quantization"]
+    own = written.get("fc") or written.get("model.fc") or {}
+    return int(columns * 32 // {**written, **own}["bits"])
 
 
 def _rows(tensors: Mapping[str, mx.array], name: str) -> int:
@@ -181,7 +196,9 @@ def _dflash(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     if variant.layers is not None:
         config = replace(config, layers=tuple(variant.layers))
     _check_width(files, ends, _columns(files, tensors) / len(config.layers))
-    vocabulary = _vocabulary(files, tensors, ends)
+    expect(files, "mask_token_id", config.mask_token, 0, ends.vocab_size - 1)
+    expect(files, "block_size", config.block_size, 2, MOST_TOKENS)
+    vocabulary = _vocabulary(tensors, ends)
     shared = ("embed_tokens.",) if vocabulary is not None else ("embed_tokens.", "lm_head.")
     weights = {n: x for n, x in _kept(tensors).items() if not n.startswith(shared)}
     return DFlash(config, ends, vocabulary), weights
@@ -193,6 +210,9 @@ def _gemma4_assistant(files: HeadFiles, ends: TargetEnds, variant: Variant) -> B
     _check_width(files, ends, width)
     _check_caches(files, ends, config)
     tensors = _kept(_tensors(files))
+    order = tensors.get("masked_embedding.token_ordering", mx.zeros(1, mx.int32))
+    for token in (order.min().item(), order.max().item()):
+        expect(files, "a token of token_ordering", token, 0, config.text["vocab_size"] - 1)
     return Gemma4Assistant(config, ends), {
         n: x for n, x in tensors.items() if not n.startswith("lm_head.")
     }
@@ -226,7 +246,7 @@ def _medusa(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
             weights[f"blocks.{head}.{layer}.{parts['part']}"] = value
         else:
             weights[f"lm_heads.{head}.{parts['part']}"] = value
-    _check_width(files, ends, _need(files, weights, "blocks.0.0.weight").shape[-1])
+    _check_width(files, ends, _need(files, weights, "blocks.0.0.weight").shape[0])
     rows = _rows(weights, "lm_heads.0.weight")
     return Medusa(heads, layers, ends, own_heads=rows), weights
 

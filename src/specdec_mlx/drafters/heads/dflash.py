@@ -8,7 +8,7 @@ last token of the text; embeddings and head are the target's.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -16,10 +16,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.eagle import layer_classes
+from specdec_mlx.drafters.heads.eagle import SLIDING, layer_classes
 from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
+from specdec_mlx.drafters.heads.variations import Variation, shifted_layers
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.timing import time_of
@@ -27,7 +27,6 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 DEFAULT_BLOCK = 16
-SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -96,6 +95,42 @@ def _depth(layer: Mapping[str, Any]) -> int:
     return int(layer["num_hidden_layers"])
 
 
+class DFlashSession(OnePassSession):
+    """Reads rows as they come, and fills one block a draft; see `HeadSession`."""
+
+    def __init__(
+        self, head: DFlash, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        """Nothing was read yet."""
+        super().__init__(head, sampling, prompt, context)
+        self.cache = head.make_cache()
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Of a block, of which the first is known; none before the prompt was read."""
+        self.read()
+        length = min(limit, self.head.config.block_size - 1)
+        if length == 0 or self.waiting.start == 0:
+            return None
+        logits: mx.array = self.head.fill(self.block(), self.cache)[1 : length + 1]
+        return logits
+
+    def block(self) -> mx.array:
+        """[B] the last token of the text, and masks."""
+        config = self.head.config
+        return to_ids([self.tokens[-1], *[config.mask_token] * (config.block_size - 1)])
+
+    def time_step(self) -> float:
+        """Seconds of a block without context."""
+        head, caches = self.head, self.head.make_cache()
+        return time_of(lambda: head.fill(self.block(), caches))
+
+    def read(self) -> list[Any]:
+        """Read the rows that wait into the context."""
+        if len(self.waiting):
+            self.head.read(self.waiting.take(len(self.waiting)), self.cache)
+        return [cache.state for cache in self.cache]
+
+
 class DFlash(Head):
     """A DFlash head.
 
@@ -106,6 +141,7 @@ class DFlash(Head):
     """
 
     kind = "DFlash"
+    session = DFlashSession
 
     def __init__(
         self, config: DFlashConfig, ends: TargetEnds, vocabulary: DraftVocabulary | None = None
@@ -124,12 +160,6 @@ class DFlash(Head):
         self.norm = nn.RMSNorm(width, eps)
         if vocabulary is not None:
             self.lm_head = nn.Linear(width, vocabulary.ids.shape[0], bias=False)
-
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> DFlashSession:
-        """Start a generation."""
-        return DFlashSession(self, sampling, prompt, context)
 
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
@@ -178,16 +208,7 @@ class DFlash(Head):
 
     def variations(self) -> list[Variation]:
         """Layers one off."""
-        return [
-            otherwise(
-                name,
-                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
-                self,
-                config=replace(self.config, layers=layers),
-                features=Features(layers=layers),
-            )
-            for name, layers in neighbours(self.config.layers, self.ends.num_layers)
-        ]
+        return shifted_layers(self)
 
     def notes(self) -> list[str]:
         """Layers and block."""
@@ -216,39 +237,3 @@ def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> m
     )
     out: mx.array = attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
     return out
-
-
-class DFlashSession(OnePassSession):
-    """Reads rows as they come, and fills one block a draft; see `HeadSession`."""
-
-    def __init__(
-        self, head: DFlash, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        """Nothing was read yet."""
-        super().__init__(head, sampling, prompt, context)
-        self.cache = head.make_cache()
-
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Of a block, of which the first is known; none before the prompt was read."""
-        self.read()
-        length = min(limit, self.head.config.block_size - 1)
-        if length == 0 or self.waiting.start == 0:
-            return None
-        logits: mx.array = self.head.fill(self.block(), self.cache)[1 : length + 1]
-        return logits
-
-    def block(self) -> mx.array:
-        """[B] the last token of the text, and masks."""
-        config = self.head.config
-        return to_ids([self.tokens[-1], *[config.mask_token] * (config.block_size - 1)])
-
-    def time_step(self) -> float:
-        """Seconds of a block without context."""
-        head, caches = self.head, self.head.make_cache()
-        return time_of(lambda: head.fill(self.block(), caches))
-
-    def read(self) -> list[Any]:
-        """Read the rows that wait into the context."""
-        if len(self.waiting):
-            self.head.read(self.waiting.take(len(self.waiting)), self.cache)
-        return [cache.state for cache in self.cache]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -20,27 +19,17 @@ from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 
-class Head(nn.Module, ABC):  # type: ignore[misc]
+class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
-    kind: what it is called. features: what it reads. grows_trees: whether its drafts may fork.
+    kind: what it is called. session: its side of a generation. features: what it reads.
+    grows_trees: whether its drafts may fork.
     """
 
     kind = ""
+    session: type[HeadSession]
     features = Features()
     grows_trees = True
-
-    @abstractmethod
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> HeadSession:
-        """Start a generation.
-
-        Args:
-            sampling: how drafts are drawn.
-            prompt: [n] token ids.
-            context: the generation's.
-        """
 
     def notes(self) -> list[str]:
         """What else is to be known about it, each in a few words."""
@@ -171,6 +160,7 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        session = self.head.begin(self.sampling_for(context.sampling), prompt, context)
+        sampling = self.sampling_for(context.sampling)
+        session = self.head.session(self.head, sampling, prompt, context)
         session.branches = self.branches
         return session

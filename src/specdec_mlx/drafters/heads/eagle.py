@@ -16,17 +16,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
-from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.recurrent import RecurrentHead
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, neighbours, otherwise
+from specdec_mlx.drafters.heads.variations import Variation, otherwise, shifted_layers
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.types import FeatureRows, Features
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,17 @@ class Eagle3Config:
     """What the config of an EAGLE-3 head says, whoever wrote it.
 
     layer: configuration of its decoder layer, in Hugging Face's words. layers: whose outputs of the
-        target it reads, from 0. norm_before_residual: the residual is the normed state.
-    norm_before_fc: one norm over all that is fused. fc_norm: one norm for each. norm_output: what
-        is fed back is the state after the norm (EAGLE-3.1).
+        target it reads, from 0. windows: see `windows_of`; empty for none.
+    norm_before_residual: the residual is the normed state. norm_before_fc: one norm over all that
+        is fused. fc_norm: one norm for each.
+    norm_output: the state after the final norm is fed back (EAGLE-3.1), as in vLLM (pull request
+        42764), TensorRT-LLM (14988) and speculators' training. SpecForge's trained with the plain
+        state whatever it said, until its pull request 879 of September 2026.
     """
 
     layer: Mapping[str, Any]
     layers: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -54,13 +57,14 @@ class Eagle3Config:
         `transformer_layer_config`; the ids of the layers may stand under `eagle_config`.
         """
         nested = config.get("eagle_config") or {}
+        layer = config.get("transformer_layer_config") or config
         flags = {
             name: bool(config.get(name, nested.get(name, False)))
             for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
         }
         ids = config.get(IDS_KEY) or nested.get(IDS_KEY)
-        layers = default_layers(num_layers) if ids is None else output_layers(ids)
-        return cls(config.get("transformer_layer_config") or config, layers, **flags)
+        layers = output_layers(ids) if ids else default_layers(num_layers)
+        return cls(layer, layers, windows_of(layer), **flags)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
@@ -77,6 +81,20 @@ def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
     """
     back = 0 if ids[0] == 1 else 1
     return tuple(i - back for i in ids)
+
+
+def windows_of(config: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """How many positions each decoder layer sees, its own included; None for all.
+
+    `layer_types` says which layers have a window, or else Qwen's `use_sliding_window`, for those
+    from `max_window_layers` on; where that is false, none has one.
+    """
+    kinds, uses = config.get("layer_types"), config.get("use_sliding_window")
+    if not (bool(kinds) if uses is None else uses):
+        return ()
+    depth, first = config.get("num_hidden_layers", 1), config.get("max_window_layers") or 0
+    kinds = kinds or [SLIDING if layer >= first else None for layer in range(depth)]
+    return tuple(config.get("sliding_window") if k == SLIDING else None for k in kinds[:depth])
 
 
 def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
@@ -105,7 +123,7 @@ def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     return module.TransformerBlock, module.ModelArgs.from_dict(arguments)
 
 
-class Eagle3(Head):
+class Eagle3(RecurrentHead):
     """An EAGLE-3 head.
 
     Args:
@@ -151,12 +169,6 @@ class Eagle3(Head):
         if own_head:
             self.lm_head = nn.Linear(width, own_head, bias=False)
 
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> RecurrentSession:
-        """Start a generation."""
-        return RecurrentSession(self, sampling, prompt, context)
-
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
@@ -176,21 +188,18 @@ class Eagle3(Head):
         """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
         h: mx.array = states
         first = self.layers[0]
-        mask = create_attention_mask(h, cache[0])
-        embedded = first.input_layernorm(self.embed(tokens))
+        windows = self.config.windows or (None,) * len(cache)
+        masks = [create_attention_mask(h, *of) for of in zip(cache, windows, strict=True)]
+        embedded = first.input_layernorm(_embedded(self, tokens))
         normed = self.hidden_norm(h)
         residual = normed if self.config.norm_before_residual else h
-        h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), mask, cache[0])
+        h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), masks[0], cache[0])
         h = h + first.mlp(first.post_attention_layernorm(h))
-        for layer, kept in zip(self.layers[1:], cache[1:], strict=True):
+        for layer, mask, kept in zip(self.layers[1:], masks[1:], cache[1:], strict=True):
             h = layer(h, mask, kept)
         if self.config.norm_output:
             h = self.norm(h)
         return h
-
-    def embed(self, tokens: mx.array) -> mx.array:
-        """[n, D] its own embeddings, or else the target's."""
-        return self.embed_tokens(tokens) if "embed_tokens" in self else self.ends.embed(tokens)
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V], -inf for tokens that are not in the draft vocabulary."""
@@ -203,28 +212,14 @@ class Eagle3(Head):
         logits: mx.array = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
         return logits
 
-    def make_cache(self) -> list[Any]:
-        """One for each layer."""
-        return [KVCache() for _ in self.layers]
-
     def variations(self) -> list[Variation]:
         """Layers one off, and what the residual and the state that is fed back are."""
-        config = self.config
-        found = [
-            otherwise(
-                name,
-                f"its ids of layers look meant otherwise; load it with layers={list(layers)}",
-                self,
-                config=replace(config, layers=layers),
-                features=Features(layers=layers),
-            )
-            for name, layers in neighbours(config.layers, self.ends.num_layers)
-        ]
+        found = shifted_layers(self)
         for key in ("norm_before_residual", "norm_output"):
-            value = not getattr(config, key)
+            value = not getattr(self.config, key)
             advice = f"its config.json looks wrong; write {key}: {str(value).lower()} there"
             flags: dict[str, Any] = {key: value}
-            changed = replace(config, **flags)
+            changed = replace(self.config, **flags)
             found.append(otherwise(f"{key} {value}", advice, self, config=changed))
         return found
 
@@ -234,7 +229,22 @@ class Eagle3(Head):
         notes = [f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"]
         if self.vocabulary is not None:
             notes.append(f"{self.vocabulary.ids.shape[0]} of {self.ends.vocab_size} tokens")
+        windows = sorted({window for window in self.config.windows if window is not None})
+        notes += [f"windows of {', '.join(map(str, windows))}"] * bool(windows)
         return notes + [name for name in names if getattr(self.config, name)]
+
+
+def _embedded(head: Any, tokens: mx.array) -> mx.array:
+    """[..., D] a head's own embeddings, or else the target's.
+
+    Own ones may have fewer rows than the target has tokens; MLX reads beyond an array unchecked.
+    """
+    made: mx.array
+    if "embed_tokens" in head:
+        made = head.embed_tokens(mx.minimum(tokens, head.embed_tokens.weight.shape[0] - 1))
+    else:
+        made = head.ends.embed(tokens)
+    return made
 
 
 def _widen(attention: nn.Module, width: int) -> None:
@@ -244,7 +254,7 @@ def _widen(attention: nn.Module, width: int) -> None:
         setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
 
 
-class Eagle1(FinalStateHead):
+class Eagle1(FinalStateHead, RecurrentHead):
     """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
 
     Args:
@@ -275,16 +285,9 @@ class Eagle1(FinalStateHead):
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)
 
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> RecurrentSession:
-        """Start a generation."""
-        return RecurrentSession(self, sampling, prompt, context)
-
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""
-        embedded = self.embed_tokens(tokens) if "embed_tokens" in self else self.ends.embed(tokens)
-        h: mx.array = self.fc(mx.concatenate([embedded, states], axis=-1))[None]
+        h: mx.array = self.fc(mx.concatenate([_embedded(self, tokens), states], axis=-1))[None]
         mask = create_attention_mask(h, cache[0])
         for layer, kept in zip(self.layers, cache, strict=True):
             h = layer(h, mask, kept)
@@ -293,7 +296,3 @@ class Eagle1(FinalStateHead):
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of the target's own head."""
         return self.ends.logits(states)
-
-    def make_cache(self) -> list[Any]:
-        """One for each layer."""
-        return [KVCache() for _ in self.layers]

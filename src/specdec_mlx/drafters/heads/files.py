@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +19,14 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
+from safetensors import safe_open
 
-from specdec_mlx.drafters.heads.torch_files import read_torch_file
 from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = (
-    "model.safetensors",
-    "medusa_lm_head.safetensors",
-    "pytorch_model.bin",
-    "medusa_lm_head.pt",
-)
+SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")
+TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
 """Where tensors are if there is no index, the first that exists."""
 
 MLX_FORMAT = "mlx"
@@ -38,35 +37,46 @@ class HeadFiles:
 
     Args:
         path_or_repo: a folder, or a Hugging Face name.
+        torch_files: whether to read what `torch.save` wrote, where there is nothing else.
 
     Raises:
         HeadError: there is no such folder or repository, or no config.json that can be read.
     """
 
-    def __init__(self, path_or_repo: str | Path) -> None:
+    def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
         """Read the configuration."""
         self.name = str(path_or_repo)
         folder = Path(path_or_repo).expanduser()
         self.folder = folder if folder.is_dir() else None
+        self.torch_files = torch_files
         path = self.path(CONFIG)
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
-        self.config = self._configuration(path)
+        self.config = self._read_json(path)
 
-    def _configuration(self, path: Path) -> dict[str, Any]:
+    def _read_json(self, path: Path) -> dict[str, Any]:
         try:
-            config = json.loads(path.read_text())
-        except ValueError as error:
-            raise HeadError(f"{self.name}: {CONFIG} cannot be read: {error}") from error
-        if not isinstance(config, dict):
-            raise HeadError(f"{self.name}: {CONFIG} holds a {type(config).__name__}, no object.")
-        return config
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise HeadError(f"{self.name}: {path.name} cannot be read: {error}") from error
+        if not isinstance(content, dict):
+            kind = type(content).__name__
+            raise HeadError(f"{self.name}: {path.name} holds a {kind}, no object.")
+        return content
 
     def path(self, name: str) -> Path | None:
-        """Where a file is now, fetched if it has to be; None if there is no such file."""
-        if self.folder is not None:
-            path = self.folder / name
-            return path if path.is_file() else None
+        """Where a file is now, fetched if it has to be; None if there is no such file.
+
+        Raises:
+            HeadError: it is torch's, which cannot or may not be read, or it cannot be fetched.
+        """
+        path = self.folder / name if self.folder is not None else None
+        if path is not None and not path.is_file():
+            return None
+        if not name.endswith((".json", ".safetensors")):
+            self._check_torch(name)
+        if path is not None:
+            return path
         try:
             return Path(hf_hub_download(self.name, name))
         except LocalEntryNotFoundError as error:
@@ -75,19 +85,39 @@ class HeadFiles:
             return None
         except (HFValidationError, RepositoryNotFoundError) as error:
             raise HeadError(
-                f"There is no folder {self.name}, and no Hugging Face repository of that name."
+                f"There is no folder {self.name}, and no Hugging Face repository of that name that "
+                "can be read from here."
             ) from error
+        except Exception as error:  # of whatever carries it, another in each version of the Hub's
+            raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
+
+    def _check_torch(self, name: str) -> None:
+        """Raise HeadError where torch's own files are not to be read, before they are fetched."""
+        if self.torch_files and find_spec("torch") is not None:
+            return
+        way = "Install torch" if self.torch_files else "Start the server with it as --draft-model"
+        raise HeadError(
+            f"{self.name} has no safetensors, and what torch.save wrote is not read here. {way}, "
+            f'or convert it: safetensors.torch.save_file(torch.load("{name}"), "{SINGLE[0]}").'
+        )
 
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Name of each tensor -> the file that holds it; of an index, without fetching any."""
         index = self.path(INDEX)
         if index is not None:
-            return dict(json.loads(index.read_text())["weight_map"])
-        files = [name for name in SINGLE if self.path(name)][:1]
-        if self.folder is not None and not files:
+            files = self._read_json(index).get("weight_map")
+            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
+                raise HeadError(f"{self.name}: {INDEX} does not name a file for each tensor.")
+            return files
+        files = self._first_of(SINGLE)
+        if not files and self.folder is not None:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        files = files or self._first_of(TORCH)
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
+
+    def _first_of(self, names: Iterable[str]) -> list[str]:
+        return list(islice(filter(self.path, names), 1))
 
     @property
     def names(self) -> set[str]:
@@ -113,8 +143,31 @@ class HeadFiles:
         path = self.path(file)
         if path is None:
             raise HeadError(f"{self.name} has no {file}, which its index names.")
-        if path.suffix != ".safetensors":
-            return read_torch_file(path), False
-        loaded: Any = mx.load(str(path), return_metadata=True)
+        try:
+            if path.suffix != ".safetensors":
+                return _read_torch(path), False
+            with safe_open(path, "numpy"):  # checks that every tensor lies within the file
+                loaded: Any = mx.load(str(path), return_metadata=True)
+        except Exception as error:  # of safetensors, MLX, torch or the file system: anything at all
+            raise HeadError(
+                f"{self.name}: {file} cannot be read: {error}. Fetch it again, or give another."
+            ) from error
         tensors, metadata = loaded
         return tensors, metadata.get("format") == MLX_FORMAT
+
+
+def _read_torch(path: Path) -> dict[str, mx.array]:
+    """Tensors of a dictionary that `torch.save` wrote, by a torch that runs no code of the file.
+
+    Numbers with a point come as float32. Before torch 2.6 `weights_only` could be got around
+    (CVE-2025-32434).
+    """
+    torch: Any = importlib.import_module("torch")
+    if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
+        raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
+    saved = torch.load(path, weights_only=True, map_location="cpu")
+    return {
+        name: mx.array((value.float() if value.is_floating_point() else value).numpy())
+        for name, value in saved.items()
+        if torch.is_tensor(value)
+    }

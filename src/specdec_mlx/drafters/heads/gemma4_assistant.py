@@ -11,7 +11,7 @@ from one position, that of the text's last token. (transformers, `Gemma4Assistan
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +22,9 @@ from mlx_lm.models import gemma4_text
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.errors import HeadError
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import DraftContext, FeatureRows, Features, KeysValues, ReadsCache
+from specdec_mlx.types import FeatureRows, Features, KeysValues, ReadsCache
 
 
 @dataclass(frozen=True)
@@ -43,12 +41,7 @@ class AssistantConfig:
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> AssistantConfig:
-        """From a config.json; raises HeadError for one without a part that says what it is."""
-        if not config.get("text_config"):
-            raise HeadError(
-                "The config.json of this Gemma 4 assistant has no text_config, which describes its "
-                "layers. Fetch it again, or give another."
-            )
+        """From a config.json."""
         grouped = config.get("use_ordered_embeddings", False)
         return cls(
             config["text_config"],
@@ -72,6 +65,51 @@ class AssistantConfig:
         return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
+class AssistantSession(LastState, SteppingSession):
+    """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
+
+    handed_on: what the next step begins with. held: what the caches hold, for the length of a
+    draft. keys_values: reads them.
+    """
+
+    handed_on: Any = None
+    held: Mapping[str, KeysValues]
+    keys_values: ReadsCache | None = None
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the last row, and the way to the caches."""
+        self.keys_values = features.keys_values
+        super().see(features)
+
+    def begin_draft(self, limit: int) -> int:
+        """`limit`; 0 before the prompt was read."""
+        if limit == 0:
+            return 0
+        if self.state is None or self.keys_values is None:
+            return 0
+        self.handed_on = self.state
+        self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
+        return limit
+
+    def end_draft(self) -> None:
+        """Let go of the caches."""
+        self.held, self.handed_on = {}, self.state
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Each of the state that the step before handed on."""
+        last = to_ids(self.tokens[-1:]) if token is None else token
+        logits: mx.array
+        logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
+        return logits
+
+    def time_step(self) -> float:
+        """Seconds of one step behind a single position."""
+        head = self.head
+        state, token = mx.zeros((1, head.ends.width), head.ends.dtype), to_ids(self.tokens[-1:])
+        read = {kind: head.nothing_read(kind) for kind in head.reads}
+        return time_of(lambda: head.step(state, token, read)[0])
+
+
 class Gemma4Assistant(FinalStateHead):
     """An assistant of a Gemma 4 model.
 
@@ -81,6 +119,7 @@ class Gemma4Assistant(FinalStateHead):
     """
 
     kind = "Gemma 4 assistant"
+    session = AssistantSession
     grows_trees = False
 
     def __init__(self, config: AssistantConfig, ends: TargetEnds) -> None:
@@ -100,12 +139,6 @@ class Gemma4Assistant(FinalStateHead):
         self.post_projection = nn.Linear(width, ends.width, bias=False)
         if config.num_centroids:
             self.masked_embedding = TokenGroups(width, config.num_centroids, args.vocab_size)
-
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> AssistantSession:
-        """Start a generation."""
-        return AssistantSession(self, sampling, prompt, context)
 
     def step(
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
@@ -178,48 +211,3 @@ class TokenGroups(nn.Module):  # type: ignore[misc]
         groups = self.token_ordering.reshape(scores.shape[-1], -1)
         ids: mx.array = groups[chosen].reshape(states.shape[0], -1)
         return ids
-
-
-class AssistantSession(LastState, SteppingSession):
-    """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
-
-    handed_on: what the next step begins with. held: what the caches hold, for the length of a
-    draft. keys_values: reads them.
-    """
-
-    handed_on: Any = None
-    held: Mapping[str, KeysValues]
-    keys_values: ReadsCache | None = None
-
-    def see(self, features: FeatureRows) -> None:
-        """Take the last row, and the way to the caches."""
-        self.keys_values = features.keys_values
-        super().see(features)
-
-    def begin_draft(self, limit: int) -> int:
-        """`limit`; 0 before the prompt was read."""
-        if limit == 0:
-            return 0
-        if self.state is None or self.keys_values is None:
-            return 0
-        self.handed_on = self.state
-        self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
-        return limit
-
-    def end_draft(self) -> None:
-        """Let go of the caches."""
-        self.held, self.handed_on = {}, self.state
-
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """Each of the state that the step before handed on."""
-        last = to_ids(self.tokens[-1:]) if token is None else token
-        logits: mx.array
-        logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
-        return logits
-
-    def time_step(self) -> float:
-        """Seconds of one step behind a single position."""
-        head = self.head
-        state, token = mx.zeros((1, head.ends.width), head.ends.dtype), to_ids(self.tokens[-1:])
-        read = {kind: head.nothing_read(kind) for kind in head.reads}
-        return time_of(lambda: head.step(state, token, read)[0])

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from specdec_mlx.drafters.heads.building import VOCABULARY_MARGIN
+from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, known_kind
+from specdec_mlx.errors import HeadError
 
 KNOWN: dict[str, tuple[str, ...]] = {
     "llama-3.1-8b-instruct": (
@@ -34,7 +36,7 @@ KNOWN: dict[str, tuple[str, ...]] = {
     "qwen3-14b": ("AngelSlim/Qwen3-14B_eagle3", "RedHatAI/Qwen3-14B-speculator.eagle3"),
     "qwen3-32b": ("AngelSlim/Qwen3-32B_eagle3",),
     "qwen3-30b-a3b-instruct-2507": ("RedHatAI/Qwen3-30B-A3B-Instruct-2507-speculator.eagle3",),
-    "qwen3-coder-30b-a3b": ("z-lab/Qwen3-Coder-30B-A3B-DFlash",),
+    "qwen3-coder-30b-a3b-instruct": ("z-lab/Qwen3-Coder-30B-A3B-DFlash",),
     "qwen3-coder-next": ("z-lab/Qwen3-Coder-Next-DFlash",),
     "qwen3.5-4b": ("mlx-community/Qwen3.5-4B-MTP-4bit", "z-lab/Qwen3.5-4B-DFlash"),
     "qwen3.5-9b": ("mlx-community/Qwen3.5-9B-MTP-4bit", "z-lab/Qwen3.5-9B-DFlash"),
@@ -69,6 +71,11 @@ KNOWN: dict[str, tuple[str, ...]] = {
 }
 """How the name of a model begins -> repositories with heads for it, by what their authors say."""
 
+CONVERTED = re.compile(
+    r"([-_.](mlx|hf|\d+-?bits?|b?f(p|loat)?\d+|int\d|(mx|nv)fp\d|q\d\w*|dwq|awq|gptq|g(s|roup)?\d+|\d{6,8}))*"
+)
+"""What the name of a model goes on with where it is the same one, converted."""
+
 KINDS = {
     "eagle3": "EAGLE-3",
     "dflash": "DFlash",
@@ -76,6 +83,7 @@ KINDS = {
     "medusa": "Medusa",
     "pard": "PARD",
     "mtp": "multi-token prediction",
+    "exit": "trained exit",
 }
 
 
@@ -87,16 +95,22 @@ class HeadHere(NamedTuple):
     refusal: str | None = None
 
 
-def known_repositories(model: str) -> list[str]:
-    """Repositories that are known to have a head for a model, by its name."""
+def known_repositories(model: str) -> dict[str, str]:
+    """Repositories that are known to have a head for a model, by its name.
+
+    With what is to be said of each: a head that was made for one model may draft for another one
+    of its family whose name goes on, such as a base model or a later version, but less well.
+    """
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
-    return [
-        repository
-        for beginning, repositories in KNOWN.items()
-        if name.startswith(beginning) and not name[len(beginning) :][:1].isalnum()
-        for repository in repositories
-        if not (beginning == "qwen3" and name.startswith("qwen3."))
-    ]
+    found = {}
+    for beginning, repositories in KNOWN.items():
+        rest = name.removeprefix(beginning)
+        if rest == name or rest[:1].isalnum() or (beginning == "qwen3" and rest[:1] == "."):
+            continue
+        for repository in repositories:
+            of_family = "PARD" in repository or CONVERTED.fullmatch(rest)
+            found[repository] = "" if of_family else f", made for {beginning}, not for {name}"
+    return found
 
 
 def heads_among(
@@ -109,23 +123,29 @@ def heads_among(
         if kind in UNSUPPORTED:
             yield HeadHere(name, UNSUPPORTED[kind], "cannot be loaded yet")
         elif kind is not None:
-            yield HeadHere(name, KINDS[kind], _misfit(config, target))
+            try:
+                refusal = _misfit(config, target)
+            except (AttributeError, TypeError):  # of a config with other things in it
+                refusal = "its config.json is damaged"
+            yield HeadHere(name, KINDS[kind], refusal)
 
 
-def heads_lines(model: str, folder: Path, folders: Iterable[tuple[str, Path]]) -> list[str]:
+def heads_lines(
+    model: str, folder: Path | None, folders: Iterable[tuple[str, Path]] = ()
+) -> list[str]:
     """What is known of heads for a model, for people to read; empty if nothing is.
 
     Args:
         model: its name.
-        folder: where it is.
+        folder: where it is, None if it is not here.
         folders: where heads may be, each with its name.
     """
-    target = _config(folder)
+    target, known = _config(folder) if folder is not None else {}, known_repositories(model)
     lines = [
-        f"  {one.name}  {one.kind}, {'here' if one.refusal is None else one.refusal}"
+        f"  {one.name}  {one.kind}, {one.refusal or 'here' + known.get(one.name, '')}"
         for one in sorted(heads_among(folders, target), key=lambda one: one.refusal is not None)
     ]
-    lines += [f"  {repository}  to be fetched" for repository in known_repositories(model)]
+    lines += [f"  {one}  to be fetched{note}" for one, note in known.items()]
     if (other := other_formula(target)) is not None:
         lines.append(
             f"  its original repository  multi-token prediction, not to be loaded: it {other}"
@@ -138,10 +158,9 @@ def heads_lines(model: str, folder: Path, folders: Iterable[tuple[str, Path]]) -
 def _config(folder: Path) -> dict[str, Any]:
     """A folder's configuration; empty if it has none that can be read."""
     try:
-        config = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError):
+        return HeadFiles(folder).config
+    except HeadError:
         return {}
-    return config if isinstance(config, dict) else {}
 
 
 def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:

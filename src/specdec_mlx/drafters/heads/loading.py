@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from specdec_mlx.drafters.heads.building import BUILDERS, Variant, build_head, without_its_layer
+from specdec_mlx.drafters.growing import check_branches
+from specdec_mlx.drafters.heads.building import (
+    BUILDERS,
+    Variant,
+    build_head,
+    expect,
+    without_its_layer,
+)
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -20,8 +29,12 @@ from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.errors import HeadError
+from specdec_mlx.drafters.registry import make_with
+from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
+from specdec_mlx.options import split_spec
+from specdec_mlx.sampling.drafts import check_draft_temp
+from specdec_mlx.types import DraftContext, Drafter, FeatureRows
 
 MOST_NAMED = 8
 """Tensors that an error names."""
@@ -44,6 +57,7 @@ def load_head(
     layers: Sequence[int] | None = None,
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
+    torch_files: bool = True,
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     """A trained head as a drafter for a loaded target.
 
@@ -63,29 +77,85 @@ def load_head(
         pre_norm: whether a head that reads the target's last state is to read it before the final
             norm; None for what its family does, which is after it for nearly all.
         norms_less_one: whether its norms are stored as w - 1; None for what its family does.
+        torch_files: read what `torch.save` wrote, by torch, where there are no safetensors.
 
     Raises:
         HeadError: it is not known, not complete, or does not fit the target.
     """
-    files = HeadFiles(path_or_repo)
-    kind = kind_of(files.config, files.names)
-    if kind == "pard":
-        model, tokenizer = load_model(path_or_repo)
-        mask = int(files.config["pard_token"])
-        _quantize(model, draft_bits)
-        return PardDrafter(model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask)
-    if kind == "exit":
-        one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
-        return replace(one, branches=branches)
-    if kind not in BUILDERS:
-        raise HeadError(_refusal(files, kind))
+    check_draft_temp(draft_temp)
+    check_branches(branches)
+    files = HeadFiles(path_or_repo, torch_files=torch_files)
+    with _explained(files):
+        kind = kind_of(files.config, files.names)
+        if kind == "exit":
+            one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
+            return replace(one, branches=branches)
+        if kind == "pard":
+            model, tokenizer = load_model(path_or_repo)
+            mask = files.config["pard_token"]
+            expect(files, "pard_token", mask, 0, target_ends(model).vocab_size - 1)
+            _quantize(model, draft_bits)
+            return PardDrafter(
+                model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask
+            )
+        if kind not in BUILDERS:
+            raise HeadError(_refusal(files, kind))
     ends = target_ends(target)
-    variant = Variant(layers, pre_norm, norms_less_one)
-    head, weights = build_head(kind, files, ends, variant)
-    _set_weights(head, weights, files, ends)
+    with _explained(files):
+        variant = Variant(layers, pre_norm, norms_less_one)
+        head, weights = build_head(kind, files, ends, variant)
+        _set_weights(head, weights, files, ends)
     _quantize(head, draft_bits)
-    mx.eval(head.parameters())
-    return HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
+    drafter = HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
+    with _explained(files):
+        mx.eval(head.parameters())
+        _try_out(drafter, ends)
+    return drafter
+
+
+def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
+    """Draft behind a made-up text: configurations may contradict the tensors only in a pass."""
+    head: Any = drafter.head
+    blank = mx.zeros((3, ends.width), ends.dtype)
+    held = {cache.index: head.nothing_read(kind) for kind, cache in head.get("reads", {}).items()}
+    rows = dict.fromkeys(head.features.layers, blank)
+    session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
+    session.see(FeatureRows(rows, blank, keys_values=held.__getitem__))
+    mx.eval(session.propose(3).tokens)
+
+
+@contextmanager
+def _explained(files: HeadFiles) -> Iterator[None]:
+    """Raise HeadError, with the files' name, where the block cannot make a head of them."""
+    try:
+        yield
+    except (HeadError, ModelFolderError):
+        raise
+    except Exception as error:  # whatever a damaged file leads to, in any module of mlx-lm's
+        raise HeadError(
+            f"{files.name}: its config.json and its tensors make no head that runs "
+            f"({type(error).__name__}: {error}). Fetch it again, or give another."
+        ) from error
+
+
+def named_head(
+    spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
+) -> Drafter:
+    """A head with options that were typed: `model:branches=4`.
+
+    Args:
+        spec: NAME or NAME:key=value,...; what `load_head` takes, such as branches or greedy.
+        path_or_repo: a folder, or a Hugging Face name.
+        target: the model that it is to draft for.
+        draft_bits: quantize the head's matrices to so many bits.
+
+    Raises:
+        ValueError: an option that heads do not take.
+        HeadError: the head is not known, does not fit, or drafts chains where trees are asked for.
+    """
+    name, options = split_spec(spec)
+    load = partial(load_head, path_or_repo, target)
+    return make_with(name, load, {"draft_bits": draft_bits} | options)
 
 
 def is_head(path_or_repo: str | Path) -> bool:

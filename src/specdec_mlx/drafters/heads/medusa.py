@@ -7,17 +7,31 @@ others guess.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.timing import time_of
-from specdec_mlx.types import DraftContext
+
+
+class MedusaSession(LastState, OnePassSession):
+    """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Of as many heads as may draft; none before the prompt was read."""
+        length = min(limit, len(self.head.blocks))
+        if self.state is None or length == 0:
+            return None
+        logits: mx.array = self.head.first_logits(self.state, length)
+        return logits
+
+    def time_step(self) -> float:
+        """Seconds of all heads, on no state."""
+        head = self.head
+        state = mx.zeros((1, head.ends.width), head.ends.dtype)
+        return time_of(lambda: head.first_logits(state, len(head.blocks)))
 
 
 class Medusa(FinalStateHead):
@@ -31,6 +45,7 @@ class Medusa(FinalStateHead):
     """
 
     kind = "Medusa"
+    session = MedusaSession
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -44,12 +59,6 @@ class Medusa(FinalStateHead):
         ]
         if own_heads:
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in range(num_heads)]
-
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> MedusaSession:
-        """Start a generation."""
-        return MedusaSession(self, sampling, prompt, context)
 
     def logits(self, state: mx.array, index: int) -> mx.array:
         """Logits [1, V] of one head, of the target's state [1, D]."""
@@ -71,21 +80,3 @@ class Medusa(FinalStateHead):
     def notes(self) -> list[str]:
         """How many heads."""
         return [f"{len(self.blocks)} heads", *super().notes()]
-
-
-class MedusaSession(LastState, OnePassSession):
-    """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
-
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Of as many heads as may draft; none before the prompt was read."""
-        length = min(limit, len(self.head.blocks))
-        if self.state is None or length == 0:
-            return None
-        logits: mx.array = self.head.first_logits(self.state, length)
-        return logits
-
-    def time_step(self) -> float:
-        """Seconds of all heads, on no state."""
-        head = self.head
-        state = mx.zeros((1, head.ends.width), head.ends.dtype)
-        return time_of(lambda: head.first_logits(state, len(head.blocks)))

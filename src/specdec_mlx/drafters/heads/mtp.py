@@ -12,7 +12,7 @@ embedding passes on what it is given: its attention, experts, masks and caches a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.mtp_families import MTPFamily
-from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.recurrent import RecurrentHead
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import (
     Variation,
@@ -30,16 +30,14 @@ from specdec_mlx.drafters.heads.variations import (
     otherwise,
     shifted_norms,
 )
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.types import DraftContext
 
 LAYER = "layers.0."
 EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings")
 """What mlx-lm's models call them."""
 
 
-class MTPHead(FinalStateHead):
+class MTPHead(FinalStateHead, RecurrentHead):
     """A multi-token prediction layer.
 
     Args:
@@ -77,12 +75,6 @@ class MTPHead(FinalStateHead):
             self.head = nn.Linear(width, ends.vocab_size, bias=False)
         self.read_pre_norm(family.pre_norm)
         self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
-
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> RecurrentSession:
-        """Start a generation."""
-        return RecurrentSession(self, sampling, prompt, context)
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] in place of the target's after its final norm."""

@@ -32,81 +32,6 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows
 
 
-class MTPStack(FinalStateHead):
-    """Multi-token prediction layers that draft one token each.
-
-    Args:
-        family: how they are written.
-        config: of the target, as in the original repository.
-        ends: of the target.
-        num_layers: how many there are.
-    """
-
-    kind = "layered multi-token prediction"
-    grows_trees = False
-
-    def __init__(
-        self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int
-    ) -> None:
-        """Random weights."""
-        super().__init__()
-        self.family = family
-        self.width = ends.width
-        self.ends = ends
-        self.chained = family.further == "chained"
-        self.layers = [MTPHead(family, config, ends, depth) for depth in range(num_layers)]
-        self.read_pre_norm(family.pre_norm)
-
-    def begin(
-        self, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> StackSession:
-        """Start a generation."""
-        return StackSession(self, sampling, prompt, context)
-
-    def variations(self) -> list[Variation]:
-        """Norms, the state that they read, the order, and the first position."""
-        of_layers = [layer.variations_inside() for layer in self.layers]
-        together = [_together(same) for same in zip(*of_layers, strict=True)]
-        return [*shifted_norms(self), *super().variations(), *together]
-
-    def notes(self) -> list[str]:
-        """How many layers of what kind, and what they read."""
-        where = f"the state {'before' if self.pre_norm else 'after'} the final norm"
-        layers = f"{len(self.layers)} {self.family.architecture} layers, one for each token"
-        if self.chained:
-            return [layers, f"the first reads {where}, the others what the one before made"]
-        return [layers, f"all read {where}"]
-
-
-def mtp_head(
-    family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int = 1
-) -> MTPHead | MTPStack:
-    """What a family drafts with, random weights.
-
-    Args:
-        family: how its layers are written.
-        config: of the target, as in the original repository.
-        ends: of the target.
-        num_layers: how many there are; where one is used again and again, it is the first.
-    """
-    if family.further == "again":
-        return MTPHead(family, config, ends)
-    return MTPStack(family, config, ends, num_layers)
-
-
-def _together(variations: Sequence[Variation]) -> Variation:
-    """The same variation of several layers."""
-
-    @contextmanager
-    def applied() -> Iterator[None]:
-        with ExitStack() as stack:
-            for variation in variations:
-                stack.enter_context(variation.applied())
-            yield
-
-    return Variation(variations[0].name, variations[0].advice, applied)
-
-
 class _Level:
     """One layer's side of a generation.
 
@@ -214,8 +139,76 @@ class StackSession(SteppingSession):
         """Seconds of one step on nothing, by the first layer."""
         layer = self.head.layers[0]
         caches = layer.make_cache()
-        state, token = (
-            mx.zeros((1, self.head.width), self.head.ends.dtype),
-            to_ids(self.tokens[-1:]),
-        )
+        token = to_ids(self.tokens[-1:])
+        state = mx.zeros((1, self.head.width), self.head.ends.dtype)
         return time_of(lambda: layer.logits(layer.step(state, token, caches)))
+
+
+class MTPStack(FinalStateHead):
+    """Multi-token prediction layers that draft one token each.
+
+    Args:
+        family: how they are written.
+        config: of the target, as in the original repository.
+        ends: of the target.
+        num_layers: how many there are.
+    """
+
+    kind = "layered multi-token prediction"
+    session = StackSession
+    grows_trees = False
+
+    def __init__(
+        self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        self.family = family
+        self.width = ends.width
+        self.ends = ends
+        self.chained = family.further == "chained"
+        self.layers = [MTPHead(family, config, ends, depth) for depth in range(num_layers)]
+        self.read_pre_norm(family.pre_norm)
+
+    def variations(self) -> list[Variation]:
+        """Norms, the state that they read, the order, and the first position."""
+        of_layers = [layer.variations_inside() for layer in self.layers]
+        together = [_together(same) for same in zip(*of_layers, strict=True)]
+        return [*shifted_norms(self), *super().variations(), *together]
+
+    def notes(self) -> list[str]:
+        """How many layers of what kind, and what they read."""
+        where = f"the state {'before' if self.pre_norm else 'after'} the final norm"
+        layers = f"{len(self.layers)} {self.family.architecture} layers, one for each token"
+        if self.chained:
+            return [layers, f"the first reads {where}, the others what the one before made"]
+        return [layers, f"all read {where}"]
+
+
+def mtp_head(
+    family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int = 1
+) -> MTPHead | MTPStack:
+    """What a family drafts with, random weights.
+
+    Args:
+        family: how its layers are written.
+        config: of the target, as in the original repository.
+        ends: of the target.
+        num_layers: how many there are; where one is used again and again, it is the first.
+    """
+    if family.further == "again":
+        return MTPHead(family, config, ends)
+    return MTPStack(family, config, ends, num_layers)
+
+
+def _together(variations: Sequence[Variation]) -> Variation:
+    """The same variation of several layers."""
+
+    @contextmanager
+    def applied() -> Iterator[None]:
+        with ExitStack() as stack:
+            for variation in variations:
+                stack.enter_context(variation.applied())
+            yield
+
+    return Variation(variations[0].name, variations[0].advice, applied)

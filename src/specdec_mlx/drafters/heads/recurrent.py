@@ -9,11 +9,14 @@ those positions are read again with the target's true states.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
+from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
@@ -25,39 +28,6 @@ from specdec_mlx.types import Draft, DraftContext, FeatureRows
 
 FEW = 8
 """Pairs that are read in one step with the last one; more are read apart, for less."""
-
-
-@runtime_checkable
-class RecurrentHead(Protocol):
-    """One step of such a head.
-
-    width: D of its states. ends: of the target.
-    """
-
-    width: int
-    ends: TargetEnds
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] what takes the place of a state at n positions that the target has read."""
-        ...
-
-    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [n, D] of n consecutive positions.
-
-        Args:
-            states: [n, D] rows of the target, or the last state of this head.
-            tokens: [n] the token after each position.
-            cache: the head's own, to which n positions are added.
-        """
-        ...
-
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of the token after next, for states [n, D] that `step` made."""
-        ...
-
-    def make_cache(self) -> list[Any]:
-        """New caches."""
-        ...
 
 
 class RecurrentSession(SteppingSession):
@@ -175,3 +145,36 @@ class RecurrentSession(SteppingSession):
         made: mx.array = self.head.step(states, tokens, self.rollback.caches)
         self.rollback.advance(states.shape[0])
         return made
+
+
+class RecurrentHead(Head):
+    """Such a head.
+
+    width: D of its states. ends: of the target.
+    """
+
+    width: int
+    ends: TargetEnds
+    session = RecurrentSession
+
+    @abstractmethod
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, D] what takes the place of a state at n positions that the target has read."""
+
+    @abstractmethod
+    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [n, D] of n consecutive positions.
+
+        Args:
+            states: [n, D] rows of the target, or the last state of this head.
+            tokens: [n] the token after each position.
+            cache: the head's own, to which n positions are added.
+        """
+
+    @abstractmethod
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V] of the token after next, for states [n, D] that `step` made."""
+
+    def make_cache(self) -> list[Any]:
+        """New caches, one for each layer."""
+        return [KVCache() for _ in self.layers]

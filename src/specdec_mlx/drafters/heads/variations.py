@@ -6,14 +6,16 @@ head names what its files may mean as well; `check` measures what acceptance eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+
+from specdec_mlx.types import Features
 
 
 @dataclass(frozen=True)
@@ -87,8 +89,18 @@ def is_norm(name: str, value: mx.array) -> bool:
     return "norm" in name and value.ndim == 1
 
 
-def neighbours(layers: Sequence[int], num_layers: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The same layers one later and one earlier, where a target has them, with what to call it."""
-    moved = [("one layer later", 1), ("one layer earlier", -1)]
-    found = [(name, tuple(layer + by for layer in layers)) for name, by in moved]
-    return [(name, ids) for name, ids in found if min(ids) >= 0 and max(ids) < num_layers]
+def shifted_layers(head: Any) -> list[Variation]:
+    """Readings of the target's outputs one layer later and one earlier, where it has them.
+
+    Args:
+        head: its `config.layers` are those that it reads.
+    """
+    found = []
+    for name, by in (("one layer later", 1), ("one layer earlier", -1)):
+        layers = tuple(layer + by for layer in head.config.layers)
+        if min(layers) >= 0 and max(layers) < head.ends.num_layers:
+            advice = f"its ids of layers look meant otherwise; load it with layers={list(layers)}"
+            changed = replace(head.config, layers=layers)
+            features = Features(layers=layers)
+            found.append(otherwise(name, advice, head, config=changed, features=features))
+    return found

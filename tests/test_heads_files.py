@@ -1,0 +1,458 @@
+"""Files of heads: fetched from the Hub, written by torch, damaged."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import random
+import struct
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub.constants
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import heads
+import specdec_mlx as sd
+from command_line import in_this_way, run
+from hub import Hub, hub_at
+from selection import cases
+from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.known import heads_lines
+from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.models import load_model
+from tiny_model_folder import write_model_folder
+from torch_files import torch_file
+
+# Fetched from the Hub ----------------------------------------------------------------------------
+
+URL = "/{repo_id}/resolve/{revision}/{filename}"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[type[Hub]]:
+    """A Hub of this machine, and an empty cache."""
+    with hub_at() as (endpoint, running):
+        constants = {
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "ENDPOINT": endpoint,
+            "HUGGINGFACE_CO_URL_TEMPLATE": endpoint + URL,
+        }
+        for name, value in constants.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        yield running
+
+
+def put(hub: type[Hub], folder: Path) -> None:
+    """A folder's files on the Hub."""
+    hub.files |= {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_head_is_fetched_from_the_hub(hub: type[Hub], tmp_path: Path) -> None:
+    """Its configuration and its tensors, once; nothing of torch's beside them."""
+    reference = heads.reference("eagle3")
+    put(hub, reference.write(tmp_path / "here"))
+    hub.files |= {
+        "pytorch_model.bin": b"never asked for",
+        "medusa_lm_head.safetensors": b"nor this",
+    }
+    assert is_head("me/head")
+    assert hub.asked == ["config.json"]
+    fetched = sd.load_head("me/head", reference.target())
+    assert sorted(hub.asked) == ["config.json", "model.safetensors"]
+    assert fetched.describe().startswith("me/head: EAGLE-3; reads the outputs of layers 1, 3, 4")
+    again = sd.load_head("me/head", reference.target())
+    assert len(hub.asked) == 2
+    here = sd.load_head(tmp_path / "here", reference.target())
+    assert fetched.key == again.key == here.key
+
+
+def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    """By its index; other shards may be hundreds of gigabytes."""
+    reference = heads.reference("mtp_qwen3_5")
+    put(hub, reference.write(tmp_path / "here"))
+    hub.files["model-2.safetensors"] = hub.files.pop("model.safetensors")
+    index = dict.fromkeys(reference.weights, "model-2.safetensors")
+    index["model.embed_tokens.weight"] = "model-1.safetensors"
+    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
+    fetched = sd.load_head("me/model", reference.target())
+    assert sorted(set(hub.asked)) == sorted(hub.files)
+    assert fetched.key == sd.load_head(tmp_path / "here", reference.target()).key
+
+
+def test_what_the_hub_does_not_give_is_said(hub: type[Hub], tmp_path: Path) -> None:
+    """No such repository, a file that ends in the middle, no file with tensors."""
+    logging.disable(logging.CRITICAL)
+    reference = heads.reference("eagle3")
+    put(hub, reference.write(tmp_path / "here"))
+    said = {
+        ("config.json", 401): "no Hugging Face repository of that name that can be read",
+        ("config.json", 0): "config.json was not fetched whole",
+        ("model.safetensors", 0): "model.safetensors was not fetched whole",
+    }
+    for (name, fault), words in said.items():
+        hub.faults = {name: fault}
+        with pytest.raises(sd.HeadError, match=words):
+            sd.load_head("me/head", reference.target())
+        assert name != "config.json" or not is_head("me/head")
+    logging.disable(logging.NOTSET)
+    hub.faults, hub.asked = {}, []
+    hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
+    with pytest.raises(sd.HeadError, match="me/head has no safetensors"):
+        sd.load_head("me/head", reference.target(), torch_files=False)
+    assert "pytorch_model.bin" not in hub.asked
+
+
+def test_a_command_fetches_a_head_by_the_environments_endpoint(
+    hub: type[Hub], tmp_path: Path
+) -> None:
+    """`--draft-model OWNER/NAME`, in a process, which reads the endpoint once."""
+    target = write_model_folder(tmp_path / "target")
+    put(hub, heads.write_eagle3(tmp_path / "here", load_model(target)[0]))
+    environment = {
+        "HF_ENDPOINT": huggingface_hub.constants.ENDPOINT,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_CACHE": str(tmp_path / "cache"),
+    }
+    flags = ("--model", target, "--draft-model", "me/head", "--draft-length", "2")
+    with in_this_way("as a process"):
+        done = run("generate", *flags, "--prompt", "the cat", "--max-tokens", "6", **environment)
+    assert done.returncode == 0, done.stderr
+    assert sorted(hub.asked) == ["config.json", "model.safetensors"]
+
+
+# Torch's own files -------------------------------------------------------------------------------
+
+
+class Stub:
+    """Stands for a tensor of torch's."""
+
+    def __init__(self, values: Any, dtype: str) -> None:
+        self.values, self.dtype = np.array(values, dtype), dtype
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.startswith("float")
+
+    def float(self) -> Stub:
+        return Stub(self.values, "float32")
+
+    def numpy(self) -> Any:
+        return self.values
+
+
+def stub_of_torch(
+    monkeypatch: pytest.MonkeyPatch, saved: Any, version: str = "2.6.0+cpu"
+) -> list[Any]:
+    """Let a module of that name load `saved`; what it was asked for."""
+    asked: list[Any] = []
+
+    def load(path: Path, **options: Any) -> Any:
+        asked.append((path.name, options))
+        return saved
+
+    def is_tensor(value: Any) -> bool:
+        return isinstance(value, Stub)
+
+    module = types.ModuleType("torch")
+    vars(module).update(__version__=version, load=load, is_tensor=is_tensor)
+    module.__spec__ = types.SimpleNamespace(name="torch")  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "torch", module)
+    return asked
+
+
+def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no such module be installed."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("specdec_mlx.drafters.heads.files.find_spec", lambda name: None)
+
+
+def test_torchs_files_are_read_by_torch_which_runs_no_code(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where there is nothing else; numbers with a point as float32, what is no tensor left out."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"of torch")
+    saved = {
+        "half": Stub([0.5, -1.5], "float16"),
+        "whole": Stub([7, -8], "int64"),
+        "truth": Stub([True, False], "bool"),
+        "epoch": 3,
+    }
+    asked = stub_of_torch(monkeypatch, saved)
+    files = HeadFiles(tmp_path)
+    assert files.names == {"half", "whole", "truth"}
+    read, converted = files.read(["half", "whole"])
+    assert (read["half"].dtype, read["half"].tolist()) == (mx.float32, [0.5, -1.5])
+    assert (read["whole"].dtype, read["whole"].tolist()) == (mx.int64, [7, -8])
+    assert not converted
+    assert asked == 2 * [("pytorch_model.bin", {"weights_only": True, "map_location": "cpu"})]
+    stub_of_torch(monkeypatch, saved, version="2.5.1")
+    with pytest.raises(sd.HeadError, match=r"2\.5\.1 may run code"):
+        HeadFiles(tmp_path).names  # noqa: B018
+    stub_of_torch(monkeypatch, [1])
+    with pytest.raises(sd.HeadError, match=r"pytorch_model\.bin cannot be read"):
+        HeadFiles(tmp_path).names  # noqa: B018
+
+
+@pytest.mark.parametrize(("shape", "offset"), [(100_000, 0), (4, 10**12), (4, 0)])
+def test_a_torch_file_is_not_read_without_torch(
+    shape: int, offset: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Least of all one that reaches beyond its storage; it is said how to convert it."""
+    no_torch(monkeypatch)
+    reference = heads.reference("eagle3")
+    folder = reference.write(tmp_path)
+    (folder / "model.safetensors").unlink()
+    torch_file(folder / "pytorch_model.bin", shape, offset)
+    with pytest.raises(sd.HeadError, match=r"Install torch, or convert it: safetensors\.torch\."):
+        sd.load_head(folder, reference.target())
+
+
+def test_safetensors_come_before_what_torch_wrote(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Under any name, where both are in a folder."""
+    no_torch(monkeypatch)
+    reference = heads.reference("eagle3")
+    folder = reference.write(tmp_path)
+    torch_file(folder / "pytorch_model.bin", 4)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+    assert sd.load_head(folder, reference.target()).describe().startswith(f"{folder}: EAGLE-3")
+
+
+# Damaged files -----------------------------------------------------------------------------------
+
+VALUES: list[Any] = [
+    *(None, -1, 0, 1, 2, 7, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**12), 1.5, float("nan")),
+    *("x", "", [], [1], [[1]], {}, {"a": 1}, True, False, ["x"]),
+]
+"""What stands in a damaged file where something else should."""
+
+
+def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The way to each value in a tree of dictionaries and lists."""
+    inside = {dict: dict.items, list: enumerate}.get(type(value), lambda value: ())
+    for key, part in inside(value):  # type: ignore[operator]
+        yield (*before, key)
+        yield from places(part, (*before, key))
+
+
+def with_other_values(value: Any, rng: random.Random) -> Any:
+    """A copy of which one to three values are others, or are missing."""
+    copied = json.loads(json.dumps(value))
+    for _ in range(rng.choice([1, 1, 1, 2, 3])):
+        *way, last = rng.choice(list(places(copied)) or [(None,)])
+        part = copied
+        for key in way:
+            part = part[key]
+        if last is not None and rng.random() < 0.2:
+            del part[last]
+        elif last is not None:
+            part[last] = rng.choice(VALUES)
+    return copied
+
+
+def with_other_bytes(content: bytes, rng: random.Random) -> bytes:
+    """Cut off, overwritten, with more or fewer bytes in the middle."""
+    data, place = bytearray(content), rng.randrange(len(content))
+    what = rng.choice(["cut", "write", "insert", "drop"])
+    if what == "cut":
+        del data[place:]
+    elif what == "write":
+        for _ in range(rng.choice([1, 3, 20])):
+            data[rng.randrange(len(data))] = rng.randrange(256)
+    elif what == "insert":
+        data[place:place] = rng.randbytes(rng.choice([1, 5, 40]))
+    else:
+        del data[place : place + rng.choice([1, 5, 40])]
+    return bytes(data)
+
+
+def damaged_config(content: bytes, rng: random.Random) -> bytes:
+    """A config.json with other values, or other bytes."""
+    if rng.random() < 0.2:
+        return with_other_bytes(content, rng)
+    return json.dumps(with_other_values(json.loads(content), rng)).encode()
+
+
+def damaged_tensors(content: bytes, rng: random.Random) -> bytes:
+    """A file of safetensors whose header lies, whose tensors are others, or with other bytes."""
+    size = struct.unpack("<Q", content[:8])[0]
+    header, rest = json.loads(content[8 : 8 + size]), content[8 + size :]
+    what = rng.choice(["values", "values", "length", "header", "bytes", "tensors", "tensors"])
+    if what == "tensors":
+        return other_tensors(content, rng)
+    if what == "length":
+        length = rng.choice([0, 1, size - 1, size + 1, len(content), 2**32, 2**63, 2**64 - 1])
+        return struct.pack("<Q", length) + content[8:]
+    if what == "bytes":
+        return with_other_bytes(content, rng)
+    written = with_other_bytes(content[8 : 8 + size], rng)
+    if what == "values":
+        written = json.dumps(with_other_values(header, rng)).encode()
+    return struct.pack("<Q", len(written)) + written + rest
+
+
+def other_tensors(content: bytes, rng: random.Random) -> bytes:
+    """A whole file in which one tensor has another shape, type, name or other numbers."""
+    tensors: Any = mx.load(io.BytesIO(content), format="safetensors")
+    name = rng.choice(sorted(tensors))
+    x = tensors.pop(name)
+    changes: list[Callable[[], Mapping[str, mx.array]]] = [
+        dict,
+        lambda: {name: x.reshape(-1)},
+        lambda: {name: x.reshape(x.shape[::-1])},
+        lambda: {name: x[:0]},
+        lambda: {name: mx.array(rng.choice(VALUES[1:8]))},
+        lambda: {name: mx.concatenate([x, x])},
+        lambda: {name: x[: x.shape[0] // 2]},
+        lambda: {name: x.astype(rng.choice([mx.int8, mx.uint32, mx.bool_, mx.float16, mx.int64]))},
+        lambda: {name: mx.full(x.shape, rng.choice(VALUES[1:10]), mx.int64)},
+        lambda: {name: mx.full(x.shape, rng.choice([float("nan"), float("inf"), -1e30]))},
+        lambda: {f"{name}.{rng.choice(['more', 'scales', '0'])}": x},
+        lambda: {"999999999.0.linear.weight": x, name: x},
+    ]
+    file = io.BytesIO()
+    mx.save_safetensors(file, tensors | rng.choice(changes)(), metadata={"format": "pt"})
+    return file.getvalue()
+
+
+FUZZED = {"config.json": damaged_config, "model.safetensors": damaged_tensors}
+KINDS = (
+    *("eagle3", "eagle1", "dflash", "gemma4_assistant", "mtp_qwen3_5", "mtp_deepseek_v3"),
+    *("mtp_step3p5", "mtp_nemotron_h", "mtp_exaone_moe", "mtp_mimo_v2_flash", "mtp_longcat_flash"),
+)
+PROMPT = [5, 17, 9, 33, 71]
+SHARES = 10
+"""Tests that the 200 files of each kind are spread over."""
+
+
+def medusa() -> heads.Reference:
+    """Two heads of one block, from nobody's file."""
+    made = np.random.default_rng(0).standard_normal((2, 97, 32)).astype(np.float32)
+    weights = {f"{j}.0.linear.weight": made[j, :32] for j in range(2)}
+    weights |= {f"{j}.0.linear.bias": made[j, 0] for j in range(2)}
+    weights |= {f"{j}.1.weight": made[j] for j in range(2)}
+    return heads.Reference({"medusa_num_heads": 2}, weights, {})
+
+
+@pytest.mark.parametrize("share", cases(range(SHARES), 0, 1))
+@pytest.mark.parametrize("name", FUZZED)
+def test_a_damaged_file_is_refused_or_a_head_that_works(
+    name: str, share: int, tmp_path: Path
+) -> None:
+    """An error of ours with the folder's name, or the target's own text; nothing else, ever."""
+    refused = worked = 0
+    for case in range(share, 200, SHARES):
+        kind = [*KINDS, "medusa"][case // SHARES % (len(KINDS) + 1)]
+        reference = medusa() if kind == "medusa" else heads.reference(kind)
+        folder = reference.write(tmp_path / str(case))
+        rng = random.Random(f"{name} {case}")
+        (folder / name).write_bytes(FUZZED[name]((folder / name).read_bytes(), rng))
+        target = reference.target() if kind != "medusa" else heads.target()
+        try:
+            drafter = sd.load_head(folder, target)
+        except sd.HeadError as error:
+            refused += str(folder) in str(error)
+            continue
+        worked += 1
+        plain = [step.token for step in sd.speculate(target, PROMPT, None, max_tokens=8)]
+        drafted = sd.speculate(target, PROMPT, drafter, max_tokens=8, draft_length=3)
+        assert [step.token for step in drafted] == plain, case
+    assert refused > 0
+    assert refused + worked == 200 // SHARES
+
+
+COUNTS = {
+    "eagle3": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "dflash": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "block_size"),
+    "gemma4_assistant": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    "mtp_step3p5": ("num_hidden_layers", "num_attention_heads"),
+}
+
+
+@pytest.mark.parametrize("value", [0, -1, 10**9])
+@pytest.mark.parametrize("kind", COUNTS)
+def test_counts_that_cannot_be_are_refused(kind: str, value: int, tmp_path: Path) -> None:
+    """Before as many layers are made, and before MLX divides by none."""
+    reference = heads.reference(kind)
+    for key in COUNTS[kind]:
+        config = json.loads(json.dumps(reference.config))
+        config.get("text_config", config)[key] = value
+        folder = heads.Reference(config, reference.weights, {}).write(tmp_path)
+        with pytest.raises(sd.HeadError, match=str(folder)):
+            sd.load_head(folder, reference.target())
+
+
+def test_ids_of_a_file_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
+    """MLX reads and writes beyond an array unchecked: masks, groups of tokens, drafted tokens."""
+    dflash = heads.reference("dflash")
+    nested = dflash.config["dflash_config"] | {"mask_token_id": 97}
+    folder = dflash.write(tmp_path / "dflash", dflash_config=nested)
+    with pytest.raises(sd.HeadError, match="mask_token_id is 97, expected 0 to 96"):
+        sd.load_head(folder, dflash.target())
+    gemma = heads.reference("gemma4_assistant")
+    name = next(name for name in gemma.weights if name.endswith("token_ordering"))
+    for wrong in (-1, 10**6):
+        order = np.array(gemma.weights[name])
+        order[3] = wrong
+        folder = heads.Reference(gemma.config, {**gemma.weights, name: order}, {}).write(tmp_path)
+        with pytest.raises(sd.HeadError, match=f"token_ordering is {wrong}"):
+            sd.load_head(folder, gemma.target())
+
+
+def test_a_token_beyond_a_heads_own_embeddings_reads_its_last_row(tmp_path: Path) -> None:
+    """A vocabulary may be padded otherwise; it reads nothing behind the matrix."""
+    reference = heads.reference("eagle1")
+    rows = np.random.default_rng(0).standard_normal((90, heads.WIDTH)).astype(np.float32)
+    weights = {**reference.weights, "embed_tokens.weight": rows}
+    folder = heads.Reference(reference.config, weights, {}).write(tmp_path)
+    head: Any = sd.load_head(folder, reference.target()).head
+    state = mx.ones((1, heads.WIDTH))
+    last, beyond = (head.step(state, mx.array([i]), head.make_cache()) for i in (89, 96))
+    assert mx.array_equal(last, beyond)
+
+
+def test_layers_that_the_target_lacks_are_refused_when_the_head_is_loaded(tmp_path: Path) -> None:
+    """And not in the middle of the first text."""
+    reference = heads.reference("eagle3")
+    for wrong in ([1, 3, 99], [1, 3, 1.5], [1, 3, ["x"]]):
+        folder = reference.write(tmp_path, eagle_aux_hidden_state_layer_ids=wrong)
+        with pytest.raises(sd.HeadError, match=str(folder)):
+            sd.load_head(folder, reference.target())
+
+
+def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
+    """With its name; a configuration nested too deep as well."""
+    reference = heads.reference("mtp_qwen3_5")
+    folder = reference.write(tmp_path)
+    index = folder / "model.safetensors.index.json"
+    for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"mtp.x": 3}}'):
+        index.write_text(content)
+        with pytest.raises(sd.HeadError, match=index.name):
+            sd.load_head(folder, reference.target())
+    index.unlink()
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(sd.HeadError, match=r"config\.json cannot be read"):
+        sd.load_head(folder, reference.target())
+
+
+def test_a_damaged_head_does_not_stop_the_list_of_those_here(tmp_path: Path) -> None:
+    """It stands there with the reason."""
+    write_model_folder(tmp_path / "target")
+    reference = heads.reference("eagle3")
+    reference.write(tmp_path / "damaged", vocab_size="many")
+    reference.write(tmp_path / "odd", transformer_layer_config=[1])
+    found = [(name, tmp_path / name) for name in ("damaged", "odd")]
+    text = "\n".join(heads_lines("m", tmp_path / "target", found))
+    for name in ("damaged", "odd"):
+        assert f"  {name}  EAGLE-3, its config.json is damaged" in text
