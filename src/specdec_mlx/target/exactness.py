@@ -2,21 +2,29 @@
 
 Lossless decoding stands on that, and it is a property of the model, its caches and the backend, not
 of the algorithm: a mask that is one too wide, or attention that looks ahead, breaks it with no
-speculation at all. So it is measured, once for each loaded model.
+speculation at all. So it is measured, once for each loaded model, at its start, past its window,
+and across the positions that its configuration names, once a text comes near them.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import (
+    CacheList,
+    ChunkedKVCache,
+    KVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.branch_rows import tree_logits
@@ -25,7 +33,15 @@ from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.timing import time_of
-from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
+from specdec_mlx.target.tree_passes import (
+    VIEWS,
+    TreeRows,
+    chooses_blocks,
+    is_rope,
+    pass_over,
+    teach_depths,
+    view_of,
+)
 from specdec_mlx.types.trees import depths_of, path_to
 
 WIDTHS = (2, 5, 9)
@@ -35,10 +51,19 @@ QUICK_WIDTHS = (5,)
 CONTEXT = 12
 STEP = 2048
 
+ROPE_DIMS = 1024
+"""Entries of the rows that rope modules are tried with: more than any turns."""
+
+MARGIN = 32
+"""Positions before the first one at which something may change, from which on it is asked for."""
+
+BOUNDARY = re.compile("max_position|attention_chunk|floor_scale")
+"""Names in a configuration of positions at which a model may go over to something else."""
+
 
 @dataclass(frozen=True)
 class WidthReport:
-    """Passes over `width` positions after `context` tokens, against single ones.
+    """Passes over `width` positions after `context` others, against single ones.
 
     max_difference: largest difference of a logit. spread: standard deviation of the logits.
     argmax_flips: positions whose most likely token differs. bitwise: whether all logits are equal.
@@ -87,49 +112,83 @@ class ProbeReport:
 def probe(
     model: nn.Module, widths: Sequence[int] = WIDTHS, seed: int = 0, past_window: bool = True
 ) -> ProbeReport:
-    """Compare passes over several positions with single ones, before and past the window.
+    """Compare passes over several positions with single ones, wherever a model may change.
 
     widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs about 20 passes
-    and, if the model has a window and `past_window` is set, a prefill of it.
+    for each place and, if the model has a window and `past_window` is set, a prefill of it.
     """
-    window = _window(model)
-    contexts = [_short_context(window)]
-    if window is not None and past_window:
-        contexts.append(window + 1)
-    rows = [row for context in contexts for row in _compare(model, context, widths, seed)]
-    return ProbeReport(_describe_caches(model), window, tuple(rows))
+    places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
+    rows = [row for place in places for row in _compare(model, place, widths, seed)]
+    return ProbeReport(_describe_caches(model), _window(model), tuple(rows))
 
 
-def is_exact(model: nn.Module, *, past_window: bool) -> bool:
-    """Whether drafting is exact here; measured when first asked for, with a warning if not."""
-    return _exact_past_window(model) if past_window else _exact_before_window(model)
+@dataclass(eq=False)
+class Place:
+    """Where passes are measured, and what was found.
+
+    start: first position that this tells of. context: tokens before the passes. shift: positions
+    that the caches claim to hold before those. name: for a warning. exact: whether passes are,
+    by whether they are over trees.
+    """
+
+    start: int
+    context: int
+    shift: int = 0
+    name: str = ""
+    exact: dict[bool, bool] = field(default_factory=dict)
 
 
-def _before_window(model: nn.Module) -> bool:
-    return _verdict(model, _short_context(_window(model)), "")
+def _places(model: nn.Module) -> list[Place]:
+    window, short = _window(model), _short_context(_window(model))
+    places = [Place(0, short)]
+    if window is not None:
+        smallest = min(w for c in leaves(make_prompt_cache(model)) if (w := window_of(c)))
+        name = f" past its window of {window} tokens"
+        places.append(Place(smallest, window + 1, name=name))
+    for boundary in sorted({n for module in model.modules() for n in _boundaries(vars(module))}):
+        context = max(1, min(short, boundary - 2))
+        shift = max(0, boundary - 2 - context)
+        name = f" around position {boundary}"
+        places.append(Place(max(0, boundary - MARGIN), context, shift, name))
+    return sorted(places, key=lambda place: place.start)
 
 
-def _past_window(model: nn.Module) -> bool:
-    window = _window(model)
-    return window is None or _verdict(model, window + 1, f" past its window of {window} tokens")
+places_of = PerModel(_places)
+"""Where a loaded model may change, in order; its start is the first."""
 
 
-def is_exact_on_trees(model: nn.Module, *, past_window: bool) -> bool:
-    """Whether a tree in one pass is exact here; measured when first asked for."""
-    return _trees_past_window(model) if past_window else _trees_before_window(model)
+def _boundaries(named: Mapping[str, Any]) -> Iterator[int]:
+    """Positions that a configuration names, at any depth."""
+    for name, value in named.items():
+        if isinstance(value, dict) or is_dataclass(value):
+            yield from _boundaries(value if isinstance(value, dict) else vars(value))
+        elif isinstance(value, int | float) and BOUNDARY.search(str(name)):
+            yield int(value)
 
 
-_exact_before_window = PerModel(_before_window)
-_exact_past_window = PerModel(_past_window)
+def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
+    """Position from which on passes over several, or over trees, are not what single ones are.
+
+    Measured where a text of `position` positions is near, when first asked for, with a warning for
+    chains; None if there is no such place so far.
+    """
+    for place in places_of(model):
+        if place.start > position + MARGIN:
+            break
+        if on_trees not in place.exact:
+            place.exact[on_trees] = (_on_trees if on_trees else _on_chains)(model, place)
+        if not place.exact[on_trees]:
+            return place.start
+    return None
 
 
-def _verdict(model: nn.Module, context: int, where: str) -> bool:
-    bad = [row for row in _compare(model, context, QUICK_WIDTHS, seed=0) if not row.exact]
+def _on_chains(model: nn.Module, place: Place) -> bool:
+    bad = [row for row in _compare(model, place, QUICK_WIDTHS, seed=0) if not row.exact]
     if bad:
         worst = max(row.max_difference for row in bad)
         warnings.warn(
-            f"specdec_mlx: this model ({type(model).__module__}){where} gives other logits for "
-            f"several positions at once than one by one (by up to {worst:.2g}), so nothing is "
+            f"specdec_mlx: this model ({type(model).__module__}){place.name} gives other logits "
+            f"for several positions at once than one by one (by up to {worst:.2g}), so nothing is "
             "drafted there. The text is right, as fast as plain decoding. See "
             "specdec_mlx.probe(model).",
             stacklevel=2,
@@ -146,9 +205,14 @@ ROWS_AT_MOST = 1.1
 draft length takes the two for alike."""
 
 
-def _on_trees(model: nn.Module, context: int) -> bool:
+def _on_trees(model: nn.Module, place: Place) -> bool:
     """Whether each node's logits are those of its own path run alone."""
-    return not chooses_blocks(model) and tree_report(model, context).exact
+    if chooses_blocks(model):
+        return False
+    try:
+        return tree_report(model, place.context, shift=place.shift).exact
+    except Exception:  # a rope whose base is by the length takes no offset for each row
+        return False
 
 
 def _rows_pay(model: nn.Module) -> bool:
@@ -156,7 +220,7 @@ def _rows_pay(model: nn.Module) -> bool:
     reason = "whose ranks would not agree on what that costs"
     if group_of(model) is None:
         reason = "which gives other logits for them"
-        if tree_report(model, _short_context(_window(model)), by_rows=True).exact:
+        if tree_report(model, places_of(model)[0].context, by_rows=True).exact:
             cost = rows_cost(model)
             if cost <= ROWS_AT_MOST:
                 return True
@@ -176,7 +240,7 @@ rows_pay = PerModel(_rows_pay)
 
 def rows_cost(model: nn.Module) -> float:
     """Seconds of a tree as rows, and of feeding one of its paths again, over those of a chain."""
-    context, size = _short_context(_window(model)), len(TREE)
+    context, size = places_of(model)[0].context, len(TREE)
     tokens = _random_tokens(model, context + 1 + size, seed=0)
     start, ids = _prefilled(model, tokens[:context]), tokens[context:]
     deepest = max(depths_of(TREE)) + 1
@@ -191,19 +255,6 @@ def rows_cost(model: nn.Module) -> float:
     return time_of(rows, times=3) / time_of(chain, times=3)
 
 
-def _trees_at_start(model: nn.Module) -> bool:
-    return _on_trees(model, _short_context(_window(model)))
-
-
-def _trees_after_window(model: nn.Module) -> bool:
-    window = _window(model)
-    return _on_trees(model, CONTEXT if window is None else window + 1)
-
-
-_trees_before_window = PerModel(_trees_at_start)
-_trees_past_window = PerModel(_trees_after_window)
-
-
 def tree_report(
     model: nn.Module,
     context: int,
@@ -211,6 +262,7 @@ def tree_report(
     seed: int = 0,
     *,
     by_rows: bool = False,
+    shift: int = 0,
 ) -> WidthReport:
     """A tree after one more token, in one pass, against each of its paths run alone.
 
@@ -220,40 +272,71 @@ def tree_report(
         parents: [K].
         seed: of the tokens, which are random.
         by_rows: with its branches as rows of a batch.
+        shift: positions that the caches claim to hold besides.
     """
     size = len(parents)
     tokens = _random_tokens(model, context + 1 + size, seed)
-    start = _prefilled(model, tokens[:context])
+    start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
-    alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
+    copies = (_shifted(copy.deepcopy(start), shift) for _ in paths)
+    both = zip(paths, copies, strict=True)
+    alone = [model(ids[mx.array(path)][None], cache=caches)[0, -1:] for path, caches in both]
     if by_rows:
         logits = tree_logits(model, start, ids, parents)
     else:
-        teach_ropes(model)
+        teach_depths(model)
         rows = TreeRows.after(1, parents)
         with pass_over(rows):
-            logits = model(ids[None], cache=[view_of(cache, rows) for cache in start])[0]
+            views = _shifted([view_of(cache, rows) for cache in start], shift)
+            logits = model(ids[None], cache=views)[0]
     expected = mx.concatenate(alone).astype(mx.float32)
     return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
 
 
-def _prefilled(model: nn.Module, tokens: mx.array) -> list[Any]:
-    """Caches that hold these tokens [n]."""
+class _Shifted:
+    """A cache that claims to hold more positions, before its own, than it does."""
+
+    def __init__(self, cache: Any, shift: int) -> None:
+        vars(self).update(cache=cache, shift=shift)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.cache, name)
+        return value + self.shift if name in ("offset", "start_position") else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def _shifted(caches: Sequence[Any], shift: int) -> list[Any]:
+    """The caches as a model is to see them; those of unknown classes as they are."""
+    known = (ChunkedKVCache, KVCache, RotatingKVCache, *VIEWS.values())
+    return [
+        CacheList(*_shifted(cache.caches, shift))
+        if isinstance(cache, CacheList)
+        else _Shifted(cache, shift)
+        if shift and type(cache) in known
+        else cache
+        for cache in caches
+    ]
+
+
+def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
+    """Caches that hold these tokens [n], `shift` positions later than they stand."""
     caches: list[Any] = make_prompt_cache(model)
     for i in range(0, tokens.shape[0], STEP):
-        model(tokens[None, i : i + STEP], cache=caches)
+        model(tokens[None, i : i + STEP], cache=_shifted(caches, shift))
         mx.eval([cache.state for cache in caches])
     return caches
 
 
-def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -> list[WidthReport]:
-    """One report for each width, after `context` tokens."""
-    longest = max(widths)
+def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -> list[WidthReport]:
+    """One report for each width."""
+    longest, context, shift = max(widths), place.context, place.shift
     is_spread = group_of(model) is not None
     tokens = _random_tokens(model, context + longest, seed)
-    start = _prefilled(model, tokens[:context])
-    single = copy.deepcopy(start)
+    start = _prefilled(model, tokens[:context], shift)
+    single = _shifted(copy.deepcopy(start), shift)
     steps = []
     for i in range(longest):
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
@@ -263,10 +346,28 @@ def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -
     dtype = steps[0].dtype
     reports = []
     for width in widths:
-        caches = copy.deepcopy(start)
+        caches = _shifted(copy.deepcopy(start), shift)
         logits = model(tokens[None, context : context + width], cache=caches)[0]
-        reports.append(_report(width, context, logits.astype(mx.float32), expected[:width], dtype))
+        before, logits = context + shift, logits.astype(mx.float32)
+        report = _report(width, before, logits, expected[:width], dtype)
+        exact = report.exact and _ropes_agree(model, before, width)
+        reports.append(replace(report, exact=exact))
     return reports
+
+
+def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
+    """Whether rope modules turn several rows as one by one, where rounding hides nothing.
+
+    Some take their base from the length of the text with the pass.
+    """
+    rows = mx.ones((1, 1, width, ROPE_DIMS))
+    differences = [mx.array(0.0)]
+    for module in model.modules():
+        if any(map(is_rope, type(module).__mro__)):
+            single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
+            together = module(rows, offset=start)
+            differences.append(mx.abs(together - mx.concatenate(single, axis=2)).max())
+    return float(mx.stack(differences).max()) < 1e-3
 
 
 def _report(

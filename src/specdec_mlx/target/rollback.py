@@ -25,7 +25,6 @@ from specdec_mlx.target.strategies import (
     Strategy,
     leaves,
     strategy_for,
-    window_of,
 )
 from specdec_mlx.target.tree_passes import VIEWS, TreeRows, pass_over, view_of
 
@@ -131,14 +130,11 @@ class Rollback:
             for cache, strategy in self._strategies()
         )
 
-    def room_in_window(self) -> int | None:
-        """Positions that still fit before the smallest window forgets; None without windows."""
-        rooms = (
-            window - cache.offset
-            for cache in leaves(self.caches)
-            if (window := window_of(cache)) is not None
-        )
-        return min(rooms, default=None)
+    @property
+    def end(self) -> int:
+        """Positions that the caches hold, those of earlier turns included."""
+        offsets = (cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset"))
+        return max(offsets, default=self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep the first `position` positions, and those of the ones after them that are named.

@@ -2,10 +2,10 @@
 
 The mask comes from the caches that the model is called with. For the pass each is replaced by a
 *view*, an object of a subclass that shares its state, whose mask lets a row see the text and its
-ancestors. Positions are a matter of the model's rope modules. Rotary embeddings take one offset for
-each row of a batch, so the rows are made a batch for that one operation: a model's rope modules are
-given, once, a class that does so while its thread is in a pass over a tree, and changes nothing
-else.
+ancestors. Positions are a matter of the model's rope modules, and of scales by position that some
+attention is handed. A model's modules of both kinds are given, once, a class that reads depths
+while its thread is in a pass over a tree, and changes nothing else. Rotary embeddings take one
+offset for each row of a batch, so the rows are made a batch for that one operation.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
 
 @contextmanager
 def pass_over(rows: TreeRows) -> Iterator[None]:
-    """While the model is called: its rope modules turn each row by its own position."""
+    """While the model is called: what reads positions takes each row's own."""
     token = _pass_over.set(rows)
     try:
         yield
@@ -152,6 +152,9 @@ class _Rotating(_View, RotatingKVCache):  # type: ignore[misc]
 BLOCKS = "index_block_size"
 """What the layers of MiniMax M3 call the rows of a block."""
 
+SCALE = "attn_scale"
+"""What attention is handed to scale its queries by their positions, [..., T, 1]."""
+
 VIEWS: dict[type, type] = {
     KVCache: _KV,
     QuantizedKVCache: _Quantized,
@@ -180,18 +183,21 @@ def chooses_blocks(model: nn.Module) -> bool:
     return any(getattr(module, BLOCKS, None) is not None for module in model.modules())
 
 
-def _teach_ropes(model: nn.Module) -> bool:
-    """Have a model's rope modules look whether a pass is over a tree; whether it has any."""
-    ropes = [module for module in model.modules() if _is_rope(type(module))]
-    for module in ropes:
-        module.__class__ = _with_rows(type(module))  # type: ignore[arg-type]
-    return bool(ropes)
+def _teach_depths(model: nn.Module) -> None:
+    """Have a model's modules that read positions look whether a pass is over a tree."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if is_rope(kind):
+            module.__class__ = _with_rows(kind)
+        elif SCALE in _parameters(kind) and "rope" in module:  # attention, and not its layer
+            module.__class__ = _with_scale(kind)
 
 
-teach_ropes = PerModel(_teach_ropes)
+teach_depths = PerModel(_teach_depths)
 
 
-def _is_rope(kind: type) -> bool:
+def is_rope(kind: type) -> bool:
+    """Whether modules of a class turn rows by their positions, from an offset on."""
     name = kind.__name__.lower()
     return ("rope" in name or "rot" in name) and "offset" in _parameters(kind)
 
@@ -220,5 +226,24 @@ def _with_rows(kind: type) -> type:
         turned = kind.__call__(self, as_batch, offset=places, **more)
         return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
 
+    return _calling(kind, call)
+
+
+@functools.cache
+def _with_scale(kind: type) -> type:
+    """An attention's class, but that in a pass over a tree every row has its own depth's scale."""
+    signature = inspect.signature(kind.__call__)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        rows, given = _pass_over.get(), signature.bind(*args, **kwargs).arguments
+        if rows is not None:
+            given[SCALE] = given[SCALE][..., mx.maximum(rows.offsets, 0), :]
+        return kind.__call__(**given)
+
+    return _calling(kind, call)
+
+
+def _calling(kind: type, call: Any) -> type:
+    """A class like another one, but for what its modules do when they are called."""
     attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), attributes)
