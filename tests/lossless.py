@@ -27,7 +27,6 @@ from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.target.tree_passes import teach_depths
 from specdec_mlx.types import FeatureRows, Features
 from specdec_mlx.types.trees import path_to
 
@@ -366,7 +365,6 @@ def tree_deviation(model: nn.Module, length: int) -> float:
 
     Then of 20 tokens after the rewind to one of the paths, from those after that path alone.
     """
-    teach_depths(model)
     text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
     drafted, more = [(11 * i) % 83 + 3 for i in range(len(TREE))], [5 * i + 3 for i in range(15)]
     caches = make_prompt_cache(model)

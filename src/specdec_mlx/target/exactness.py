@@ -11,20 +11,14 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import (
-    CacheList,
-    ChunkedKVCache,
-    KVCache,
-    RotatingKVCache,
-    make_prompt_cache,
-)
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.branch_rows import tree_logits
@@ -33,15 +27,7 @@ from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.timing import time_of
-from specdec_mlx.target.tree_passes import (
-    VIEWS,
-    TreeRows,
-    chooses_blocks,
-    is_rope,
-    pass_over,
-    teach_depths,
-    view_of,
-)
+from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, is_rope, later, tree_pass
 from specdec_mlx.types.trees import depths_of, path_to
 
 WIDTHS = (2, 5, 9)
@@ -51,14 +37,11 @@ QUICK_WIDTHS = (5,)
 CONTEXT = 12
 STEP = 2048
 
-ROPE_DIMS = 1024
-"""Entries of the rows that rope modules are tried with: more than any turns."""
-
 MARGIN = 32
 """Positions before the first one at which something may change, from which on it is asked for."""
 
-BOUNDARY = re.compile("max_position|attention_chunk|floor_scale")
-"""Names in a configuration of positions at which a model may go over to something else."""
+BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
+"""Positions, in a configuration's text, at which a model may go over to something else."""
 
 
 @dataclass(frozen=True)
@@ -119,16 +102,15 @@ def probe(
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _compare(model, place, widths, seed)]
-    return ProbeReport(_describe_caches(model), _window(model), tuple(rows))
+    window = max(_windows(model), default=None)
+    return ProbeReport(_describe_caches(model), window, tuple(rows))
 
 
 @dataclass(eq=False)
 class Place:
-    """Where passes are measured, and what was found.
+    """Where passes are measured, after `context` tokens and `shift` positions that caches claim.
 
-    start: first position that this tells of. context: tokens before the passes. shift: positions
-    that the caches claim to hold before those. name: for a warning. exact: whether passes are,
-    by whether they are over trees.
+    start: first position that this tells of. exact: verdicts, by whether a pass is over a tree.
     """
 
     start: int
@@ -139,17 +121,17 @@ class Place:
 
 
 def _places(model: nn.Module) -> list[Place]:
-    window, short = _window(model), _short_context(_window(model))
-    places = [Place(0, short)]
-    if window is not None:
-        smallest = min(w for c in leaves(make_prompt_cache(model)) if (w := window_of(c)))
-        name = f" past its window of {window} tokens"
-        places.append(Place(smallest, window + 1, name=name))
-    for boundary in sorted({n for module in model.modules() for n in _boundaries(vars(module))}):
-        context = max(1, min(short, boundary - 2))
-        shift = max(0, boundary - 2 - context)
-        name = f" around position {boundary}"
-        places.append(Place(max(0, boundary - MARGIN), context, shift, name))
+    windows = _windows(model)
+    short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
+    places = [Place(0, short)]  # from which the widest pass does not go past the window
+    if windows:
+        name = f" past its window of {max(windows)} tokens"
+        places.append(Place(min(windows), max(windows) + 1, name=name))
+    named = [value for module in model.modules() for value in vars(module).values()]
+    texts = {repr(value) for value in named if is_dataclass(value)}
+    for boundary in {int(found) for text in texts for found in BOUNDARY.findall(text)}:
+        shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
+        places.append(Place(max(0, boundary - MARGIN), short, shift, name))
     return sorted(places, key=lambda place: place.start)
 
 
@@ -157,26 +139,22 @@ places_of = PerModel(_places)
 """Where a loaded model may change, in order; its start is the first."""
 
 
-def _boundaries(named: Mapping[str, Any]) -> Iterator[int]:
-    """Positions that a configuration names, at any depth."""
-    for name, value in named.items():
-        if isinstance(value, dict) or is_dataclass(value):
-            yield from _boundaries(value if isinstance(value, dict) else vars(value))
-        elif isinstance(value, int | float) and BOUNDARY.search(str(name)):
-            yield int(value)
-
-
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
-    """Position from which on passes over several, or over trees, are not what single ones are.
+    """Position that passes from this one on may not go beyond; None for any, and for trees.
 
-    Measured where a text of `position` positions is near, when first asked for, with a warning for
-    chains; None if there is no such place so far.
+    Places near it are measured, once, with a warning where chains are not exact. From the first
+    one on that is not exact there are single tokens, and no trees.
     """
     for place in places_of(model):
         if place.start > position + MARGIN:
-            break
+            return None if on_trees else place.start
         if on_trees not in place.exact:
-            place.exact[on_trees] = (_on_trees if on_trees else _on_chains)(model, place)
+            try:
+                place.exact[on_trees] = (_on_trees if on_trees else _on_chains)(model, place)
+            except Exception:  # positions by row, or those claimed, are more than all models take
+                if not (on_trees or place.shift):
+                    raise
+                place.exact[on_trees] = not on_trees
         if not place.exact[on_trees]:
             return place.start
     return None
@@ -207,12 +185,7 @@ draft length takes the two for alike."""
 
 def _on_trees(model: nn.Module, place: Place) -> bool:
     """Whether each node's logits are those of its own path run alone."""
-    if chooses_blocks(model):
-        return False
-    try:
-        return tree_report(model, place.context, shift=place.shift).exact
-    except Exception:  # a rope whose base is by the length takes no offset for each row
-        return False
+    return not chooses_blocks(model) and tree_report(model, place.context, shift=place.shift).exact
 
 
 def _rows_pay(model: nn.Module) -> bool:
@@ -279,53 +252,20 @@ def tree_report(
     start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
-    copies = (_shifted(copy.deepcopy(start), shift) for _ in paths)
-    both = zip(paths, copies, strict=True)
-    alone = [model(ids[mx.array(path)][None], cache=caches)[0, -1:] for path, caches in both]
+    alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
     if by_rows:
         logits = tree_logits(model, start, ids, parents)
     else:
-        teach_depths(model)
-        rows = TreeRows.after(1, parents)
-        with pass_over(rows):
-            views = _shifted([view_of(cache, rows) for cache in start], shift)
-            logits = model(ids[None], cache=views)[0]
+        logits = tree_pass(model, ids, start, TreeRows.after(1, parents))
     expected = mx.concatenate(alone).astype(mx.float32)
     return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
 
 
-class _Shifted:
-    """A cache that claims to hold more positions, before its own, than it does."""
-
-    def __init__(self, cache: Any, shift: int) -> None:
-        vars(self).update(cache=cache, shift=shift)
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.cache, name)
-        return value + self.shift if name in ("offset", "start_position") else value
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.cache, name, value)
-
-
-def _shifted(caches: Sequence[Any], shift: int) -> list[Any]:
-    """The caches as a model is to see them; those of unknown classes as they are."""
-    known = (ChunkedKVCache, KVCache, RotatingKVCache, *VIEWS.values())
-    return [
-        CacheList(*_shifted(cache.caches, shift))
-        if isinstance(cache, CacheList)
-        else _Shifted(cache, shift)
-        if shift and type(cache) in known
-        else cache
-        for cache in caches
-    ]
-
-
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
-    """Caches that hold these tokens [n], `shift` positions later than they stand."""
-    caches: list[Any] = make_prompt_cache(model)
+    """Caches that hold these tokens [n], and claim `shift` positions before them."""
+    caches = [later(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
-        model(tokens[None, i : i + STEP], cache=_shifted(caches, shift))
+        model(tokens[None, i : i + STEP], cache=caches)
         mx.eval([cache.state for cache in caches])
     return caches
 
@@ -336,7 +276,7 @@ def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -
     is_spread = group_of(model) is not None
     tokens = _random_tokens(model, context + longest, seed)
     start = _prefilled(model, tokens[:context], shift)
-    single = _shifted(copy.deepcopy(start), shift)
+    single = copy.deepcopy(start)
     steps = []
     for i in range(longest):
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
@@ -346,28 +286,26 @@ def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -
     dtype = steps[0].dtype
     reports = []
     for width in widths:
-        caches = _shifted(copy.deepcopy(start), shift)
+        caches = copy.deepcopy(start)
         logits = model(tokens[None, context : context + width], cache=caches)[0]
-        before, logits = context + shift, logits.astype(mx.float32)
+        logits, before = logits.astype(mx.float32), context + shift
         report = _report(width, before, logits, expected[:width], dtype)
-        exact = report.exact and _ropes_agree(model, before, width)
+        exact = report.exact and (not shift or _ropes_agree(model, before, width))
         reports.append(replace(report, exact=exact))
     return reports
 
 
 def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
-    """Whether rope modules turn several rows as one by one, where rounding hides nothing.
-
-    Some take their base from the length of the text with the pass.
-    """
-    rows = mx.ones((1, 1, width, ROPE_DIMS))
+    """Whether rope modules turn several rows as one by one; not if by the length of the text."""
     differences = [mx.array(0.0)]
     for module in model.modules():
         if any(map(is_rope, type(module).__mro__)):
+            size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024  # as many or more
+            rows = mx.ones((1, 1, width, size))
             single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
-            together = module(rows, offset=start)
-            differences.append(mx.abs(together - mx.concatenate(single, axis=2)).max())
-    return float(mx.stack(differences).max()) < 1e-3
+            difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
+            differences.append(mx.abs(difference).max())
+    return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start  # of an angle's float32
 
 
 def _report(
@@ -394,15 +332,9 @@ def _random_tokens(model: nn.Module, num_tokens: int, seed: int) -> mx.array:
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(seed))
 
 
-def _window(model: nn.Module) -> int | None:
-    """Largest window of the model's caches, None if they all keep everything."""
-    windows = [window_of(cache) for cache in leaves(make_prompt_cache(model))]
-    return max((window for window in windows if window is not None), default=None)
-
-
-def _short_context(window: int | None) -> int:
-    """A context that the widest pass does not take past the window."""
-    return CONTEXT if window is None else max(1, min(CONTEXT, window - max(WIDTHS)))
+def _windows(model: nn.Module) -> list[int]:
+    """Windows of the model's caches, but for those that keep everything."""
+    return [window for cache in leaves(make_prompt_cache(model)) if (window := window_of(cache))]
 
 
 def _describe_caches(model: nn.Module) -> tuple[str, ...]:

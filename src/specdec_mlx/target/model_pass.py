@@ -178,7 +178,8 @@ class ModelPass:
     def _widest_exact(self) -> int | None:
         if not self.probe:
             return None
-        limit = exact_until(self.model, self.rollback.end)
+        end = self.rollback.end
+        limit = exact_until(self.model, end)
         if limit != 0:
             self.rollback.states = recurrent_states_of(self.model)
-        return None if limit is None else max(1, limit - self.rollback.end)
+        return None if limit is None else max(1, limit - end)

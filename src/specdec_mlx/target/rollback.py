@@ -26,7 +26,7 @@ from specdec_mlx.target.strategies import (
     leaves,
     strategy_for,
 )
-from specdec_mlx.target.tree_passes import VIEWS, TreeRows, pass_over, view_of
+from specdec_mlx.target.tree_passes import VIEWS, TreeRows, tree_pass
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,9 @@ class Rollback:
         """
 
         def run() -> mx.array:
-            logits: mx.array
-            if tree is None:
-                logits = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
-            else:
-                views = [view_of(cache, tree) for cache in self.caches]
-                with pass_over(tree):
-                    logits = model(tokens[None], cache=views, **inputs).squeeze(0)
+            if tree is not None:
+                return tree_pass(model, tokens, self.caches, tree, **inputs)
+            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
             return logits
 
         self._chosen = {}

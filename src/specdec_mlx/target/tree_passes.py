@@ -152,9 +152,6 @@ class _Rotating(_View, RotatingKVCache):  # type: ignore[misc]
 BLOCKS = "index_block_size"
 """What the layers of MiniMax M3 call the rows of a block."""
 
-SCALE = "attn_scale"
-"""What attention is handed to scale its queries by their positions, [..., T, 1]."""
-
 VIEWS: dict[type, type] = {
     KVCache: _KV,
     QuantizedKVCache: _Quantized,
@@ -163,10 +160,36 @@ VIEWS: dict[type, type] = {
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 
+class _Later:
+    """A cache that claims `shift` positions before its own, to measure far along a text."""
+
+    cache: Any = None
+
+    def __init__(self, cache: Any, shift: int) -> None:
+        vars(self).update(cache=cache, shift=shift)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.cache, name)
+        return value + self.shift if name in ("offset", "start_position") else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def later(cache: Any, shift: int) -> Any:
+    """A cache in whose place one claims more positions; one of a model's own stays as it is."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(later(part, shift) for part in cache.caches))
+    is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
+    return _Later(cache, shift) if is_known and shift else cache
+
+
 def view_of(cache: Any, rows: TreeRows) -> Any:
     """What stands in a cache's place for one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
+    if isinstance(cache, _Later):
+        return _Later(view_of(cache.cache, rows), cache.shift)
     kind = VIEWS[type(cache)]
     view: Any = object.__new__(kind)
     view.__dict__ = vars(cache)
@@ -189,11 +212,22 @@ def _teach_depths(model: nn.Module) -> None:
         kind: Any = type(module)
         if is_rope(kind):
             module.__class__ = _with_rows(kind)
-        elif SCALE in _parameters(kind) and "rope" in module:  # attention, and not its layer
+        elif "rope" in module and _parameters(kind)[1:2] == ["attn_scale"]:
             module.__class__ = _with_scale(kind)
 
 
 teach_depths = PerModel(_teach_depths)
+
+
+def tree_pass(
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeRows, **inputs: Any
+) -> mx.array:
+    """Logits [S, V] of a pass over tokens [S] that hang together like this, lazy."""
+    teach_depths(model)
+    views = [view_of(cache, rows) for cache in caches]
+    with pass_over(rows):
+        logits: mx.array = model(tokens[None], cache=views, **inputs).squeeze(0)
+    return logits
 
 
 def is_rope(kind: type) -> bool:
@@ -226,24 +260,18 @@ def _with_rows(kind: type) -> type:
         turned = kind.__call__(self, as_batch, offset=places, **more)
         return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
 
-    return _calling(kind, call)
+    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), attributes)
 
 
 @functools.cache
 def _with_scale(kind: type) -> type:
     """An attention's class, but that in a pass over a tree every row has its own depth's scale."""
-    signature = inspect.signature(kind.__call__)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        rows, given = _pass_over.get(), signature.bind(*args, **kwargs).arguments
-        if rows is not None:
-            given[SCALE] = given[SCALE][..., mx.maximum(rows.offsets, 0), :]
-        return kind.__call__(**given)
+    def call(self: Any, x: mx.array, attn_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
+        rows = _pass_over.get()
+        if rows is not None and attn_scale is not None:
+            attn_scale = attn_scale[..., rows.offsets, :]
+        return kind.__call__(self, x, attn_scale, *args, **kwargs)
 
-    return _calling(kind, call)
-
-
-def _calling(kind: type, call: Any) -> type:
-    """A class like another one, but for what its modules do when they are called."""
-    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), attributes)
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})
