@@ -197,9 +197,8 @@ class BatchGeneration:
     def _follow(self, passes: Passes, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
-            there = {row.uid for row in self._rows}
             self._is_pipelined = not self._would_draft()
-            return [pair for pair in ahead if pair[0].uid in there]
+            return [pair for pair in ahead if pair[0].finish_reason is None]
         if not self._rows or self._may_join:
             return []
         return self._verify(passes, self._propose())
@@ -281,7 +280,8 @@ class BatchGeneration:
             draft = NO_DRAFT
             if row.generation.sequence.num_generated > 0:
                 with self._alone(row.uid, row):
-                    draft = row.verifier.chain_of(row.generation.propose())
+                    proposed = row.generation.propose()
+                    draft = proposed if self.on_error is None else row.verifier.chain_of(proposed)
             drafts.append(draft)
         return drafts if self._shared is None else shared_drafts(self._shared, self._rows, drafts)
 
