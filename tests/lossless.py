@@ -23,11 +23,11 @@ from scripted import TREE, OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.target.branch_rows import tree_logits
+from specdec_mlx.target.exactness import MARGIN, places_of, tree_report
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.target.tree_passes import teach_ropes
 from specdec_mlx.types import FeatureRows, Features
 from specdec_mlx.types.trees import path_to
 
@@ -40,6 +40,9 @@ NUM_TOKENS = 60
 NUM_SECOND = 20
 
 TREE_TOLERANCE = 1e-4
+TREES_AFTER = (14, 28, 40)
+"""Tokens before a tree: it crosses the end of a window, position 32, and neither."""
+
 KEPT = 6
 """The node of `TREE` whose path is kept: it is no child of the first."""
 
@@ -322,13 +325,16 @@ class Case:
         target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
         if not target.rollback.takes_trees():
             return "chains"
-        deviations = [tree_deviation(self.model, length) for length in (len(PROMPT), 40)]
+        deviations = [tree_deviation(self.model, length) for length in TREES_AFTER]
+        for place in places_of(self.model):
+            report = tree_report(self.model, place.context, shift=place.shift)
+            deviations.append(report.max_difference)
         return "exact" if max(deviations) < TREE_TOLERANCE else "chains, trees are not exact"
 
     @property
     def branches(self) -> str:
         """Whether a tree's branches as rows of a batch are exact, before the window and past it."""
-        deviations = [branch_deviation(self.model, length) for length in (len(PROMPT), 40)]
+        deviations = [branch_deviation(self.model, length) for length in TREES_AFTER]
         return "exact" if max(deviations) < TREE_TOLERANCE else "not exact"
 
     def logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
@@ -366,7 +372,6 @@ def tree_deviation(model: nn.Module, length: int) -> float:
 
     Then of 20 tokens after the rewind to one of the paths, from those after that path alone.
     """
-    teach_ropes(model)
     text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
     drafted, more = [(11 * i) % 83 + 3 for i in range(len(TREE))], [5 * i + 3 for i in range(15)]
     caches = make_prompt_cache(model)
@@ -414,11 +419,23 @@ of {num_prompt}, so that each window wraps.
   decoder layer, as trained heads do; see `specdec_mlx.target.taps`.
 - **While read**: logits with all of that being read against those without.
 - **Trees**: whether a token tree in one pass gives each node the logits of its own path (to
-  {tree_tolerance:g}), across the end of a window and past it, and so do the 20 tokens after the
-  rewind to one path; see `specdec_mlx.target.tree_passes`.
+  {tree_tolerance:g}), across the end of a window and past it, across position 32, where the tiny
+  models go over to longer texts, and across every other position that a configuration names, with
+  caches that claim to hold as many; and so do the 20 tokens after the rewind to one path; see
+  `specdec_mlx.target.tree_passes`.
 - **As rows**: whether the branches of a tree as rows of a batch do, which is how trees are verified
   where the pass above is not exact and rows were measured to cost no more than a chain; see
   `specdec_mlx.target.branch_rows`. Elsewhere chains are drafted.
+
+A row of a tree stands at the position of its depth. Rope modules are told it, and so is attention
+that is handed a scale for its queries by position (`ministral3`, `mistral3`, `mistral4`). Learned
+positions (`gpt2`, `gpt_bigcode`), rotations that are no module (`nanochat`, `talkie`), masks and
+scales of a model's own (`llama4`) and blocks of rows chosen by score (`minimax_m3_vl`) get rows or
+chains. A rope whose base is by the length of the text (`rope_type` "dynamic", on any architecture)
+gives several positions at once other logits than one by one once the text is longer than
+`max_position_embeddings`: from {margin} positions before it on nothing is drafted, and before that
+no trees in one pass. Each position that a configuration names is measured once a text comes near
+it, in a few passes whatever its size.
 
 {counts}
 
@@ -436,6 +453,7 @@ def page(rows: Sequence[Row]) -> str:
             num_prompt=len(PROMPT),
             tolerance=TOLERANCE,
             tree_tolerance=TREE_TOLERANCE,
+            margin=MARGIN,
             counts=_counts(rows),
         )
         + "\n".join(map(str, rows))

@@ -54,6 +54,7 @@ ROWS = 3
 ARCHITECTURES = [
     *("qwen2", "llama", "phi3", "gpt_oss", "gemma3_text", "cohere2", "olmo3", "exaone4"),
     *("qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
+    *("ministral3", "mistral3", "mistral4"),  # which scale queries by position, from 32 on
 ]
 
 ONE_BY_ONE = ["mamba", "llama4", "gemma2"]
@@ -107,7 +108,9 @@ def written(target: nn.Module, drafter: Drafter | None, **options: Any) -> list[
     return collected(batch.run(), len(PROMPTS))
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next"))
+@pytest.mark.parametrize(
+    "name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next", "ministral3")
+)
 @pytest.mark.parametrize("draft_length", [0, 1, 2, 3, 4, "auto"])
 def test_each_greedy_text_is_what_it_is_alone(name: str, draft_length: int | str) -> None:
     """Token by token, with drafts of which two in five tokens are wrong."""
@@ -405,6 +408,18 @@ def test_what_cannot_be_rows_is_written_one_by_one(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         BatchGeneration(target)
+
+
+@pytest.mark.parametrize("name", ["internlm2", "internlm3"])
+def test_ropes_whose_base_is_by_the_length_are_written_one_by_one(name: str) -> None:
+    """They take one length for all rows; each text is what it is alone, past that length too."""
+    target = tiny.build(name, **tiny.DYNAMIC)
+    plain = [
+        [token.token for token in sd.speculate(target, prompt, max_tokens=length)]
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
+    ]
+    with pytest.warns(UserWarning, match="one by one"):
+        assert written(target, sd.PromptLookupDrafter()) == plain
 
 
 @dataclass(frozen=True)

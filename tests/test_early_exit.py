@@ -19,7 +19,7 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter, ExitSession, fill
 from specdec_mlx.drafters.heads.early_exit import first_layers as cut
 from specdec_mlx.drafters.heads.trained_exit import WINDOW, Exit, ExitModel
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.target.exactness import is_exact_on_trees
+from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.types import DraftContext, KeysValues
 
@@ -127,7 +127,7 @@ def test_a_trained_exit_drafts_trees(temp: float) -> None:
     drafter = replace(trained_exit_of(model, 1, 8), branches=2)
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "draft_length": 6}
     assert drafter.model(mx.array([PROMPT]))[0].shape == (len(PROMPT), 128)
-    assert is_exact_on_trees(drafter.model, past_window=False)
+    assert exact_until(drafter.model, 0, on_trees=True) is None
     text = written(model, drafter, **options)[0]
     assert text == written(model, None, **options)[0] or temp
 

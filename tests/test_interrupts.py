@@ -191,41 +191,6 @@ def test_refusing_names_the_reason() -> None:
     check_usable([whole])
 
 
-@pytest.mark.parametrize("method", ["close", "observe", "propose"])
-@pytest.mark.parametrize("stop_early", [True, False])
-def test_a_drafter_that_raises_costs_the_cache_no_token(method: str, stop_early: bool) -> None:
-    """The error comes through, and the caches hold prompt + handed out all the same."""
-
-    class Session(scripted.ScriptedSession):
-        pass
-
-    def fail(*args: Any) -> Any:
-        raise ZeroDivisionError("drafter broke")
-
-    setattr(Session, method, fail)
-
-    class Drafter:
-        def begin(self, prompt: Sequence[int], context: Any) -> Session:
-            return Session(lambda emitted, limit: [1, 2][:limit])
-
-    caches = make_prompt_cache(target())
-    tokens = []
-
-    def run() -> None:
-        generation = sd.speculate(
-            target(), PROMPT, Drafter(), max_tokens=5, prompt_cache=caches, draft_length=2
-        )
-        for item in generation:
-            tokens.append(item.token)
-            if stop_early and len(tokens) == 2:
-                generation.close()
-
-    with pytest.raises(ZeroDivisionError, match="drafter broke"):
-        run()
-    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    assert tokens == plain("llama")[: len(tokens)]
-
-
 def test_a_drafter_that_raises_at_the_end_too_is_noted() -> None:
     """The first error is raised, the one of `close` is a note on it."""
 

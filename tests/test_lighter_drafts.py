@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -308,6 +311,80 @@ def test_a_head_that_is_something_else_is_refused() -> None:
 
     with pytest.raises(sd.DraftModelError, match="no layer or embedding of 128 rows"):
         SubVocabulary(Twice(), SOME_TOKENS)
+
+
+FIXED = mx.array([100, 102, 103, 127])
+
+
+def set_there(logits: mx.array) -> mx.array:
+    logits[..., FIXED] = -mx.inf
+    return logits
+
+
+TOUCHES: dict[str, Callable[[mx.array], mx.array]] = {
+    "set": set_there,
+    "added to": lambda logits: logits.at[..., FIXED].add(2.0),
+    "scaled": lambda logits: logits.at[..., FIXED].multiply(0.5),
+    "read": lambda logits: logits - logits[..., 100:101],
+    "one of all": lambda logits: logits.at[..., 3].add(1.0),
+}
+"""Ways to treat the logits of some ids otherwise than those of all others."""
+
+
+@pytest.mark.parametrize("way", TOUCHES)
+def test_a_model_that_knows_ids_of_its_logits_is_refused_before_they_are_cut(way: str) -> None:
+    """It never runs on fewer logits than it was made for: ids past their end are foreign memory."""
+    widths: list[int] = []
+
+    class Knows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny.build("llama")
+
+        @property
+        def layers(self) -> Any:
+            return self.inner.layers
+
+        def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+            logits = self.inner(ids, cache=cache)
+            widths.append(logits.shape[-1])
+            if widths[-1] <= 127:
+                raise IndexError("would have written beyond the logits")
+            return TOUCHES[way](logits)
+
+    with pytest.raises(sd.DraftModelError, match="is not found"):
+        SubVocabulary(Knows(), SOME_TOKENS)
+    assert set(widths) == {128}
+
+
+WRITES_AT_FIXED_IDS = """
+import mlx.core as mx
+import numpy as np
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.drafters.lighter import SubVocabulary
+
+guards = [mx.ones((size,)) for size in (1 << k for k in range(6, 20)) for _ in range(40)]
+mx.eval(guards)
+model = tiny.build("phi3small")
+try:
+    print(type(SubVocabulary(model, range(40))).__name__)
+except sd.DraftModelError as error:
+    print("all of them by the same rule" in str(error))
+print(sum(int((np.array(guard) != 1).sum()) for guard in guards))
+"""
+
+
+def test_no_foreign_memory_is_written() -> None:
+    """mlx-lm's phi3small sets logits of ids from 100256 on; in a process of its own."""
+    folder = str(Path(__file__).parent)
+    ended = subprocess.run(
+        [sys.executable, "-c", WRITES_AT_FIXED_IDS],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, folder])},
+    )
+    assert (ended.returncode, ended.stdout.split()) == (0, ["True", "0"]), ended.stderr
 
 
 class ByState(nn.Module):

@@ -120,6 +120,45 @@ def test_the_sound_sessions_pass() -> None:
     """The ones that are broken below, as they are."""
     check_drafter(Of(Copying))
     assert "chi-square" in check_drafter(Of(Drawing))[4]
+    assert "chi-square" in check_drafter(Of(Forking))[4]
+
+
+class Forking(Drawing):
+    """Draws siblings after the text, and one more after the first of them."""
+
+    def place(self, node: int) -> tuple[int, int]:
+        """Start and index of a node's noise."""
+        return len(self.text) - self.num_prompt, node
+
+    def propose(self, limit: int) -> Draft:
+        parents = [-1, -1, 0][:limit]
+        tokens: list[int] = []
+        logprobs: list[mx.array] = []
+        for node, parent in enumerate(parents):
+            logprobs.append(self.after(self.text[-1] if parent < 0 else tokens[parent]))
+            start, index = self.place(node)
+            noise = self.context.draft_gumbels(start, 1, index)[0]
+            tokens.append(int(mx.argmax(logprobs[-1] + noise).item()))
+        return Draft(tokens, mx.stack(logprobs), parents=parents) if tokens else Draft()
+
+
+class SameNoiseEachRound(Forking):
+    def place(self, node: int) -> tuple[int, int]:
+        return 0, node
+
+
+class NoiseOfTheNextRound(Forking):
+    """That of the token's own position, which later drafts are drawn from as well."""
+
+    def place(self, node: int) -> tuple[int, int]:
+        return len(self.text) - self.num_prompt + node, 0
+
+
+class NoiseByDepth(Forking):
+    """Siblings share it."""
+
+    def place(self, node: int) -> tuple[int, int]:
+        return len(self.text) - self.num_prompt, node // 2
 
 
 class TooMany(Copying):
@@ -396,6 +435,7 @@ BROKEN: dict[str, list[Any]] = {
         Of(ChangesTokens),
         Counts(),
     ],
+    "noise": [Of(SameNoiseEachRound), Of(NoiseOfTheNextRound), Of(NoiseByDepth)],
     "empty drafts": [Of(NeedsADraft)],
     "rewinds": [
         Of(NeverRewinds),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+import random
 import warnings
 from collections import Counter
 from itertools import pairwise
@@ -18,13 +19,13 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_c
 from scipy.stats import chisquare
 
 import tiny
-from lossless import PROMPT, TOLERANCE, Case, plain_text, rows_of, spoken
-from scripted import TREE, DrawnTrees, OracleTrees
-from selection import FULL
+from lossless import INEXACT, PROMPT, TOLERANCE, Case, plain_text, rows_of, spoken
+from scripted import TREE, DrawnTrees, OracleDrafter, OracleTrees
+from selection import FULL, cases
 from specdec_mlx import Sampling, Token, speculate
 from specdec_mlx.rules.trees import KSequential
-from specdec_mlx.target import exactness
-from specdec_mlx.target.exactness import rows_pay, tree_report
+from specdec_mlx.target import exactness, tree_passes
+from specdec_mlx.target.exactness import exact_until, probe, rows_pay, tree_report
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.rollback import Rollback
@@ -119,6 +120,123 @@ def test_greedy_text_with_trees_is_plain_text(name, monkeypatch):
     assert any(token.from_draft for token in tokens)
     assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
     assert len(caught) == (name in CHAINS_ALONE)
+
+
+SCALED = ("ministral3", "mistral3", "mistral4")
+"""Queries scaled by position, from 32 on."""
+
+BY_LENGTH = ("llama", "qwen2", "internlm2", "internlm3")
+"""Some of those whose ropes can take their base from the length of a text; see `tiny.DYNAMIC`."""
+
+READ_ELSEWHERE = (
+    *SCALED,
+    *BY_LENGTH,
+    *("gpt2", "gpt_bigcode"),  # learned positions
+    *("nanochat", "talkie"),  # rotations that are no module
+    "llama4",  # chunks, a mask of its own, and queries scaled by position
+    *("deepseek_v32", "glm_moe_dsa"),  # keys that are chosen by their scores
+    *("minimax_m3_vl", "phi3small"),  # blocks of keys
+    *("afm7", "baichuan_m1", "gemma3n", "gemma4_text", "iquestloopcoder"),  # offsets handed on
+    *("plamo3", "spark2_5", "muse_glimmer"),
+)
+"""Architectures that read positions elsewhere than in ropes of one offset and a fixed base."""
+
+SHORT = [("ministral3", "trees", 3), ("mistral4", "trees", 3), ("internlm3", "chains", 2)]
+
+
+@pytest.mark.parametrize(
+    ("name", "drafts", "num_prompts"),
+    cases(
+        [(name, way, 20) for name in READ_ELSEWHERE for way in ("chains", "trees", "rows")] + SHORT,
+        *SHORT,
+    ),
+)
+@pytest.mark.filterwarnings("ignore:specdec_mlx")
+def test_greedy_text_across_every_boundary_is_plain_text(name, drafts, num_prompts, monkeypatch):
+    """80 tokens after prompts of 4 to 28, across the window (16), the end of the original length
+    (32) and of all positions (64): chains, trees in one pass and trees as rows of a batch."""
+    model = tiny.build(name, **tiny.DYNAMIC if name in BY_LENGTH else {})
+    rows_pay.put(model, drafts == "rows")
+    if drafts == "rows":
+        monkeypatch.setattr(Rollback, "takes_trees", lambda self: False)
+    oracle = OracleDrafter if drafts == "chains" else OracleTrees
+    wrong, kept = [], 0
+    for seed in range(num_prompts):
+        coins = random.Random(seed)
+        prompt = [coins.randrange(3, 90) for _ in range(coins.randrange(4, 29))]
+        plain = plain_text(model, prompt, 80)
+        drafter = oracle(plain.tokens, plain.logprobs.shape[-1])
+        items = list(speculate(model, prompt, drafter, max_tokens=80, draft_length=len(TREE)))
+        wrong += [seed] if spoken(items).tokens != plain.tokens else []
+        kept += kept_branches(items)
+    assert not wrong
+    if drafts == "rows" or (drafts == "trees" and name in SCALED):
+        assert kept > 3 or name in INEXACT
+
+
+ORIGINAL = 16_384
+
+
+def scaled(name: str) -> Any:
+    """A model that scales its queries from position 16,384 on, as those that were trained do."""
+    config = tiny.CONFIGS[name]
+    parameters = config["rope_parameters"] | {"original_max_position_embeddings": ORIGINAL}
+    return tiny.build(name, rope_parameters=parameters, max_position_embeddings=2 * ORIGINAL)
+
+
+@pytest.mark.parametrize("name", ["ministral3", "mistral4"])
+def test_a_scale_that_nobody_knows_is_found_where_it_begins(name, monkeypatch):
+    """Trees far before it, and none from 32 positions before it on; fewer than 300 tokens are fed,
+    wherever it is. One that is known takes depths: trees everywhere."""
+    assert exact_until(scaled(name), 2 * ORIGINAL, on_trees=True) is None
+    monkeypatch.setattr(tree_passes, "_with_scale", lambda kind: kind)
+    model = scaled(name)
+    assert exact_until(model, 1000, on_trees=True) is None
+    fed = []
+    kind = type(model)
+    call = kind.__call__
+
+    def counted(self: Any, tokens: mx.array, *args: Any, **options: Any) -> Any:
+        fed.append(tokens.size)
+        return call(self, tokens, *args, **options)
+
+    monkeypatch.setattr(kind, "__call__", counted)
+    start = ORIGINAL - exactness.MARGIN
+    assert exact_until(model, start, on_trees=True) == start
+    assert sum(fed) < 300
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "internlm2", "internlm3"])
+def test_ropes_by_the_length_of_a_text_end_drafting(name, dtype):
+    """From 32 positions before the length on, with a warning; before it, drafts do not cross."""
+    length = 32_768
+    model = tiny.build(name, dtype, **tiny.DYNAMIC | {"max_position_embeddings": length})
+    start = length - exactness.MARGIN
+    assert exact_until(model, 1000) == start
+    assert not probe(model).exact
+    with pytest.warns(UserWarning, match="around position 32768"):
+        assert exact_until(model, start) == start
+
+
+FIXED: dict[str, dict[str, Any]] = {
+    "linear": {"factor": 4.0},
+    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "longrope": {
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FIXED)
+def test_other_scaled_ropes_are_exact_past_their_original_length(kind):
+    """Their frequencies are fixed when a model is loaded."""
+    model = tiny.build("llama", rope_scaling=FIXED[kind] | {"rope_type": kind})
+    assert exact_until(model, 10_000) is None
+    assert exact_until(model, 10_000, on_trees=True) is None
 
 
 def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:

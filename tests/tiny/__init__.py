@@ -29,6 +29,12 @@ Embeddings too are divided by the root of their width. A larger embedding would 
 layers, and a model that reads its logits from the same matrix would repeat its input.
 """
 
+DYNAMIC: dict[str, Any] = {
+    "max_position_embeddings": 64,
+    "rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0},
+}
+"""What makes the base of a rope follow the length of a text, once that is past 64 positions."""
+
 RANGES: dict[str, tuple[float, float]] = {
     "A_log": (-3.0, -1.5),  # with dt near 0.5, a state keeps about 0.95 of itself at each step
     "dt_bias": (-1.0, 0.0),

@@ -11,8 +11,9 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -134,8 +135,7 @@ class BatchGeneration:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of the caches of all rows."""
-        passes = self._passes
-        return passes.caches.num_bytes if isinstance(passes, RowPasses) else 0
+        return self._passes.caches.num_bytes if isinstance(self._passes, RowPasses) else 0
 
     @property
     def num_open(self) -> int:
@@ -151,14 +151,15 @@ class BatchGeneration:
 
     def run(self) -> Generator[RowToken, None, None]:
         """Write all texts; the tokens of a round come row by row."""
-        rows = self._run_alone() if self._passes is None else self._run_rows(self._passes)
         try:
-            yield from rows
+            yield from self._run_alone() if self._passes is None else self._run_rows(self._passes)
         finally:
-            rows.close()
-            with mx.stream(self.stream):
-                close_all(*(row.generation.finish for row in self._rows), self._reading.close)
-            self._rows = []
+            left = [*self._rows, *self._reading.rows]
+            self._rows, self._reading.rows = [], []
+            if self._passes is not None and left:
+                self._passes = self.make_passes()  # what the old ones hold is not known
+                with mx.stream(self.stream):
+                    close_all(*(row.generation.finish for row in left))
 
     def _run_rows(self, passes: Passes) -> Generator[RowToken, None, None]:
         """The algorithm of `loop`, with one pass for all rows."""
@@ -194,9 +195,8 @@ class BatchGeneration:
     def _follow(self, passes: Passes, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
-            there = {row.uid for row in self._rows}
             self._is_pipelined = not self._would_draft()
-            return [pair for pair in ahead if pair[0].uid in there]
+            return [pair for pair in ahead if pair[0].finish_reason is None]
         if not self._rows or self._may_join:
             return []
         return self._verify(passes, self._propose())
@@ -220,10 +220,11 @@ class BatchGeneration:
         if not self._rows:
             slope = (tuning_for(self.model).prior(5) - 1.0) / 4
             self._rows = self._note_read(self._reading.read_together(passes, slope))
-        for row in self._note_read(self._reading.go_on()):
-            with mx.stream(self.stream):
+        read = self._note_read(self._reading.go_on())
+        self._rows += read
+        with mx.stream(self.stream):
+            for row in read:
                 passes.add(row.verifier)
-            self._rows.append(row)
 
     def _note_read(self, rows: list[Row]) -> list[Row]:
         """Count the prompts of rows that were read."""
@@ -278,9 +279,7 @@ class BatchGeneration:
             if row.generation.sequence.num_generated > 0:
                 with self._alone(row.uid, row):
                     proposed = row.generation.propose()
-                    if self.on_error is not None:  # else the pass refuses what is no draft
-                        proposed = row.verifier.chain_of(proposed)
-                    draft = proposed
+                    draft = proposed if self.on_error is None else row.verifier.chain_of(proposed)
             drafts.append(draft)
         return drafts if self._shared is None else shared_drafts(self._shared, self._rows, drafts)
 
@@ -309,10 +308,13 @@ class BatchGeneration:
 
     def _would_draft(self) -> bool:
         """Whether there would be a draft now, were no pass ahead of it."""
-        draftings = [row.generation.drafting for row in self._rows]
-        if all(drafting.is_free for drafting in draftings):
+        if all(row.generation.drafting.is_free for row in self._rows):
             return any(map(len, self._propose()))
-        return any(drafting.has_draft() for drafting in draftings)
+        for row in self._rows:
+            with self._alone(row.uid, row):
+                if row.generation.drafting.has_draft():
+                    return True
+        return False
 
     def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
         """Start the pass after this one before its tokens are known, where nothing is drafted.
@@ -323,10 +325,14 @@ class BatchGeneration:
         may_not = self._may_join or not self._is_pipelined
         if may_not or not all(row.may_run_ahead(round_) for row, round_ in current):
             return []
-        to_verify = []
+        tokens, to_verify = [], []
         with mx.stream(self.stream):
             for row, round_ in current:
-                token = round_.under_way.next_token
+                with self._alone(row.uid, row):  # a sampler of the caller's draws it now
+                    tokens.append(round_.under_way.next_token)
+            if len(tokens) < len(current):
+                return []
+            for (row, _), token in zip(current, tokens, strict=True):
                 row.verifier.extend_history(token)
                 position = row.generation.sequence.num_generated + 1
                 to_verify.append(ToVerify(token, NO_DRAFT, position))
@@ -339,17 +345,12 @@ class BatchGeneration:
         with mx.stream(self.stream):
             under_way = passes.launch(to_verify)
         self.num_rounds += 1
-        return [
-            (
-                row,
-                row.generation.clock.launched(
-                    pass_,
-                    is_ahead=is_ahead,
-                    part=row.generation.drafting.part if len(pass_.draft) else "",
-                ),
-            )
-            for row, pass_ in zip(self._rows, under_way, strict=True)
-        ]
+        rounds = []
+        for row, pass_ in zip(self._rows, under_way, strict=True):
+            part = row.generation.drafting.part if len(pass_.draft) else ""
+            round_ = row.generation.clock.launched(pass_, is_ahead=is_ahead, part=part)
+            rounds.append((row, round_))
+        return rounds
 
     def _accept(self, current: Rounds, ahead: Rounds) -> list[tuple[Row, Outcome]]:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
@@ -365,8 +366,8 @@ class BatchGeneration:
             outcome = Outcome(range(0), [])
             with self._alone(row.uid, row):
                 outcome = row.generation.accept(round_, next_of.get(row.uid))
-            if row.finish_reason is None:
-                row.cut_at(self.stop_tokens, outcome)
+                if row.finish_reason is None:
+                    row.cut_at(self.stop_tokens, outcome)
             row.generation.roll_back(round_, outcome)
             outcomes.append((row, outcome))
         if self._shared is not None:
@@ -381,24 +382,26 @@ class BatchGeneration:
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
         for i, row in enumerate(self._rows):
             if self.returns_caches and row.finish_reason in ("stop", "length"):
-                with mx.stream(self.stream):
+                with self._alone(row.uid, row), mx.stream(self.stream):
                     alone = passes.extract(i)
                     if self.completes_caches:
                         row.complete(alone)
-                row.prompt_cache, row.num_cached = alone.caches, alone.position
+                    row.prompt_cache, row.num_cached = alone.caches, alone.position
         if len(staying) < len(self._rows):
             with mx.stream(self.stream):
                 passes.keep(staying)
-            for row in self._rows:
-                if row.finish_reason is not None:
-                    row.generation.finish()
             self._leaving = [row for row in self._rows if row.finish_reason is not None]
             self._rows = [self._rows[i] for i in staying]
+            close_all(*(partial(self._finish, row) for row in self._leaving))
+
+    def _finish(self, row: Row) -> None:
+        """End a row that has left."""
+        with self._alone(row.uid, row):
+            row.generation.finish()
 
     def _still_there(self, passes: Passes, following: Rounds) -> Rounds:
         """The pass under way, without the rows that were taken out while tokens were handed out."""
-        if any(row.finish_reason is not None for row in self._rows):
-            self._leave(passes)
+        self._leave(passes)
         return [pair for pair in following if pair[0].finish_reason is None]
 
     def _emit(
@@ -425,18 +428,17 @@ class BatchGeneration:
                 row.prompt_cache = list(row.verifier.rollback.caches)
                 row.generation.callers_cache = row.prompt_cache
             last: RowToken | None = None
-            for token in row.generation.run(row.context):
-                if last is not None:
-                    yield last
-                is_stop = token.token in self.stop_tokens
-                last = RowToken(row.uid, token, "stop" if is_stop else None)
-                if is_stop or row.finish_reason == "removed":
-                    break
+            with closing(row.generation.run(row.context)) as tokens:
+                for token in tokens:
+                    if last is not None:
+                        yield last
+                    is_stop = token.token in self.stop_tokens
+                    last = RowToken(row.uid, token, "stop" if is_stop else None)
+                    if is_stop or row.finish_reason == "removed":
+                        break
             self._rows = []
-            self.prompt_tokens += row.generation.sequence.prompt_length
-            self.prompt_seconds += row.generation.stats.prefill_seconds
+            self._note_read([row])
             self.num_rounds += row.generation.stats.target_passes
             if last is not None:
-                yield RowToken(
-                    row.uid, last.token, last.finish_reason or "length", row.prompt_cache
-                )
+                reason = last.finish_reason or "length"
+                yield RowToken(row.uid, last.token, reason, row.prompt_cache)

@@ -59,22 +59,16 @@ class Reading:
         is_cheapest = len(lengths) > 1 and padding * slope <= len(lengths) - 1
         if not is_cheapest or not all(map(_is_short, self.rows)):
             return []
-        rows, self.rows = self.rows, []
         started = perf_counter()
         with mx.stream(self.stream):
-            for row in rows:
+            for row in self.rows:
                 passes.add(row.verifier)
-            passes.read([row.generation.sequence.tokens[:-1] for row in rows])
-        for row in rows:
-            row.generation.prefill()
-            row.generation.stats.prefill_seconds = (perf_counter() - started) / len(rows)
-        return rows
-
-    def close(self) -> None:
-        """Leave off; the caches are nobody's."""
+            passes.read([row.generation.sequence.tokens[:-1] for row in self.rows])
         for row in self.rows:
-            row.generation.drafting.close(0)
-        self.rows = []
+            row.generation.prefill()
+            row.generation.stats.prefill_seconds = (perf_counter() - started) / len(self.rows)
+        rows, self.rows = self.rows, []
+        return rows
 
 
 def _is_short(row: Row) -> bool:

@@ -304,41 +304,46 @@ def most_frequent(token_ids: Iterable[int], num: int | None = None) -> list[int]
 
 
 def _with_narrow_head(model: nn.Module, tokens: mx.array, vocab_size: int) -> nn.Module:
-    """The model with logits of these tokens [Vd] only; what gives the logits is found by trying."""
-    wanted = _probe_logits(model)[..., tokens]
-    for path, narrowed in _possible_heads(model, tokens, vocab_size):
-        new = _copy(model)
-        _replace(new, dict(new.named_modules())[path], narrowed)
+    """The model with logits of these tokens [Vd] only; what gives the logits is found by trying.
+
+    All rows are tried first, each in the place of the one before it: logits that a model reads or
+    writes at fixed ids do not move along. With fewer rows it would write past the end of its
+    logits, into memory of others, since MLX checks no bounds.
+    """
+    logits = _probe_logits(model)
+    moved = (mx.arange(vocab_size) + 1) % vocab_size
+    for path, narrowed in _possible_heads(model, vocab_size):
         try:
-            if _alike(_probe_logits(new), wanted):
+            for rows in (moved, tokens):
+                new = _copy(model)
+                head = dict(new.named_modules())[path]
+                _replace(new, head, narrowed(head, rows))
+                if not _alike(_probe_logits(new), logits[..., rows]):
+                    break
+            else:
                 return new
         except Exception:  # not the head, and the model cannot do without what was taken
             continue
     raise DraftModelError(
         f"The head of a {_kind(model)} is not found: no layer or embedding of {vocab_size} rows "
-        "gives its logits. Leave the draft vocabulary out."
+        "gives its logits, all of them by the same rule. Leave the draft vocabulary out."
     )
 
 
 def _possible_heads(
-    model: nn.Module, tokens: mx.array, vocab_size: int
-) -> Iterator[tuple[str, nn.Module]]:
-    """What may be the head, each by its path and with some rows only; embeddings last.
+    model: nn.Module, vocab_size: int
+) -> Iterator[tuple[str, Callable[[nn.Module, mx.array], nn.Module]]]:
+    """What may be the head, each by its path and with how to take some rows; embeddings last.
 
     A model with a head of its own has embeddings of V rows as well.
     """
-    modules = [
-        (path, module)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding)
-        and module.weight.shape[0] == vocab_size
-    ]
-    for path, module in modules:
-        if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            yield path, _rows(module, tokens)
-    for path, module in modules:
-        if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
-            yield path, TiedHead(module, tokens)
+    for kinds, narrowed in (
+        (nn.Linear | nn.QuantizedLinear, _rows),
+        (nn.Embedding | nn.QuantizedEmbedding, TiedHead),
+    ):
+        for path, module in model.named_modules():
+            if isinstance(module, kinds) and module.weight.shape[0] == vocab_size:
+                yield path, narrowed
 
 
 def _rows(module: nn.Module, tokens: mx.array) -> nn.Module:

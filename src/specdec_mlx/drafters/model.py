@@ -24,7 +24,7 @@ from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.stats.nodes import NodeHistory
-from specdec_mlx.target.exactness import is_exact_on_trees
+from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
@@ -191,7 +191,7 @@ class ModelSession(Writes):
     def forks(self) -> bool:
         """Whether drafts are to fork, and can."""
         may_fork = self.branches > 1 and self.rollback.takes_trees()
-        return may_fork and is_exact_on_trees(self.model, past_window=False)
+        return may_fork and exact_until(self.model, 0, on_trees=True) is None
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""

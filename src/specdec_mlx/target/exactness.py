@@ -2,15 +2,17 @@
 
 Lossless decoding stands on that, and it is a property of the model, its caches and the backend, not
 of the algorithm: a mask that is one too wide, or attention that looks ahead, breaks it with no
-speculation at all. So it is measured, once for each loaded model.
+speculation at all. So it is measured, once for each loaded model, at its start, past its window,
+and across the positions that its configuration names, once a text comes near them.
 """
 
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +27,7 @@ from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.timing import time_of
-from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, pass_over, teach_ropes, view_of
+from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, is_rope, later, tree_pass
 from specdec_mlx.types.trees import depths_of, path_to
 
 WIDTHS = (2, 5, 9)
@@ -35,10 +37,16 @@ QUICK_WIDTHS = (5,)
 CONTEXT = 12
 STEP = 2048
 
+MARGIN = 32
+"""Positions before the first one at which something may change, from which on it is asked for."""
+
+BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
+"""Positions, in a configuration's text, at which a model may go over to something else."""
+
 
 @dataclass(frozen=True)
 class WidthReport:
-    """Passes over `width` positions after `context` tokens, against single ones.
+    """Passes over `width` positions after `context` others, against single ones.
 
     max_difference: largest difference of a logit. spread: standard deviation of the logits.
     argmax_flips: positions whose most likely token differs. bitwise: whether all logits are equal.
@@ -87,49 +95,78 @@ class ProbeReport:
 def probe(
     model: nn.Module, widths: Sequence[int] = WIDTHS, seed: int = 0, past_window: bool = True
 ) -> ProbeReport:
-    """Compare passes over several positions with single ones, before and past the window.
+    """Compare passes over several positions with single ones, wherever a model may change.
 
     widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs about 20 passes
-    and, if the model has a window and `past_window` is set, a prefill of it.
+    for each place and, if the model has a window and `past_window` is set, a prefill of it.
     """
-    window = _window(model)
-    contexts = [_short_context(window)]
-    if window is not None and past_window:
-        contexts.append(window + 1)
-    rows = [row for context in contexts for row in _compare(model, context, widths, seed)]
+    places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
+    rows = [row for place in places for row in _compare(model, place, widths, seed)]
+    window = max(_windows(model), default=None)
     return ProbeReport(_describe_caches(model), window, tuple(rows))
 
 
-def is_exact(model: nn.Module, *, past_window: bool) -> bool:
-    """Whether drafting is exact here; measured when first asked for, with a warning if not."""
-    return _exact_past_window(model) if past_window else _exact_before_window(model)
+@dataclass(eq=False)
+class Place:
+    """Where passes are measured, after `context` tokens and `shift` positions that caches claim.
+
+    start: first position that this tells of. exact: verdicts, by whether a pass is over a tree.
+    """
+
+    start: int
+    context: int
+    shift: int = 0
+    name: str = ""
+    exact: dict[bool, bool] = field(default_factory=dict)
 
 
-def _before_window(model: nn.Module) -> bool:
-    return _verdict(model, _short_context(_window(model)), "")
+def _places(model: nn.Module) -> list[Place]:
+    windows = _windows(model)
+    short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
+    places = [Place(0, short)]  # from which the widest pass does not go past the window
+    if windows:
+        name = f" past its window of {max(windows)} tokens"
+        places.append(Place(min(windows), max(windows) + 1, name=name))
+    named = [value for module in model.modules() for value in vars(module).values()]
+    texts = {repr(value) for value in named if is_dataclass(value)}
+    for boundary in {int(found) for text in texts for found in BOUNDARY.findall(text)}:
+        shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
+        places.append(Place(max(0, boundary - MARGIN), short, shift, name))
+    return sorted(places, key=lambda place: place.start)
 
 
-def _past_window(model: nn.Module) -> bool:
-    window = _window(model)
-    return window is None or _verdict(model, window + 1, f" past its window of {window} tokens")
+places_of = PerModel(_places)
+"""Where a loaded model may change, in order; its start is the first."""
 
 
-def is_exact_on_trees(model: nn.Module, *, past_window: bool) -> bool:
-    """Whether a tree in one pass is exact here; measured when first asked for."""
-    return _trees_past_window(model) if past_window else _trees_before_window(model)
+def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
+    """Position that passes from this one on may not go beyond; None for any, and for trees.
+
+    Places near it are measured, once, with a warning where chains are not exact. From the first
+    one on that is not exact there are single tokens, and no trees.
+    """
+    for place in places_of(model):
+        if place.start > position + MARGIN:
+            return None if on_trees else place.start
+        if on_trees not in place.exact:
+            try:
+                place.exact[on_trees] = (_on_trees if on_trees else _on_chains)(model, place)
+            except Exception:  # positions by row, or those claimed, are more than all models take
+                if not (on_trees or place.shift):
+                    raise
+                place.exact[on_trees] = not on_trees
+        if not place.exact[on_trees]:
+            return place.start
+    return None
 
 
-_exact_before_window = PerModel(_before_window)
-_exact_past_window = PerModel(_past_window)
-
-
-def _verdict(model: nn.Module, context: int, where: str) -> bool:
-    bad = [row for row in _compare(model, context, QUICK_WIDTHS, seed=0) if not row.exact]
+def _on_chains(model: nn.Module, place: Place) -> bool:
+    bad = [row for row in _compare(model, place, QUICK_WIDTHS, seed=0) if not row.exact]
     if bad:
         worst = max(row.max_difference for row in bad)
         warnings.warn(
-            f"specdec_mlx: this model ({type(model).__module__}){where} gives other logits for "
-            f"several positions at once than one by one (by up to {worst:.2g}), so nothing is "
+            f"specdec_mlx: this model ({type(model).__module__}){place.name} gives other logits "
+            f"for several positions at once than one by one (by up to {worst:.2g}), so nothing is "
             "drafted there. The text is right, as fast as plain decoding. See "
             "specdec_mlx.probe(model).",
             stacklevel=2,
@@ -146,9 +183,9 @@ ROWS_AT_MOST = 1.1
 draft length takes the two for alike."""
 
 
-def _on_trees(model: nn.Module, context: int) -> bool:
+def _on_trees(model: nn.Module, place: Place) -> bool:
     """Whether each node's logits are those of its own path run alone."""
-    return not chooses_blocks(model) and tree_report(model, context).exact
+    return not chooses_blocks(model) and tree_report(model, place.context, shift=place.shift).exact
 
 
 def _rows_pay(model: nn.Module) -> bool:
@@ -156,7 +193,7 @@ def _rows_pay(model: nn.Module) -> bool:
     reason = "whose ranks would not agree on what that costs"
     if group_of(model) is None:
         reason = "which gives other logits for them"
-        if tree_report(model, _short_context(_window(model)), by_rows=True).exact:
+        if tree_report(model, places_of(model)[0].context, by_rows=True).exact:
             cost = rows_cost(model)
             if cost <= ROWS_AT_MOST:
                 return True
@@ -176,7 +213,7 @@ rows_pay = PerModel(_rows_pay)
 
 def rows_cost(model: nn.Module) -> float:
     """Seconds of a tree as rows, and of feeding one of its paths again, over those of a chain."""
-    context, size = _short_context(_window(model)), len(TREE)
+    context, size = places_of(model)[0].context, len(TREE)
     tokens = _random_tokens(model, context + 1 + size, seed=0)
     start, ids = _prefilled(model, tokens[:context]), tokens[context:]
     deepest = max(depths_of(TREE)) + 1
@@ -191,19 +228,6 @@ def rows_cost(model: nn.Module) -> float:
     return time_of(rows, times=3) / time_of(chain, times=3)
 
 
-def _trees_at_start(model: nn.Module) -> bool:
-    return _on_trees(model, _short_context(_window(model)))
-
-
-def _trees_after_window(model: nn.Module) -> bool:
-    window = _window(model)
-    return _on_trees(model, CONTEXT if window is None else window + 1)
-
-
-_trees_before_window = PerModel(_trees_at_start)
-_trees_past_window = PerModel(_trees_after_window)
-
-
 def tree_report(
     model: nn.Module,
     context: int,
@@ -211,6 +235,7 @@ def tree_report(
     seed: int = 0,
     *,
     by_rows: bool = False,
+    shift: int = 0,
 ) -> WidthReport:
     """A tree after one more token, in one pass, against each of its paths run alone.
 
@@ -220,39 +245,37 @@ def tree_report(
         parents: [K].
         seed: of the tokens, which are random.
         by_rows: with its branches as rows of a batch.
+        shift: positions that the caches claim to hold besides.
     """
     size = len(parents)
     tokens = _random_tokens(model, context + 1 + size, seed)
-    start = _prefilled(model, tokens[:context])
+    start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
     alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
     if by_rows:
         logits = tree_logits(model, start, ids, parents)
     else:
-        teach_ropes(model)
-        rows = TreeRows.after(1, parents)
-        with pass_over(rows):
-            logits = model(ids[None], cache=[view_of(cache, rows) for cache in start])[0]
+        logits = tree_pass(model, ids, start, TreeRows.after(1, parents))
     expected = mx.concatenate(alone).astype(mx.float32)
     return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
 
 
-def _prefilled(model: nn.Module, tokens: mx.array) -> list[Any]:
-    """Caches that hold these tokens [n]."""
-    caches: list[Any] = make_prompt_cache(model)
+def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
+    """Caches that hold these tokens [n], and claim `shift` positions before them."""
+    caches = [later(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
         mx.eval([cache.state for cache in caches])
     return caches
 
 
-def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -> list[WidthReport]:
-    """One report for each width, after `context` tokens."""
-    longest = max(widths)
+def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -> list[WidthReport]:
+    """One report for each width."""
+    longest, context, shift = max(widths), place.context, place.shift
     is_spread = group_of(model) is not None
     tokens = _random_tokens(model, context + longest, seed)
-    start = _prefilled(model, tokens[:context])
+    start = _prefilled(model, tokens[:context], shift)
     single = copy.deepcopy(start)
     steps = []
     for i in range(longest):
@@ -265,8 +288,24 @@ def _compare(model: nn.Module, context: int, widths: Sequence[int], seed: int) -
     for width in widths:
         caches = copy.deepcopy(start)
         logits = model(tokens[None, context : context + width], cache=caches)[0]
-        reports.append(_report(width, context, logits.astype(mx.float32), expected[:width], dtype))
+        logits, before = logits.astype(mx.float32), context + shift
+        report = _report(width, before, logits, expected[:width], dtype)
+        exact = report.exact and (not shift or _ropes_agree(model, before, width))
+        reports.append(replace(report, exact=exact))
     return reports
+
+
+def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
+    """Whether rope modules turn several rows as one by one; not if by the length of the text."""
+    differences = [mx.array(0.0)]
+    for module in model.modules():
+        if any(map(is_rope, type(module).__mro__)):
+            size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024  # as many or more
+            rows = mx.ones((1, 1, width, size))
+            single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
+            difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
+            differences.append(mx.abs(difference).max())
+    return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start  # of an angle's float32
 
 
 def _report(
@@ -293,15 +332,9 @@ def _random_tokens(model: nn.Module, num_tokens: int, seed: int) -> mx.array:
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(seed))
 
 
-def _window(model: nn.Module) -> int | None:
-    """Largest window of the model's caches, None if they all keep everything."""
-    windows = [window_of(cache) for cache in leaves(make_prompt_cache(model))]
-    return max((window for window in windows if window is not None), default=None)
-
-
-def _short_context(window: int | None) -> int:
-    """A context that the widest pass does not take past the window."""
-    return CONTEXT if window is None else max(1, min(CONTEXT, window - max(WIDTHS)))
+def _windows(model: nn.Module) -> list[int]:
+    """Windows of the model's caches, but for those that keep everything."""
+    return [window for cache in leaves(make_prompt_cache(model)) if (window := window_of(cache))]
 
 
 def _describe_caches(model: nn.Module) -> tuple[str, ...]:

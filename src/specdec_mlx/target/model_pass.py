@@ -11,7 +11,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.branch_rows import tree_logits
-from specdec_mlx.target.exactness import is_exact, is_exact_on_trees, rows_pay
+from specdec_mlx.target.exactness import exact_until, rows_pay
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.keys_values import check_readable, keys_values_of
 from specdec_mlx.target.recurrent_states import recurrent_states_of
@@ -19,9 +19,6 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.target.tree_passes import TreeRows
 from specdec_mlx.types import FeatureRows, Features, KeysValues
-
-WINDOW_MARGIN = 32
-"""Positions before a window is full at which to ask whether passes across its end are exact."""
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -172,9 +169,8 @@ class ModelPass:
         self.by_rows = False
         if not self.probe:
             return False
-        room = self.rollback.room_in_window()
-        is_near = room is not None and room <= WINDOW_MARGIN
-        if self.rollback.takes_trees() and is_exact_on_trees(self.model, past_window=is_near):
+        end = self.rollback.end
+        if self.rollback.takes_trees() and exact_until(self.model, end, on_trees=True) is None:
             return True
         self.by_rows = self.taps is None and rows_pay(self.model)
         return self.by_rows
@@ -182,10 +178,8 @@ class ModelPass:
     def _widest_exact(self) -> int | None:
         if not self.probe:
             return None
-        if not is_exact(self.model, past_window=False):
-            return 1
-        self.rollback.states = recurrent_states_of(self.model)
-        room = self.rollback.room_in_window()
-        if room is None or room > WINDOW_MARGIN or is_exact(self.model, past_window=True):
-            return None
-        return max(1, room)
+        end = self.rollback.end
+        limit = exact_until(self.model, end)
+        if limit != 0:
+            self.rollback.states = recurrent_states_of(self.model)
+        return None if limit is None else max(1, limit - end)

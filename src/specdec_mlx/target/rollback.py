@@ -25,9 +25,8 @@ from specdec_mlx.target.strategies import (
     Strategy,
     leaves,
     strategy_for,
-    window_of,
 )
-from specdec_mlx.target.tree_passes import VIEWS, TreeRows, pass_over, view_of
+from specdec_mlx.target.tree_passes import VIEWS, TreeRows, tree_pass
 
 
 @dataclass(frozen=True)
@@ -76,13 +75,9 @@ class Rollback:
         """
 
         def run() -> mx.array:
-            logits: mx.array
-            if tree is None:
-                logits = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
-            else:
-                views = [view_of(cache, tree) for cache in self.caches]
-                with pass_over(tree):
-                    logits = model(tokens[None], cache=views, **inputs).squeeze(0)
+            if tree is not None:
+                return tree_pass(model, tokens, self.caches, tree, **inputs)
+            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
             return logits
 
         self._chosen = {}
@@ -131,14 +126,11 @@ class Rollback:
             for cache, strategy in self._strategies()
         )
 
-    def room_in_window(self) -> int | None:
-        """Positions that still fit before the smallest window forgets; None without windows."""
-        rooms = (
-            window - cache.offset
-            for cache in leaves(self.caches)
-            if (window := window_of(cache)) is not None
-        )
-        return min(rooms, default=None)
+    @property
+    def end(self) -> int:
+        """Positions that the caches hold, those of earlier turns included."""
+        offsets = (cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset"))
+        return max(offsets, default=self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep the first `position` positions, and those of the ones after them that are named.

@@ -209,11 +209,6 @@ class RowCaches:
         """Of all rows, room included."""
         return sum(int(cache.nbytes) for cache in self.caches)
 
-    @property
-    def window(self) -> int | None:
-        """Positions that the smallest window holds; None without windows."""
-        return min((window for window in self._slots if window is not None), default=None)
-
     def add(self, caches: Sequence[Any], num_positions: int) -> None:
         """Add a text behind the others, with the caches that hold its first positions."""
         for slots in self._slots.values():

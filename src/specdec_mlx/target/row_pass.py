@@ -15,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_exactness import can_hold_rows
-from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.verifier import LazyPass, RowByRowPass, Verifier
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import NO_DRAFT, Draft, PendingPass
@@ -25,12 +24,11 @@ from specdec_mlx.types import NO_DRAFT, Draft, PendingPass
 class RowPlace(Rollback):
     """A row's place in its text, as its round sees it: it asks to go back, and all rows go at once.
 
-    base: positions of the caches that were there before the text. window: positions that the
-    smallest window holds, None without one. wanted: where it asked to go; None if it stays.
+    base: positions of the caches that were there before the text. wanted: where it asked to go;
+    None if it stays.
     """
 
     base: int = 0
-    window: int | None = None
     wanted: int | None = None
 
     def rewind_to(self, position: int) -> int:
@@ -38,10 +36,6 @@ class RowPlace(Rollback):
         if position < self.position:
             self.wanted = position
         return position
-
-    def room_in_window(self) -> int | None:
-        """Positions that still fit before the smallest window forgets; None without windows."""
-        return None if self.window is None else self.window - self.base - self.position
 
     def moved(self, end: int) -> None:
         """The row's caches end here now."""
@@ -96,10 +90,8 @@ class RowPasses:
     def add(self, verifier: Verifier) -> None:
         """Take over a text that was read alone; from now on it goes with the others."""
         alone = verifier.rollback
-        end = max((c.offset for c in leaves(alone.caches) if hasattr(c, "offset")), default=0)
-        end = max(end, alone.position)
-        self.caches.add(alone.caches, end)
-        place = RowPlace([], alone.position, base=end - alone.position, window=self.caches.window)
+        self.caches.add(alone.caches, alone.end)
+        place = RowPlace([], alone.position, base=alone.end - alone.position)
         verifier.model_pass.rollback = place
         self.verifiers.append(verifier)
         self.places.append(place)

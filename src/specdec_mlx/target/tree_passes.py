@@ -2,10 +2,10 @@
 
 The mask comes from the caches that the model is called with. For the pass each is replaced by a
 *view*, an object of a subclass that shares its state, whose mask lets a row see the text and its
-ancestors. Positions are a matter of the model's rope modules. Rotary embeddings take one offset for
-each row of a batch, so the rows are made a batch for that one operation: a model's rope modules are
-given, once, a class that does so while its thread is in a pass over a tree, and changes nothing
-else.
+ancestors. Positions are a matter of the model's rope modules, and of scales by position that some
+attention is handed. A model's modules of both kinds are given, once, a class that reads depths
+while its thread is in a pass over a tree, and changes nothing else. Rotary embeddings take one
+offset for each row of a batch, so the rows are made a batch for that one operation.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
 
 @contextmanager
 def pass_over(rows: TreeRows) -> Iterator[None]:
-    """While the model is called: its rope modules turn each row by its own position."""
+    """While the model is called: what reads positions takes each row's own."""
     token = _pass_over.set(rows)
     try:
         yield
@@ -160,10 +160,36 @@ VIEWS: dict[type, type] = {
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 
+class _Later:
+    """A cache that claims `shift` positions before its own, to measure far along a text."""
+
+    cache: Any = None
+
+    def __init__(self, cache: Any, shift: int) -> None:
+        vars(self).update(cache=cache, shift=shift)
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.cache, name)
+        return value + self.shift if name in ("offset", "start_position") else value
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def later(cache: Any, shift: int) -> Any:
+    """A cache in whose place one claims more positions; one of a model's own stays as it is."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(later(part, shift) for part in cache.caches))
+    is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
+    return _Later(cache, shift) if is_known and shift else cache
+
+
 def view_of(cache: Any, rows: TreeRows) -> Any:
     """What stands in a cache's place for one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
+    if isinstance(cache, _Later):
+        return _Later(view_of(cache.cache, rows), cache.shift)
     kind = VIEWS[type(cache)]
     view: Any = object.__new__(kind)
     view.__dict__ = vars(cache)
@@ -180,18 +206,32 @@ def chooses_blocks(model: nn.Module) -> bool:
     return any(getattr(module, BLOCKS, None) is not None for module in model.modules())
 
 
-def _teach_ropes(model: nn.Module) -> bool:
-    """Have a model's rope modules look whether a pass is over a tree; whether it has any."""
-    ropes = [module for module in model.modules() if _is_rope(type(module))]
-    for module in ropes:
-        module.__class__ = _with_rows(type(module))  # type: ignore[arg-type]
-    return bool(ropes)
+def _teach_depths(model: nn.Module) -> None:
+    """Have a model's modules that read positions look whether a pass is over a tree."""
+    for module in model.modules():
+        kind: Any = type(module)
+        if is_rope(kind):
+            module.__class__ = _with_rows(kind)
+        elif "rope" in module and _parameters(kind)[1:2] == ["attn_scale"]:
+            module.__class__ = _with_scale(kind)
 
 
-teach_ropes = PerModel(_teach_ropes)
+teach_depths = PerModel(_teach_depths)
 
 
-def _is_rope(kind: type) -> bool:
+def tree_pass(
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeRows, **inputs: Any
+) -> mx.array:
+    """Logits [S, V] of a pass over tokens [S] that hang together like this, lazy."""
+    teach_depths(model)
+    views = [view_of(cache, rows) for cache in caches]
+    with pass_over(rows):
+        logits: mx.array = model(tokens[None], cache=views, **inputs).squeeze(0)
+    return logits
+
+
+def is_rope(kind: type) -> bool:
+    """Whether modules of a class turn rows by their positions, from an offset on."""
     name = kind.__name__.lower()
     return ("rope" in name or "rot" in name) and "offset" in _parameters(kind)
 
@@ -222,3 +262,16 @@ def _with_rows(kind: type) -> type:
 
     attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), attributes)
+
+
+@functools.cache
+def _with_scale(kind: type) -> type:
+    """An attention's class, but that in a pass over a tree every row has its own depth's scale."""
+
+    def call(self: Any, x: mx.array, attn_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
+        rows = _pass_over.get()
+        if rows is not None and attn_scale is not None:
+            attn_scale = attn_scale[..., rows.offsets, :]
+        return kind.__call__(self, x, attn_scale, *args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import mlx.core as mx
@@ -42,6 +42,18 @@ class ScriptedRound:
     emitted: list[int]
 
 
+@dataclass(frozen=True)
+class NotedNoise(Noise):
+    """Noise that notes which places drafts were drawn from: purposes and positions, in order."""
+
+    drawn: list[tuple[str, int]] = field(default_factory=list, compare=False)
+
+    def _mixed(self, purpose: str, position: int) -> int:
+        if purpose.startswith("draft "):
+            self.drawn.append((purpose, position))
+        return super()._mixed(purpose, position)
+
+
 @dataclass
 class ScriptedGeneration:
     """A session and what it has seen.
@@ -49,13 +61,17 @@ class ScriptedGeneration:
     given: prompt + emitted, the list that the session was given, which grows under it as the
         loop's does.
     prompt: what it began with.
+    noise: what it draws with.
     emitted: tokens observed.
+    num_decided: how many of the noise's draws are of drafts that were decided.
     """
 
     session: DraftSession
     given: list[int]
     prompt: list[int]
+    noise: NotedNoise
     emitted: list[int] = field(default_factory=list)
+    num_decided: int = 0
 
 
 @dataclass
@@ -90,6 +106,8 @@ class Generations:
         """Start a session, and see that the prompt stays the caller's."""
         given = list(prompt)
         context = context or self.context(Sampling())
+        noise = NotedNoise(context.noise.seed if context.noise else 0)
+        context = replace(context, noise=noise)
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         session = self.drafter.begin(given, context)
@@ -99,21 +117,32 @@ class Generations:
                 f"begin() returned {type(session).__name__}, which lacks propose or observe.",
                 "See specdec_mlx.DraftSession",
             )
-        generation = ScriptedGeneration(session, given, list(prompt))
+        generation = ScriptedGeneration(session, given, list(prompt), noise)
         self._check_given(generation)
         return generation
 
     def propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         """A draft that can be verified."""
+        drawn = generation.noise.drawn
+        num_drawn = len(drawn)
         with mx.stream(generation_stream):
             draft = generation.session.propose(limit)
             self._check_draft(draft, limit)
+        new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
+        if draft.logprobs is not None and (len({*new}) < len(new) or {*new} & {*decided}):
+            self.fail(
+                "noise",
+                f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
+                "or one from that of an earlier draft. The text is then biased.",
+                "Give draft_gumbel the number of tokens emitted, and each node an index of its own",
+            )
         return draft
 
     def observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
         """Tell the session what was emitted, and see that the tokens stay the caller's."""
         generation.given += tokens
         generation.emitted += tokens
+        generation.num_decided = len(generation.noise.drawn)
         shown = list(tokens)
         generation.session.observe(shown)
         if shown != tokens:

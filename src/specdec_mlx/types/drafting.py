@@ -195,8 +195,14 @@ class DraftContext:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.
 
         start: number of tokens emitted before the draft. Keyed by both, so that no later draft is
-        drawn from noise that had a say in an earlier verdict; under the coupled rule, where the
-        draft has no say in what is emitted, it is the target's own noise at that position.
+        drawn from noise that had a say in an earlier verdict: a `start` that comes again after a
+        verdict biases the text (`check_drafter` sees it). Under the coupled rule, where the draft
+        has no say in what is emitted, it is the target's own noise at that position.
+
+        Of a tree each node has an `index` of its own, siblings too, whatever their depth (coupled:
+        its depth): they are then drawn independently, and each declares the distribution at its
+        place. Siblings that are to differ are the largest few of log q + one row, and declare q
+        without those before.
         """
         assert self.noise is not None
         assert self.vocab_size is not None

@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.timing import time_of
-from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_ropes, view_of
+from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, FeatureRows
 
@@ -92,7 +92,7 @@ class RecurrentSession(SteppingSession):
 
     def begin_tree(self) -> None:
         """From the state of the last pair."""
-        teach_ropes(self.head)
+        teach_depths(self.head)
         self.rows, self.made = GrowingRows(), self.drafted
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:

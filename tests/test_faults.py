@@ -1,0 +1,459 @@
+"""An exception at any call of anything: what the caller holds afterwards is what was handed out.
+
+Each case is a random generation, drawn from its number: an architecture, a way to write (chains,
+trees, a draft model, heads, a batch, beams), and one call of the drafter, a processor, the sampler,
+the callback or a layer, prefill and probing included, that raises before or after its work; or the
+caller closes the generator, or throws into it. Afterwards the caller's caches go on as the text
+does that was handed out, the caches that were only lent are as they were, and the same model and
+drafter write the plain text once more.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from heads import HEADS, random_head
+from selection import FULL
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
+from specdec_mlx.beams.guesses import BeamDrafting, FixedGuess
+from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.target.rollback import check_usable
+from specdec_mlx.target.row_exactness import can_hold_rows
+from specdec_mlx.types import DraftContext
+
+pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
+
+VOCAB, NUM_TOKENS = 128, 12
+BEFORE = [8, 3, 77, 5]
+PROMPTS = ([5, 17, 99, 3, 64, 17, 99, 42], [9], [5, 17, 99] * 4, [30, 31, 32])
+NAMES = ("llama", "mamba", "qwen3_next", "gemma3_text", "gpt_oss")
+ROWS = ("llama", "qwen3_next", "gemma3_text", "gpt_oss", "mamba")
+MODELS = ("llama", "gemma3_text", "qwen3_next")
+
+DRAFTER = ("begin", "propose", "propose_while", "propose_tree", "observe", "close", "see", "fork")
+PLACES = (*DRAFTER, "layer", "processor", "sampler", "callback")
+
+
+class Fault:
+    """The call that raises: of which place, which one, with what, before or after its work."""
+
+    place = ""
+    at = 0
+    after = False
+    error: type[BaseException] = RuntimeError
+    num_calls = 0
+    raised: BaseException | None = None
+
+    @classmethod
+    def arm(cls, place: str, at: int, error: type[BaseException], *, after: bool) -> None:
+        cls.place, cls.at, cls.error, cls.after = place, at, error, after
+        cls.num_calls, cls.raised = 0, None
+
+    @classmethod
+    def disarm(cls) -> str:
+        place, cls.place = cls.place, ""
+        return place
+
+    @classmethod
+    def within(cls, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same callable, which may raise."""
+
+        @functools.wraps(call, updated=())
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            if place != cls.place:
+                return call(*args, **kwargs)
+            cls.num_calls += 1
+            is_now = cls.num_calls == cls.at
+            if is_now and not cls.after:
+                cls.now()
+            result = call(*args, **kwargs)
+            if is_now and cls.after:
+                cls.now()
+            return result
+
+        return guarded
+
+    @classmethod
+    def now(cls) -> None:
+        cls.raised = cls.error("the fault")
+        raise cls.raised
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _layers_may_raise() -> Iterator[None]:
+    """Those of all models here, for as long as these tests run."""
+    kinds = {type(layer) for name in NAMES for layer in layers_of(target(name))}
+    before = {kind: kind.__call__ for kind in kinds}
+    for kind in kinds:
+        kind.__call__ = Fault.within("layer", kind.__call__)  # type: ignore[method-assign]
+    yield
+    for kind, call in before.items():
+        kind.__call__ = call  # type: ignore[method-assign]
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    return list(getattr(model, "layers", None) or model.model.layers)
+
+
+@functools.cache
+def target(name: str) -> nn.Module:
+    return tiny.build(name)
+
+
+@functools.cache
+def plain(name: str, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> list[int]:
+    steps = generate_step(mx.array(prompt), target(name), max_tokens=num_tokens)
+    return [int(token) for token, _ in steps]
+
+
+def filled(name: str, tokens: Sequence[int], model: nn.Module | None = None) -> list[Any]:
+    """Caches that hold these tokens."""
+    model = model or target(name)
+    caches = make_prompt_cache(model)
+    if tokens:
+        model(mx.array([list(tokens)]), cache=caches)
+    return caches
+
+
+class Faulty:
+    """A drafter whose own calls, and those of its sessions, may raise."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.drafter = drafter
+        self.sessions: list[Any] = []
+        self.begin = Fault.within("begin", self._begin)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["drafter"], name)
+
+    def _begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        self.sessions.append(watched(self.drafter.begin(prompt, context)))
+        return self.sessions[-1]
+
+
+def watched(session: Any) -> Any:
+    """A session whose calls may raise, and which counts how often it was closed."""
+    session.num_closed, session.__class__ = 0, raising(type(session))
+    return session
+
+
+@functools.cache
+def raising(kind: type) -> type:
+    """The class of a session, with calls that may raise."""
+    members = {
+        name: Fault.within(name, getattr(kind, name)) for name in DRAFTER if hasattr(kind, name)
+    }
+    close = members["close"]
+
+    def counted(self: Any, length: int) -> None:
+        self.num_closed += 1
+        close(self, length)
+
+    return type(kind.__name__, (kind,), members | {"close": counted})
+
+
+class Oracles:
+    """For each prompt what comes after it, some of it wrong; trees or chains."""
+
+    def __init__(self, name: str, coins: random.Random, *, trees: bool, before: bool) -> None:
+        self.name, self.seed, self.trees = name, coins.randrange(100), trees
+        self.before = BEFORE if before else []
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        text = plain(self.name, (*self.before, *prompt), NUM_TOKENS + 8)
+        made: Any = (
+            scripted.OracleTrees(text, VOCAB, self.seed)
+            if self.trees
+            else scripted.OracleDrafter(text, VOCAB, wrong=0.4, seed=self.seed)
+        )
+        return made.begin(prompt, context)
+
+
+def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> Any:
+    """What drafts in this way."""
+    if way == "model":
+        return sd.ModelDrafter(tiny.build(name, seed=1), branches=coins.choice([1, 1, 2]))
+    if way in HEADS:
+        return HeadDrafter(head(way, name), branches=coins.choice([1, 2]))
+    return Oracles(name, coins, trees=way == "trees", before=before)
+
+
+@functools.cache
+def head(kind: str, name: str) -> Any:
+    return random_head(HEADS[kind], target(name))
+
+
+def argmax(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
+
+
+def same(tokens: mx.array, logits: mx.array) -> mx.array:
+    return logits
+
+
+def how(coins: random.Random) -> dict[str, Any]:
+    """Sampler and processors, which may raise and may be known to be pure."""
+    options: dict[str, Any] = {}
+    if Fault.place == "sampler":
+        options["sampler"] = Fault.within("sampler", argmax)
+    if Fault.place == "processor":
+        processor = Fault.within("processor", same)
+        processor.pure = coins.random() < 0.5  # type: ignore[attr-defined]
+        options["logits_processors"] = [processor]
+    return options
+
+
+def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[int]) -> bool:
+    """Whether caches hold the first tokens of a text: it is continued as it would be."""
+    again = sd.speculate(target(name), [*text], max_tokens=6, prompt_cache=caches)
+    return [item.token for item in again] == plain(name, tuple(whole), 6)
+
+
+def arm(coins: random.Random, places: Sequence[str]) -> None:
+    place = coins.choice(places)
+    most = {"layer": 40, "begin": 2, "close": 1, "callback": 5, "fork": 3}.get(place, 8)
+    error = coins.choice([RuntimeError, KeyboardInterrupt])
+    Fault.arm(place, coins.randint(1, most), error, after=coins.random() < 0.5)
+
+
+# One text -----------------------------------------------------------------------------------------
+
+HEADS_HERE = ("eagle3", "medusa")
+WAYS = ("none", "chains", "trees", "model", *HEADS_HERE)
+
+
+def one_text(way: str, coins: random.Random) -> None:
+    name = coins.choice(NAMES if way in ("none", "chains", "trees") else ("llama", "gemma3_text"))
+    if way in HEADS:
+        name = "llama"
+    prompt, before = coins.choice(PROMPTS), coins.random() < 0.4
+    held = BEFORE if before else []
+    one = None if way == "none" else drafter_of(way, name, coins, before=before)
+    caches = filled(name, held)
+    own = len(caches)
+    draft_caches = []
+    if way == "model" and coins.random() < 0.5:
+        draft_caches = filled(name, held, one.model)
+    caches += draft_caches
+    fresh = coins.random() < 0.2
+    model = tiny.build(name) if fresh else target(name)
+    arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
+    tokens: list[int] = []
+    left_at = coins.randint(1, NUM_TOKENS) if coins.random() < 0.3 else -1
+    error = run_one(
+        lambda: sd.speculate(
+            model,
+            prompt,
+            Faulty(one) if one is not None else None,
+            max_tokens=NUM_TOKENS,
+            prompt_cache=caches,
+            draft_length=coins.choice([1, 3, 8, "auto"]),
+            prefill_step_size=coins.choice([3, 2048]),
+            prompt_progress_callback=Fault.within("callback", lambda done, total: None),
+            probe=coins.random() < 0.7,
+            **how(coins),
+        ),
+        tokens,
+        left_at,
+        throws=coins.random() < 0.5,
+    )
+    place, told = Fault.disarm(), notes(error)
+    is_probed = fresh and place == "layer"  # an error there is a verdict on the model
+    has_left = len(tokens) == left_at  # before he was told of a failure
+    assert is_probed or has_left or (Fault.raised is not None) == ("the fault" in told), told
+    text = [*held, *prompt]
+    assert tokens == plain(name, tuple(text))[: len(tokens)]
+    ends = [[*text, *tokens]] if tokens else [[*text], [*held]]
+    try:
+        check_usable(caches)
+    except sd.CacheRollbackError:
+        by_drafter = place in DRAFTER and isinstance(Fault.raised, Exception)
+        assert not by_drafter
+        assert "No way back" in told
+        return
+    copies = caches[:own]
+    assert any(goes_on(name, copy.deepcopy(copies), [9], [*end, 9]) for end in ends), (
+        "holds another text"
+    )
+    if draft_caches and place not in ("close", "layer"):
+        got = {cache.offset for cache in caches[own:]}
+        want = {cache.offset for cache in caches[:own]}
+        assert got <= {*want, len(held)}, (got, want)
+    again = sd.speculate(model, text, one if not before else None, max_tokens=6, draft_length=3)
+    assert [item.token for item in again] == plain(name, tuple(text))[:6]
+
+
+def notes(error: BaseException | None) -> str:
+    """What an exception says."""
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def run_one(
+    begin: Callable[[], Any], tokens: list[int], left_at: int, *, throws: bool
+) -> BaseException | None:
+    """Take tokens until something is raised, or the caller leaves; what was raised."""
+    try:
+        generation = begin()
+        for item in generation:
+            tokens.append(item.token)
+            if len(tokens) == left_at and throws:
+                generation.throw(ZeroDivisionError("the caller"))
+            if len(tokens) == left_at:
+                generation.close()
+    except (RuntimeError, KeyboardInterrupt, ZeroDivisionError) as error:
+        return error
+    return None
+
+
+# Several texts ------------------------------------------------------------------------------------
+
+
+def several_texts(coins: random.Random) -> None:
+    name, before = coins.choice(ROWS), coins.random() < 0.4
+    held = BEFORE if before else []
+    lent = filled(name, held)
+    way = coins.choice(["none", "chains", "model"])
+    one = None if way == "none" else drafter_of(way, name, coins, before=before)
+    faulty = None if one is None else Faulty(one)
+    told_of: list[int] = []
+    batch = BatchGeneration(
+        target(name),
+        faulty,
+        draft_length=coins.choice([1, 3, "auto"]),
+        max_rows=coins.choice([2, 3]),
+        prefill_step_size=coins.choice([3, 2048]),
+        returns_caches=True,
+        completes_caches=coins.random() < 0.5,
+        on_error=coins.choice([None, lambda uid, error: told_of.append(uid)]),
+    )
+    arm(coins, [p for p in PLACES if p != "callback" and (one or p not in DRAFTER)])
+    requests = [
+        Request(prompt, coins.randint(3, NUM_TOKENS), prompt_cache=lent if before else None)
+        for prompt in PROMPTS
+    ]
+    guarded = coins.randrange(len(requests) + 1)
+    for i, request in enumerate(requests):
+        batch.insert(replace(request, **how(coins)) if i <= guarded else request)
+    texts: dict[int, list[int]] = {uid: [] for uid in range(len(requests) + 1)}
+    ended: dict[int, Any] = {}
+
+    def written() -> Iterator[Any]:
+        with closing(batch.run()) as rows:
+            for row in rows:
+                if row.finish_reason is not None:
+                    ended[row.uid] = row
+                texts[row.uid].append(row.token.token)
+                yield row.token
+
+    left_at = coins.randint(1, NUM_TOKENS) if coins.random() < 0.3 else -1
+    error = run_one(written, [], left_at, throws=coins.random() < 0.5)
+    place, told = Fault.disarm(), notes(error)
+    if not told_of:
+        assert (Fault.raised is not None) == ("the fault" in told), (Fault.raised, told)
+    batch.insert(Request(PROMPTS[0], 5, prompt_cache=lent if before else None))
+    requests.append(Request(PROMPTS[0], 5))
+    again = run_one(written, [], -1, throws=False)
+    assert again is None, traceback.format_exception(again)
+    assert len(texts[len(requests) - 1]) == 5
+    if (
+        batch.on_error is not None
+        and isinstance(Fault.raised, Exception)
+        and left_at < 0
+        and place in ("begin", "propose", "observe", "sampler")
+    ):
+        assert (len(told_of), error) == (1, None)
+    for uid, request in enumerate(requests):
+        whole = [*held, *request.prompt]
+        assert texts[uid] == plain(name, tuple(whole))[: len(texts[uid])]
+        if batch.on_error is not None and error is None and left_at < 0 and uid not in told_of:
+            assert len(texts[uid]) == request.max_tokens, (uid, told_of)
+        if uid in ended and ended[uid].prompt_cache is not None:
+            text = [*request.prompt, *texts[uid]]
+            cached = ended[uid].num_cached or (len(text) if batch._passes is None else 0)
+            check_usable(ended[uid].prompt_cache)
+            assert goes_on(name, ended[uid].prompt_cache, [*text[cached:], 9], [*held, *text, 9])
+    if before:
+        assert goes_on(name, lent, [9], [*held, 9])
+    if faulty is not None and place != "begin":
+        assert all(session.num_closed == 1 for session in faulty.sessions), [
+            s.num_closed for s in faulty.sessions
+        ]
+
+
+# Beams --------------------------------------------------------------------------------------------
+
+
+def beams(coins: random.Random) -> None:
+    name, num_beams = coins.choice(ROWS[:4]), coins.choice([2, 3])
+    way = coins.choice(["none", "chains", "trees", "model"])
+    one = None if way == "none" else drafter_of(way, name, coins, before=False)
+    assert can_hold_rows(target(name))
+    arm(coins, ["layer", *DRAFTER] if one else ["layer"])
+    prompt = coins.choice(PROMPTS)
+
+    def search(drafter: Any) -> list[tuple[int, ...]]:
+        rows = BeamRows(target(name), prompt, num_beams, prefill_step_size=4)
+        context = DraftContext(sampling=sd.Sampling(), vocab_size=VOCAB)
+        drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
+        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=FixedGuess(3))
+        return [beam.tokens for beam in found.run()]
+
+    fired = False
+    try:
+        search(Faulty(one) if one else None)
+    except (RuntimeError, KeyboardInterrupt) as error:
+        fired = "the fault" in str(error)
+    Fault.disarm()
+    assert fired == (Fault.raised is not None)
+    assert search(one) == search(None)
+
+
+WRITES: dict[str, Callable[[random.Random], None]] = {
+    **{way: functools.partial(one_text, way) for way in WAYS},
+    "batch": several_texts,
+    "beams": beams,
+}
+CASES = {"chains": 90, "batch": 100, "beams": 50} | dict.fromkeys(("none", "trees", "model"), 60)
+CASES |= dict.fromkeys(HEADS_HERE, 40)
+IN_SHORT = 5
+"""Cases of each that always run."""
+
+
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        pytest.param(way, case, marks=[FULL] if case >= IN_SHORT else [])
+        for way, count in CASES.items()
+        for case in range(count)
+    ],
+)
+def test_after_an_exception_anywhere_caches_hold_what_was_handed_out(way: str, case: int) -> None:
+    """500 generations; of the 40 in the short run each kind has five."""
+    try:
+        WRITES[way](random.Random(f"{way} {case}"))
+    finally:
+        Fault.disarm()
+
+
+def test_there_are_500() -> None:
+    """And 40 in the short run."""
+    assert sum(CASES.values()) == 500
+    assert IN_SHORT * len(CASES) == 40
