@@ -306,7 +306,7 @@ class Generation:
             self.target.extend_history(outcome.tokens)
         record = self.clock.record(current, outcome, ahead, context)
         self.drafting.record(record)
-        self.pipeline.record(outcome.num_accepted)
+        self.pipeline.record(record.accepted)
         self.stats.record(record)
         return outcome
 
@@ -334,10 +334,8 @@ class Generation:
         """Hand out the tokens of a round, while the next one is under way."""
         self.stats.other_seconds += self.clock.other_seconds(following)
         self.clock.time_if_hidden(following, self.drafting.length)
-        origins = _origins(current.num_drafted, outcome.num_accepted)
-        rows = [0, *(node + 1 for node in outcome.kept)]
         started = perf_counter()
-        for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
+        for token, origin, row in _emitted(current, outcome):
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
@@ -367,7 +365,11 @@ class Generation:
             )
 
 
-def _origins(num_drafted: int, num_accepted: int) -> list[Origin]:
-    """Where each of the n + 1 tokens of a round came from."""
-    last: Origin = "correction" if num_accepted < num_drafted else "bonus"
-    return [*["draft"] * num_accepted, last if num_drafted else "plain"]  # type: ignore[list-item]
+def _emitted(current: Round, outcome: Outcome) -> list[tuple[int, Origin, int]]:
+    """Each token of a round with where it came from, and the row of its log-probabilities."""
+    if not current.num_drafted:
+        return [(token, "plain", 0) for token in outcome.tokens]
+    rows = [0, *[node + 1 for node in outcome.kept]]
+    last: Origin = "correction" if len(rows) <= current.num_drafted else "bonus"
+    origins: list[Origin] = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
+    return list(zip(outcome.tokens, origins, rows, strict=False))

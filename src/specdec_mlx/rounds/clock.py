@@ -77,7 +77,7 @@ class RoundClock:
         self._draft_began = None
         draft_seconds = self._launch_began - began
         launch_seconds = perf_counter() - self._launch_began
-        num_drafted = len(under_way.draft)
+        num_drafted = len(under_way.draft.tokens)
         return Round(under_way, num_drafted, draft_seconds, launch_seconds, is_ahead, part)
 
     def was_read(self, started: float) -> None:
@@ -111,7 +111,7 @@ class RoundClock:
         """
         return RoundRecord(
             drafted=current.num_drafted,
-            accepted=outcome.num_accepted,
+            accepted=len(outcome.kept),
             emitted=len(outcome.tokens),
             fed=current.under_way.num_fed,
             tokens=outcome.tokens,

@@ -41,11 +41,14 @@ class SequenceState:
 
     def num_wanted(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""
-        return None if self.max_tokens < 0 else self.max_tokens - self.num_generated - besides
+        if self.max_tokens < 0:
+            return None
+        return self.max_tokens + self.prompt_length - len(self.tokens) - besides
 
     def wants_more(self, besides: int = 0) -> bool:
         """Whether tokens are wanted beyond those known and `besides` more."""
-        return self.max_tokens < 0 or self.num_generated + besides < self.max_tokens
+        end = self.prompt_length + self.max_tokens
+        return self.max_tokens < 0 or len(self.tokens) + besides < end
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Add generated tokens, but no more than are wanted; those that were added."""

@@ -26,8 +26,9 @@ class NextToken:
         processors: mlx-lm logits processors.
         noise: of this generation.
 
-    by_row: whether rows have to be drawn one by one, as plain decoding would, since a sampler or
-        processor of the caller's may remember what it saw.
+    sampling: the distribution of the next token; None if only a sampler is known. by_row: whether
+        rows have to be drawn one by one, as plain decoding would, since a sampler or processor of
+        the caller's may remember what it saw.
     """
 
     def __init__(
@@ -36,17 +37,13 @@ class NextToken:
         """No token was seen yet."""
         check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
+        self.sampling = self.sampler if isinstance(self.sampler, Sampling) else None
         self.processors = processors_of(processors)
         self.noise = noise
         self._gumbels = GumbelRows(noise, "target")
         self.history: mx.array | None = None
         self.by_row = not all(is_pure(f) for f in (self.sampler, *self.processors))
         self._window = max_window(self.processors)
-
-    @property
-    def sampling(self) -> Sampling | None:
-        """The distribution of the next token; None if only a sampler is known."""
-        return self.sampler if isinstance(self.sampler, Sampling) else None
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add emitted tokens to what the processors see, which need not be the whole text."""

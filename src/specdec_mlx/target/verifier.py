@@ -82,7 +82,7 @@ class LazyPass:
 
     def read(self) -> Outcome:
         """What was kept and what is emitted; the only host synchronisation of a round."""
-        if not len(self.draft):
+        if not len(self.draft.tokens):
             return self._read_token()
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
@@ -233,10 +233,10 @@ class Verifier:
         Raises:
             DraftError: before anything is fed, for what cannot be a draft for this target.
         """
-        num_drafted = len(draft)
+        num_drafted = len(draft.tokens)
         if num_drafted:
             draft = self._checked(draft)
-            num_drafted = len(draft)
+            num_drafted = len(draft.tokens)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + num_drafted
         fed, rows = self._feed_all_but_last_pass(pending)
@@ -323,7 +323,7 @@ class Verifier:
         """Distribution, verdict and what is to be checked of a round, as one graph."""
         processed = self.distribution.process(logits, drafted, draft.parents)
         rows = Rows(processed, self.distribution, position, draft.parents)
-        if not len(draft):
+        if not len(draft.tokens):
             return _undecided(rows, num_fed)
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
         noise = RoundNoise(self.distribution.noise, position)
