@@ -24,7 +24,7 @@ def at_random(share: float, seed: int = 0) -> Callable[[int], bool]:
     """Right at this share of the positions."""
     coins = random.Random(seed)
     table = [coins.random() < share for _ in range(20_000)]
-    return lambda position: table[position]
+    return lambda position: table[position % len(table)]
 
 
 def line(slope: float, step: float = 0.0) -> Callable[[int], float]:
@@ -116,9 +116,10 @@ def alone(
     cost: Callable[[int], float],
     cheap: bool = True,
     evidence: int | None = 3,
+    token_cost: float = 0.0,
 ) -> World:
     """A world with a single drafter, called "it"."""
-    return World(cost, {"it": Part(is_right, cheap, evidence)})
+    return World(cost, {"it": Part(is_right, cheap, evidence, token_cost=token_cost)})
 
 
 def drafted(records: Sequence[RoundRecord]) -> list[int]:
