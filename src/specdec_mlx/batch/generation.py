@@ -222,10 +222,7 @@ class BatchGeneration:
         if not self._rows:
             slope = tuning_for(self.model).slope
             self._rows = self._note_read(self._reading.read_together(passes, slope))
-        for row in self._note_read(self._reading.go_on()):
-            with mx.stream(self.stream):
-                passes.add(row.verifier)
-            self._rows.append(row)
+        self._rows += self._note_read(self._reading.go_on(passes, self._alone))
 
     def _note_read(self, rows: list[Row]) -> list[Row]:
         """Count the prompts of rows that were read."""
@@ -315,10 +312,14 @@ class BatchGeneration:
 
     def _would_draft(self) -> bool:
         """Whether there would be a draft now, were no pass ahead of it."""
-        draftings = [row.generation.drafting for row in self._rows]
-        if all(drafting.is_free for drafting in draftings):
+        if all(row.generation.drafting.is_free for row in self._rows):
             return any(map(len, self._propose()))
-        return any(drafting.has_draft() for drafting in draftings)
+        return any(map(self._has_draft, self._rows))
+
+    def _has_draft(self, row: Row) -> bool:
+        with self._alone(row.uid, row):
+            return row.generation.drafting.has_draft()
+        return False
 
     def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
         """Start the pass after this one before its tokens are known, where nothing is drafted.
@@ -371,9 +372,9 @@ class BatchGeneration:
             outcome = Outcome(range(0), [])
             with self._alone(row.uid, row):
                 outcome = row.generation.accept(round_, next_of.get(row.uid))
-            if row.finish_reason is None:
-                row.cut_at(self.stop_tokens, outcome)
-            row.generation.roll_back(round_, outcome)
+                if row.finish_reason is None:
+                    row.cut_at(self.stop_tokens, outcome)
+                row.generation.roll_back(round_, outcome)
             outcomes.append((row, outcome))
         if self._shared is not None:
             width = max(len(round_.draft) for _, round_ in current)
@@ -387,17 +388,18 @@ class BatchGeneration:
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
         for i, row in enumerate(self._rows):
             if self.returns_caches and row.finish_reason in ("stop", "length"):
-                with mx.stream(self.stream):
+                with self._alone(row.uid, row), mx.stream(self.stream):
                     alone = passes.extract(i)
                     if self.completes_caches:
                         row.complete(alone)
-                row.prompt_cache, row.num_cached = alone.caches, alone.position
+                    row.prompt_cache, row.num_cached = alone.caches, alone.position
         if len(staying) < len(self._rows):
             with mx.stream(self.stream):
                 passes.keep(staying)
             for row in self._rows:
                 if row.finish_reason is not None:
-                    row.generation.finish()
+                    with self._alone(row.uid, row):
+                        row.generation.finish()
             self._leaving = [row for row in self._rows if row.finish_reason is not None]
             self._rows = [self._rows[i] for i in staying]
 
