@@ -116,7 +116,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "no prompts": (completion(prompt=[]), "prompt must be a text, token ids, or a list of 1 to"),
     "too many prompts": (completion(prompt=["a"] * 129), "a list of 1 to 128 of either"),
     "tokens that there are not": (completion(prompt=[5, 10**6]), "holds token 1000000"),
-    "tokens below the vocabulary": (completion(prompt=[[5], [-1]]), "holds token -1"),
+    "tokens below the vocabulary": (completion(prompt=[5, -1]), "holds token -1"),
     "a prompt beyond the model's positions": (
         completion(prompt="ab" * 1000),
         "The prompt has 2000 tokens; there are 512 positions",
@@ -363,7 +363,9 @@ def test_several_prompts_are_answered_as_each_alone(
             got, usage = [choice.text for choice in reply.choices], reply.usage
         assert got == expected
         counts = [(reply.usage.prompt_tokens, reply.usage.completion_tokens) for reply in alone]
-        assert (usage.prompt_tokens, usage.completion_tokens) == tuple(map(sum, zip(*counts)))
+        assert (usage.prompt_tokens, usage.completion_tokens) == tuple(
+            map(sum, zip(*counts, strict=True))
+        )
     one = client.completions.create(prompt=ids, **options)
     assert one.choices[0].text == alone[0].choices[0].text
 

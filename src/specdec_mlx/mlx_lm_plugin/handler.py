@@ -73,7 +73,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         except Refused as error:
             self._refuse(error.reason)
         except Exception as error:
-            logging.exception("A request failed.")
+            if self._status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                logging.exception("A request failed.")
             self._refuse(error)
 
     def _read_body(self) -> None:
