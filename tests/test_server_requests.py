@@ -465,7 +465,7 @@ def test_a_grammar_is_compiled_apart_and_not_for_longer_than_a_client_waits(
     end = threading.Event()
     monkeypatch.setattr(openai_fields, "COMPILE_SECONDS", 0.1)
     monkeypatch.setattr(Grammar, "json_schema", lambda schema: end.wait(60))
-    with pytest.raises(openai.BadRequestError, match="not compiled within"):
+    with pytest.raises(openai.BadRequestError, match="not compiled in"):
         complete(client, response_format=JSON_SCHEMA)
     end.set()
 

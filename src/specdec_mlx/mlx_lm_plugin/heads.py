@@ -79,13 +79,7 @@ def without_readers(drafter: Drafter | None) -> Drafter | None:
     return None if reads else drafter
 
 
-POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_sequence_length",
-    "max_seq_len",
-    "n_ctx",
-)
+POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
 """What configurations call the most positions of a text."""
 
 LONGEST_TEXT = 2**20

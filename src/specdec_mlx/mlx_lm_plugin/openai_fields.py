@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -97,12 +97,9 @@ def within(make: Callable[[], T]) -> T:
             made.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    try:
-        return made.result(COMPILE_SECONDS)
-    except TimeoutError:
-        raise RequestError(
-            f"The grammar was not compiled within {COMPILE_SECONDS:.0f} s. Give a smaller one."
-        ) from None
+    if made not in wait([made], COMPILE_SECONDS).done:
+        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
+    return made.result()
 
 
 def prediction_in(given: Any) -> str:
@@ -221,15 +218,9 @@ def check_bias(bias: dict[int, float] | None, vocab_size: int) -> None:
 
 
 def room_after(num_read: int, longest: int, wanted: int | None) -> int:
-    """Most tokens that fit behind a prompt.
+    """Most tokens that fit behind a prompt of `num_read`, in a text of at most `longest` positions.
 
-    Args:
-        num_read: tokens of the prompt.
-        longest: positions that the model and this machine's memory have for a text.
-        wanted: most tokens, as the request has it; None where it does not say.
-
-    Raises:
-        RequestError: the prompt is empty or too long, or there is no room for what is wanted.
+    Raises RequestError for no prompt, one that is too long, and no room for what is `wanted`.
     """
     if not num_read:
         raise RequestError("The prompt is empty. Give at least one token.")

@@ -111,11 +111,10 @@ ANY, TARGETS, GIVEN = "any", "targets", "given"
 NAMED = {ANY: (), TARGETS: ("draft_model",), GIVEN: ("model", "draft_model", "adapters")}
 """Fields that may name only what was given at the start."""
 
-TEMPLATE_ARGUMENTS = set(signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {
-    "kwargs",
-    "documents",
-    "continue_final_message",
-}
+TEMPLATE_ARGUMENTS: Set[str] = signature(
+    PreTrainedTokenizerBase.apply_chat_template
+).parameters.keys()
+TEMPLATE_ARGUMENTS -= {"kwargs", "documents", "continue_final_message"}
 """Of `chat_template_kwargs`, what is no variable of a template: a template, a length to pad to."""
 
 
@@ -198,9 +197,9 @@ class Menu:
     A request names drafters without options; the options are the server's, from its own flags.
     """
 
-    def __init__(self, flags: Flags, access: Access) -> None:
+    def __init__(self, flags: Flags, access: Access | None = None) -> None:
         """Make the default drafter; raises what `Flags.make` raises."""
-        self.flags, self.access = flags, access
+        self.flags, self.access = flags, access or Access({})
         self._made: dict[str, Drafter | None] = {}
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._lock = Lock()
