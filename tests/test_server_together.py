@@ -60,7 +60,9 @@ MIXED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
+    return write_model_folder(
+        tmp_path_factory.mktemp("models") / "target", max_position_embeddings=8192
+    )
 
 
 @pytest.fixture(scope="module")
