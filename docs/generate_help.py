@@ -47,12 +47,14 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
 
 def our_flags(name: str) -> str:
     """What we add to a command of mlx-lm's; its own flags are its own to document."""
-    from specdec_mlx.mlx_lm_plugin import flags
+    from specdec_mlx.mlx_lm_plugin import flags, requests
 
     parser = argparse.ArgumentParser(add_help=False)
     flags.add_arguments(parser)
     if name in TAKE_GRAMMAR:
         flags.add_grammar_arguments(parser)
+    if name == "server":
+        requests.add_server_arguments(parser)
     return parser.format_help().partition("\n\n")[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -27,25 +28,31 @@ from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
 from command_line import both_ways, run
-from selection import FULL
+from selection import FULL, cases
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
 MODEL = "default_model"
 
+POSITIONS, ENDLESS = 2**20, 800_000
+"""Of the model here, and tokens that nobody waits for."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
     write_model_folder(root / "swapped", swapped=True)
-    return write_model_folder(root / "model")
+    return write_model_folder(root / "model", max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> tuple[Any, Any]:
     """The same model and tokenizer here."""
     return mlx_lm.load(str(folder))
+
+
+Popen = subprocess.Popen[bytes]
 
 
 class Server:
@@ -75,8 +82,8 @@ def asked(more: dict[str, Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
-    """Start a server on a free port, wait for it, and stop it."""
+def serving(folder: Path, *flags: str, ends: list[Popen] | None = None) -> Iterator[Server]:
+    """Start a server on a free port, wait for it, and stop it; `ends` is given its process."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -88,6 +95,8 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
         )
         try:
             server = Server(process, port, log)
+            if ends is not None:
+                ends.append(process)
             wait_for(server, process)
             yield server
         finally:
@@ -259,12 +268,70 @@ def test_a_seed_is_repeatable(server: Server) -> None:
     assert texts[0] == texts[1] != texts[2]
 
 
+def posted(server: Server, **body: Any) -> socket.socket:
+    """A connection on which a completion was asked for."""
+    text = json.dumps({"prompt": PROMPT, **body})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    client = socket.create_connection(("127.0.0.1", server.port))
+    client.sendall((head + text).encode())
+    return client
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 400])
+def test_a_client_that_hangs_up_ends_what_is_not_streamed(
+    prompt: str, n: int, server: Server
+) -> None:
+    """Alone and as rows, while it is written and while its prompt is read."""
+    with posted(server, prompt=prompt, max_tokens=ENDLESS, n=n):
+        time.sleep(0.5)
+    assert server.complete("and now", 5).usage.completion_tokens == 5
+    deadline = time.monotonic() + 60
+    while speculation(server.complete("and then", 5))["batched"]:
+        assert time.monotonic() < deadline
+
+
+MANY = {"max_tokens": 100_000}
+
+STATES: dict[str, list[dict[str, Any]]] = {
+    "idle": [],
+    "lone": [MANY],
+    "lone streaming": [MANY | {"stream": True}],
+    "batched": [MANY, MANY | {"prompt": "another"}, MANY | {"prompt": "more", "stream": True}],
+    "the prompt of one is read": [{"prompt": "a" * 100_000}],
+    "prompts are read": [{"prompt": "a" * 100_000}, {"prompt": "b" * 100_000}],
+}
+
+
+@pytest.mark.parametrize(
+    ("state", "number"),
+    cases(
+        [(state, n) for state in STATES for n in (signal.SIGTERM, signal.SIGINT)],
+        ("lone streaming", signal.SIGTERM),
+        ("batched", signal.SIGINT),
+    ),
+)
+def test_a_signal_ends_the_server_whatever_it_does(
+    state: str, number: signal.Signals, folder: Path
+) -> None:
+    """With exit code 0; what was written by then is in the memory."""
+    file, processes = folder.parent / f"{state} {number}.memory", []
+    flags = ("--memory", str(file), "--prefill-step-size", "64", "--request-models", "given")
+    with serving(folder, *flags, ends=processes) as server:
+        open_ = [posted(server, **body) for body in STATES[state]]
+        time.sleep(1.5)
+        processes[0].send_signal(number)
+        assert processes[0].wait(timeout=15) == 0
+        for client in open_:
+            client.close()
+    assert "Traceback" not in server.log.read_text()
+    if "max_tokens" in "".join(map(str, STATES[state])):
+        assert len(sd.Memory.load(file)) > 20
+
+
 def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:
     """Its generation ends, so that the next request is alone; and no traceback."""
-    body = json.dumps({"prompt": PROMPT, "max_tokens": 1_000_000, "stream": True})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-    with socket.create_connection(("127.0.0.1", server.port)) as client:
-        client.sendall((head + body).encode())
+    with posted(server, stream=True, max_tokens=ENDLESS) as client:
         assert client.recv(1000).startswith(b"HTTP/1.0 200")
         client.recv(1000)
     started = time.monotonic()

@@ -17,8 +17,12 @@ import specdec_mlx as sd
 import tiny
 from selection import FULL
 from serving import serving
-from specdec_mlx.mlx_lm_plugin.conversation import Kept, continued, keeping_caches
-from specdec_mlx.mlx_lm_plugin.server import ConversationCache
+from specdec_mlx.mlx_lm_plugin.conversation import (
+    ConversationCache,
+    Kept,
+    continued,
+    keeping_caches,
+)
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -29,7 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, and a draft model of another architecture."""
     root = tmp_path_factory.mktemp("models")
     write_model_folder(root / "draft", "llama", seed=3)
-    return write_model_folder(root / "target")
+    return write_model_folder(root / "target", max_position_embeddings=8192)
 
 
 @pytest.fixture

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import importlib
 import json
+import threading
+from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
+from huggingface_hub.errors import CacheNotFound
 from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, Field
 
 from serving import post, serving
-from specdec_mlx.drafters import registry
+from specdec_mlx.drafters import grammar, registry
+from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.ngram import NGramSession
+from specdec_mlx.mlx_lm_plugin import openai_fields
+from specdec_mlx.mlx_lm_plugin.requests import Access
 from specdec_mlx.mlx_lm_plugin.server import SpeculatingGenerator
 from tiny_model_folder import write_model_folder
 
@@ -66,6 +73,14 @@ def chat(**fields: Any) -> tuple[str, dict[str, Any]]:
     return "chat/completions", {"messages": MESSAGES, "max_tokens": 2, **fields}
 
 
+def schema_of(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"items": nested(levels - 1)} if levels else {}
+
+
 REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "unknown drafter": (
         completion(drafter="nothing"),
@@ -97,7 +112,39 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
     "a rule's option that there is not": (completion(rule="lenient:leniency=1"), "leniency"),
     "a negative temperature": (completion(temperature=-1), "temperature must be at least 0"),
     "an empty prompt": (completion(prompt=""), "The prompt is empty."),
-    "several prompts": (completion(prompt=["a", "b"]), "one request for each"),
+    "several prompts of which one is none": (completion(prompt=["a", 3]), "prompt must be a text"),
+    "no prompts": (completion(prompt=[]), "prompt must be a text, token ids, or a list of 1 to"),
+    "too many prompts": (completion(prompt=["a"] * 129), "a list of 1 to 128 of either"),
+    "tokens that there are not": (completion(prompt=[5, 10**6]), "holds token 1000000"),
+    "tokens below the vocabulary": (completion(prompt=[5, -1]), "holds token -1"),
+    "a prompt beyond the model's positions": (
+        completion(prompt="ab" * 1000),
+        "The prompt has 2000 tokens; there are 512 positions",
+    ),
+    "more tokens than there are positions for": (
+        completion(prompt="abc", max_tokens=10**30),
+        "after the 3 tokens of the prompt there is room for 510.",
+    ),
+    "more tokens by another name": (chat(max_completion_tokens=5000), "there is room for "),
+    "a temperature that is none": (completion(temperature=float("nan")), "a finite number"),
+    "a draft model that is none": (completion(draft_model=["a"]), "draft_model must be a text"),
+    "log-probabilities that are none": (completion(logprobs="3"), "logprobs must be a boolean"),
+    "a template": (
+        chat(chat_template_kwargs={"chat_template": "{% for a in range(10 ** 8) %}{% endfor %}"}),
+        "chat_template cannot be set by a request",
+    ),
+    "a prompt that is padded": (
+        chat(chat_template_kwargs={"padding": "max_length", "max_length": 10**8}),
+        "max_length, padding cannot be set",
+    ),
+    "a schema with many patterns": (
+        chat(
+            response_format=schema_of({"patternProperties": {f"^{i}.*$": {} for i in range(5000)}})
+        ),
+        "5000 patternProperties; at most ",
+    ),
+    "a large schema": (chat(response_format=schema_of({"const": "x" * 2**17})), "characters"),
+    "a deep schema": (chat(response_format=schema_of(nested(150))), "levels"),
     "no prompt": (("completions", {}), "prompt must be a text"),
     "no messages": (chat(messages=[]), "at least one message"),
     "messages that are none": (chat(messages=["hello"]), "objects with a role"),
@@ -224,8 +271,8 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("broken")
 def test_a_drafter_that_raises_is_an_error_in_words(client: openai.OpenAI) -> None:
-    """HTTP 400, and the server serves on."""
-    with pytest.raises(openai.BadRequestError, match="RuntimeError: no idea"):
+    """HTTP 500, since the request is right, and the server serves on."""
+    with pytest.raises(openai.InternalServerError, match="RuntimeError: no idea"):
         complete(client)
     assert complete(client, extra_body={"drafter": "none"}).usage.completion_tokens == 60
 
@@ -245,6 +292,183 @@ def test_a_drafter_that_raises_ends_a_stream_with_an_error_event(client: openai.
 
 
 # What is served
+
+NULLABLE = (
+    "temperature",
+    "top_p",
+    "max_tokens",
+    "max_completion_tokens",
+    "stream",
+    "stream_options",
+    "n",
+    "seed",
+    "stop",
+    "logprobs",
+    "top_logprobs",
+    "logit_bias",
+    "presence_penalty",
+    "frequency_penalty",
+    "response_format",
+    "draft_model",
+    "chat_template_kwargs",
+    "user",
+)
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+def test_null_is_the_default(path: str, client: openai.OpenAI) -> None:
+    """As OpenAI's clients send it, for every field."""
+    body: dict[str, Any] = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+    replies = [post(client, path, body), post(client, path, body | dict.fromkeys(NULLABLE))]
+    assert [status for status, _ in replies] == [200, 200], replies
+    choices = [json.loads(answer)["choices"] for _, answer in replies]
+    assert choices[0] == choices[1]
+
+
+@pytest.mark.parametrize("number", [0, 3])
+def test_completions_take_a_number_of_logprobs(number: int, client: openai.OpenAI) -> None:
+    """That of each token, and so many of the likeliest."""
+    reply = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, logprobs=number)
+    tokens = reply.choices[0].logprobs.model_dump()["content"]
+    assert [len(token.get("top_logprobs", ())) for token in tokens] == [number] * 4
+    assert all(token["logprob"] <= 0 for token in tokens)
+
+
+@pytest.mark.parametrize("num_choices", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_prompts_are_answered_as_each_alone(
+    stream: bool, num_choices: int, client: openai.OpenAI, folder: Path
+) -> None:
+    """Texts or token ids; the choices of the first prompt come first, and tokens are added up."""
+    ids = mlx_lm.load(str(folder))[1].encode("another hat")
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 12, "n": num_choices}
+    options |= {"temperature": 1.0, "seed": 4, "extra_body": {"rule": "match"}}
+    for prompts in ([PROMPT, "the end"], [ids, ids[:2]]):
+        alone = [client.completions.create(prompt=prompt, **options) for prompt in prompts]
+        expected = [choice.text for reply in alone for choice in reply.choices]
+        if stream:
+            wanted = {"stream_options": {"include_usage": True}}
+            chunks = list(
+                client.completions.create(prompt=prompts, stream=True, **wanted, **options)
+            )
+            parts = [chunk.choices[0] for chunk in chunks if chunk.choices]
+            got = [
+                "".join(part.text for part in parts if part.index == i)
+                for i in range(len(expected))
+            ]
+            usage = chunks[-1].usage
+        else:
+            reply = client.completions.create(prompt=prompts, **options)
+            assert [choice.index for choice in reply.choices] == list(range(len(expected)))
+            got, usage = [choice.text for choice in reply.choices], reply.usage
+        assert got == expected
+        counts = [(reply.usage.prompt_tokens, reply.usage.completion_tokens) for reply in alone]
+        assert (usage.prompt_tokens, usage.completion_tokens) == tuple(
+            map(sum, zip(*counts, strict=True))
+        )
+    one = client.completions.create(prompt=ids, **options)
+    assert one.choices[0].text == alone[0].choices[0].text
+
+
+def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai.OpenAI) -> None:
+    """The server's own default is cut to what there is room for."""
+    reply = client.completions.create(model=MODEL, prompt="ab" * 200)
+    assert reply.usage.completion_tokens == 512 - reply.usage.prompt_tokens + 1
+
+
+def test_max_tokens_is_bounded_by_memory_too(tmp_path: Path) -> None:
+    """Where the model has positions without end."""
+    folder = write_model_folder(tmp_path / "endless", max_position_embeddings=10**15)
+    with serving("--model", str(folder)) as client:
+        _, answer = post(client, *completion(max_tokens=10**14))
+    room = int(answer.partition("there is room for ")[2].partition(".")[0])
+    assert 10**5 < room < 10**11
+
+
+def test_models_are_listed_where_there_is_no_folder_of_hugging_face(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's own, in valid JSON."""
+
+    def scan() -> Any:
+        raise CacheNotFound("no folder", cache_dir=folder)
+
+    monkeypatch.setattr("mlx_lm.server.scan_cache_dir", scan)
+    with serving("--model", str(folder)) as client:
+        (listed,) = client.models.list().data
+        assert client.completions.create(model=listed.id, prompt="a", max_tokens=1).choices
+
+
+@pytest.mark.parametrize("models", ["given", "targets"])
+def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
+    models: str, folder: Path
+) -> None:
+    """All of them, or no other draft models; those given have their names still."""
+    kept = [chat(draft_model=str(folder))]
+    kept += [chat(model=str(folder.parent)), chat(adapters="x")] * (models == "given")
+    with serving("--model", str(folder), "--request-models", models) as client:
+        for path, body in kept:
+            status, answer = post(client, path, body)
+            assert (status, "--request-models any" in answer) == (400, True), answer
+        assert post(client, *chat(model=str(folder), draft_model="default_model"))[0] == 200
+
+
+LISTENING = {
+    "127.0.0.1": True,
+    "localhost": True,
+    "::1": True,
+    "0.0.0.0": False,
+    "::": False,
+    "": False,
+    "192.168.0.5": False,
+    "box.local": False,
+}
+
+
+@pytest.mark.parametrize("host", LISTENING)
+def test_others_may_not_name_draft_models_by_default(host: str) -> None:
+    """Where more than this machine can reach the server."""
+    flags = {"host": host, "model": "m", "adapter_path": None, "allow_chat_templates": False}
+    access = Access.of(Namespace(request_models=None, **flags), "given")
+    assert access.allows("draft_model", "another") is LISTENING[host]
+    assert access.allows("draft_model", "given")
+    assert access.allows("model", "another")
+
+
+def test_a_template_may_be_allowed_at_the_start(folder: Path) -> None:
+    """It is what the prompt is made by then."""
+    with serving("--model", str(folder), "--allow-chat-templates") as client:
+        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
+        reply = complete(client, extra_body=template)
+        assert reply.usage.prompt_tokens == len(mlx_lm.load(str(folder))[1].encode(PROMPT))
+
+
+def test_a_grammar_is_compiled_apart_and_not_for_longer_than_a_client_waits(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that generates compiles nothing; one that takes too long gets 400."""
+    llguidance, threads = grammar._llguidance(), []
+
+    class Matcher:
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            threads.append(threading.current_thread().name)
+            return llguidance.LLMatcher(*args, **kwargs)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(llguidance.LLMatcher, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(grammar, "_llguidance", lambda: SimpleNamespace(LLMatcher=Matcher()))
+        assert_fits(text_of(complete(client, response_format=JSON_SCHEMA)))
+    assert threads
+    assert not [name for name in threads if "_run_generate" in name]
+    end = threading.Event()
+    monkeypatch.setattr(openai_fields, "COMPILE_SECONDS", 0.1)
+    monkeypatch.setattr(Grammar, "json_schema", lambda schema: end.wait(60))
+    with pytest.raises(openai.BadRequestError, match="not compiled in"):
+        complete(client, response_format=JSON_SCHEMA)
+    end.set()
+
 
 SCHEMA = {
     "type": "object",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from queue import Queue
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 import numpy as np
 import openai
 import pytest
@@ -20,8 +22,10 @@ from mlx_lm.models import qwen2
 import specdec_mlx as sd
 import tiny
 from serving import serving
+from specdec_mlx.batch.prompts import PromptReading
 from specdec_mlx.batch.rows import RowToken
 from specdec_mlx.drafters.grammar import GrammarProcessor
+from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin import batch
@@ -29,6 +33,7 @@ from specdec_mlx.mlx_lm_plugin.batch import Incoming, SpeculatingBatch, on_the_h
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from specdec_mlx.mlx_lm_plugin.requests import Requested
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.row_caches import RowCaches, RowsCache
 from specdec_mlx.target.row_pass import RowPasses
 from test_server_requests import JSON_SCHEMA, MODEL, assert_fits
 from tiny_model_folder import write_model_folder
@@ -55,7 +60,9 @@ MIXED: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
+    return write_model_folder(
+        tmp_path_factory.mktemp("models") / "target", max_position_embeddings=8192
+    )
 
 
 @pytest.fixture(scope="module")
@@ -164,8 +171,106 @@ def test_what_goes_wrong_with_one_is_told_to_it_alone(
         failing = [pool.submit(ask, client, 7, **kind) for kind in bad]
         assert [answer(other.result()) for other in good] == expected
         for other, words in zip(failing, ("no idea", "lost"), strict=True):
-            with pytest.raises(openai.BadRequestError, match=words):
+            with pytest.raises(openai.InternalServerError, match=words):
                 other.result()
+
+
+VICTIM = "! this one fails in the middle of what the others write"
+
+Place = tuple[type, str, Callable[..., bool]]
+"""A method that raises where a condition on its arguments holds."""
+
+
+def is_victims(reading: PromptReading, *args: Any) -> bool:
+    return len(reading.prompt) in VICTIMS_LENGTHS
+
+
+VICTIMS_LENGTHS: set[int] = set()
+"""Tokens of the victim's prompt."""
+
+
+def after(number: int) -> Callable[..., bool]:
+    """From so many calls on."""
+    calls = iter(range(10**9))
+    return lambda *args: next(calls) >= number
+
+
+FAULTS: dict[str, Place] = {
+    "admitted: its drafter is checked": (NGramDrafter, "check", lambda *args: True),
+    "admitted: its drafter begins": (NGramDrafter, "begin", lambda *args: True),
+    "admitted: its prompt is read": (PromptReading, "read", is_victims),
+    "admitted: its caches join the others": (
+        RowsCache,
+        "add_row",
+        lambda rows, cache, *args: cache.offset + 1 in VICTIMS_LENGTHS and rows in rows_of_layer(1),
+    ),
+    "drafted for": (NGramSession, "propose", after(3)),
+    "told what was kept": (NGramSession, "observe", after(3)),
+    "ended: its caches are taken out": (
+        RowCaches,
+        "extract",
+        lambda caches, row, like: caches.ends[row] in {n + 19 for n in VICTIMS_LENGTHS},
+    ),
+    "ended: its drafter closes": (NGramSession, "close", lambda *args: True),
+    "ended: mlx-lm is told": (
+        SpeculatingBatch,
+        "_said",
+        lambda batch, served, row: row.finish_reason and len(served.text.prompt) in VICTIMS_LENGTHS,
+    ),
+}
+
+
+def rows_of_layer(layer: int) -> list[Any]:
+    """Caches of that layer in all batches: the layers before it have the row already."""
+    made = [found for found in gc.get_objects() if isinstance(found, RowCaches)]
+    return [rows.caches[layer] for rows in made if rows.caches]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_a_row_is_told_to_its_client_alone(
+    fault: str, client: openai.OpenAI, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is admitted, drafted for or ended: 500 for the one, their texts for the others."""
+    tokenizer = mlx_lm.load(str(folder))[1]
+    VICTIMS_LENGTHS.clear()
+    prompt = f"{fault}: {VICTIM}"  # that no cache holds
+    VICTIMS_LENGTHS.add(len(tokenizer.encode(prompt)))
+    options: dict[str, Any] = {"extra_body": {"drafter": "none"}, "max_tokens": 300}
+    expected = [answer(ask(client, i, **options)) for i in range(3)]
+    kind, name, holds = FAULTS[fault]
+    method = getattr(kind, name, lambda *args: None)
+
+    def failing(self: Any, *args: Any) -> Any:
+        if holds(self, *args):
+            raise RuntimeError("a fault was put here")
+        return method(self, *args)
+
+    monkeypatch.setattr(kind, name, failing, raising=False)
+    with ThreadPoolExecutor(4) as pool:
+        others = [pool.submit(ask, client, i, **options) for i in range(3)]
+        first = ask(client, 40, stream=True, **options)
+        next(first)
+        with pytest.raises(openai.InternalServerError, match="a fault was put here"):
+            client.completions.create(
+                model=MODEL, prompt=prompt, max_tokens=20, extra_body={"drafter": "ngram"}
+            )
+        assert said(list(first))[1] == "length"
+        assert [answer(other.result()) for other in others] == expected
+
+
+def test_a_prompt_of_one_token_that_others_begin_with_leaves_them_alone(
+    client: openai.OpenAI,
+) -> None:
+    """mlx-lm trims their caches to nothing for it, which still have keys."""
+    begin = {"model": MODEL, "max_tokens": 20, "temperature": 0.0}
+    expected = [answer(ask(client, i, max_tokens=200)) for i in range(4)]
+    alone = client.completions.create(prompt="q", **begin, extra_body={"drafter": "none"})
+    client.completions.create(prompt="q" + TEXT, **begin)
+    with ThreadPoolExecutor(5) as pool:
+        others = [pool.submit(ask, client, i, max_tokens=200) for i in range(4)]
+        short = [client.completions.create(prompt="q", **begin) for _ in range(2)]
+        assert [answer(other.result()) for other in others] == expected
+    assert {reply.choices[0].text for reply in short} == {alone.choices[0].text}
 
 
 def test_a_batch_that_fails_is_told_to_all_and_the_next_is_served(
@@ -268,7 +373,7 @@ def test_choices_end_together_where_one_fails(
 
     monkeypatch.setattr(PromptLookupSession, "propose", drafting)
     broken = {"n": 2, "extra_body": {"drafter": "prompt-lookup"}}
-    with pytest.raises(openai.BadRequestError, match="no idea"):
+    with pytest.raises(openai.InternalServerError, match="no idea"):
         ask(client, 8, **broken)
     with pytest.raises(openai.APIError, match="no idea"):
         list(ask(client, 8, stream=True, **broken))

@@ -220,11 +220,7 @@ class BatchGeneration:
         if not self._rows:
             slope = (tuning_for(self.model).prior(5) - 1.0) / 4
             self._rows = self._note_read(self._reading.read_together(passes, slope))
-        read = self._note_read(self._reading.go_on())
-        self._rows += read
-        with mx.stream(self.stream):
-            for row in read:
-                passes.add(row.verifier)
+        self._rows += self._note_read(self._reading.go_on(passes, self._alone))
 
     def _note_read(self, rows: list[Row]) -> list[Row]:
         """Count the prompts of rows that were read."""
@@ -368,7 +364,7 @@ class BatchGeneration:
                 outcome = row.generation.accept(round_, next_of.get(row.uid))
                 if row.finish_reason is None:
                     row.cut_at(self.stop_tokens, outcome)
-            row.generation.roll_back(round_, outcome)
+                row.generation.roll_back(round_, outcome)
             outcomes.append((row, outcome))
         if self._shared is not None:
             width = max(len(round_.draft) for _, round_ in current)

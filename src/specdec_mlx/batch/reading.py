@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -35,15 +37,26 @@ class Reading:
         row.generation.drafting.begin(row.context)
         self.rows.append(row)
 
-    def go_on(self) -> list[Row]:
-        """Read a step of each; the texts of which all but the last token of the prompt is read."""
+    def go_on(
+        self, passes: Passes, alone: Callable[[int, Row], AbstractContextManager[None]]
+    ) -> list[Row]:
+        """Read a step of each; the texts that are rows of `passes` from now on.
+
+        Args:
+            passes: over the rows that are there.
+            alone: keeps to one text what goes wrong with it, which then has a finish reason.
+        """
+        done, left = [], []
         for row in self.rows:
-            if row.finish_reason is not None:
-                row.generation.drafting.close(0)
-        self.rows = [row for row in self.rows if row.finish_reason is None]
-        with mx.stream(self.stream):
-            done = [row for row in self.rows if _is_read(row)]
-        self.rows = [row for row in self.rows if not row.generation.is_prefilled]
+            left.append(row)
+            with alone(row.uid, row), mx.stream(self.stream):
+                if row.finish_reason is not None:
+                    left.pop()
+                    row.generation.drafting.close(0)
+                elif _is_read(row):
+                    passes.add(row.verifier)
+                    done.append(left.pop())
+        self.rows = left
         return done
 
     def read_together(self, passes: Passes, slope: float) -> list[Row]:

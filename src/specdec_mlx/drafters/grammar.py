@@ -75,6 +75,17 @@ class Grammar:
                 raise GrammarError(f"This is no JSON schema: {error}") from error
         return str(getattr(matcher, f"grammar_from_{self.kind}")(self.text))
 
+    def begin(self, tokenizer: LLTokenizer) -> LLMatcher:
+        """A matcher before the first token; compiled when it is first asked for."""
+        known = _begun.get(self)
+        if known is None or known[0] is not tokenizer:
+            new = _llguidance().LLMatcher(tokenizer, self.compiled, log_level=0)
+            known = _begun[self] = tokenizer, new
+        return known[1].deep_copy()
+
+
+_begun: WeakKeyDictionary[Grammar, tuple[LLTokenizer, LLMatcher]] = WeakKeyDictionary()
+
 
 class GrammarProcessor:
     """Logits processor that allows only tokens with which the text keeps to a grammar.
@@ -99,7 +110,7 @@ class GrammarProcessor:
 
     def beginning(self) -> Place:
         """A new place before the first token of the text."""
-        return Place(_llguidance().LLMatcher(self.tokenizer, self.grammar.compiled, log_level=0))
+        return Place(self.grammar.begin(self.tokenizer))
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits [1, V] with -inf for what the grammar does not allow after `tokens` [n]."""

@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any
@@ -26,7 +27,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import PromptReading
 from specdec_mlx.batch.rows import Request, RowToken
 from specdec_mlx.drafters.grammar import GrammarProcessor
-from specdec_mlx.mlx_lm_plugin.channel import Channel
+from specdec_mlx.mlx_lm_plugin.channel import Channel, ServerEndingError
 from specdec_mlx.mlx_lm_plugin.requests import Requested
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.row_exactness import can_hold_rows
@@ -182,30 +183,38 @@ class SpeculatingBatch:
             matcher=matcher,
             stats=incoming.requested.stats,
         )
-        reading = self._reading_of(prompt, caches[0], len(all_tokens[0]))
         lengths = [len(part) for part in segments[0]]
         ends = [len(all_tokens[0]) + end for end in accumulate(lengths)]
         ends[-1] -= 1  # the last token is fed with the first round
-        served = _Served(uid, incoming, text, reading, ends, reading.num_read, list(prompt))
+        unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
+        served = _Served(uid, incoming, text, unread, ends, unread.num_read, list(prompt))
         if text.stats is not None:
             served.seconds_before = text.stats.prefill_seconds
-        try:
+        with self._alone(served):  # of a drafter that does not fit, say
             served.text = incoming.finish(text)
+            served.reading = self._reading_of(unread, caches[0])
+            served.begun = served.reading.num_read
             self._reading.append(served)
-        except Exception as error:  # of a drafter that does not fit, say
-            self._end(served, error)
         return [uid]
 
-    def _reading_of(
-        self, prompt: list[int], caches: list[Any] | None, num_cached: int
-    ) -> PromptReading:
+    @contextmanager
+    def _alone(self, *those: _Served) -> Iterator[None]:
+        """What goes wrong with these requests is told to them, and the others go on."""
+        try:
+            yield
+        except Exception as error:
+            logging.exception("A request failed.")
+            self.remove([served.uid for served in those])
+            for served in those:
+                self._end(served, error)
+
+    def _reading_of(self, unread: PromptReading, caches: list[Any] | None) -> PromptReading:
         """The reading of a prompt; one that is under way for the same prompt serves them both."""
         for other in self._reading:
-            if other.reading.prompt == prompt:
+            if other.reading.prompt == unread.prompt:
                 return other.reading
         with mx.stream(self.stream):
-            caches = caches or make_prompt_cache(self.model)
-        return PromptReading(self.model, prompt, caches, self.stream, num_cached)
+            return replace(unread, caches=caches or make_prompt_cache(self.model))
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """What is new: parts of prompts that were read, and tokens; nothing when all has ended."""
@@ -230,8 +239,10 @@ class SpeculatingBatch:
         if row is None:
             self._tokens = None
             return []
-        served = self._rows.get(row.uid)
-        return [] if served is None else [self._said(served, row)]
+        if (served := self._rows.get(row.uid)) is not None:
+            with self._alone(served):
+                return [self._said(served, row)]
+        return []
 
     def _said(self, served: _Served, row: RowToken) -> Any:
         """What mlx-lm is told of a token."""
@@ -241,10 +252,10 @@ class SpeculatingBatch:
         served.tokens.append(row.token.token)
         held = None
         if row.finish_reason is not None:
-            del self._rows[row.uid]
             held = served.tokens[: row.num_cached]
             if row.prompt_cache is not None:
                 mx.async_eval([cache.state for cache in row.prompt_cache])
+            del self._rows[row.uid]
         return GenerationBatch.Response(
             served.uid,
             row.token.token,
@@ -278,13 +289,10 @@ class SpeculatingBatch:
         """Read on in a prompt, up to the next end of a segment."""
         reading = served.reading
         end = next(end for end in served.ends if end > reading.num_read)
-        try:
+        with self._alone(*(other for other in self._reading if other.reading is reading)):
             reading.read(min(most, end - reading.num_read))
-        except Exception as error:
-            self._reading.remove(served)
-            self._end(served, error)
-            return []
-        return [served.progress(end_of_segment=reading.num_read == end)]
+            return [served.progress(end_of_segment=reading.num_read == end)]
+        return []
 
     def _let_in(self, served: _Served) -> Any:
         """Make a row of a text."""
@@ -339,10 +347,13 @@ class SpeculatingBatch:
         return int(read + self._batch.num_cache_bytes)
 
     def close(self) -> None:
-        """Nothing is written any more."""
+        """Nothing is written any more; those that are being served are told so."""
+        for served in (*self._rows.values(), *self._reading):
+            served.fail(ServerEndingError())
+        self._rows, self._reading = {}, []
         if self._tokens is not None:
             self._tokens.close()
-        self._tokens, self._rows, self._reading = None, {}, []
+        self._tokens = None
 
 
 def on_the_host(row: RowToken, stream: Any) -> Any:

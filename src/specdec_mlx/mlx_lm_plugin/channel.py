@@ -17,6 +17,14 @@ from typing import Any
 from mlx_lm.server import GenerationContext
 
 
+class ServerEndingError(RuntimeError):
+    """A request is ended because the server is."""
+
+    def __init__(self) -> None:
+        """In words for the client."""
+        super().__init__("The server is ending. Send the request again when it is back.")
+
+
 @dataclass
 class Continuation:
     """A request in the place of one that is half served.

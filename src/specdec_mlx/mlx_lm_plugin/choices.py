@@ -1,4 +1,4 @@
-"""OpenAI's `n`: several choices of one request, which run as requests of their own.
+"""Several choices of one request, by `n` or of several prompts, which run as their own requests.
 
 Each choice is answered by a copy of the connection's handler, in a thread, as mlx-lm answers a
 request with one choice. What the copies write comes together here: a stream's chunks as they come,
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Lock, Thread
 from typing import TYPE_CHECKING, Any
@@ -69,26 +69,26 @@ class Choices:
     """All choices of a request.
 
     handler: of its connection. answer: answers one of them, with its handler and a request of its
-    own; what it raises ends all of them.
+    own; what it raises ends all of them. num_choices: of each prompt.
     """
 
     handler: SpeculatingHandler
     answer: Callable[[SpeculatingHandler, Any], None]
+    num_choices: int
     failure: Exception | None = None
     parts: list[Choice] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
-    def run(self, request: Any, num_choices: int) -> None:
-        """Answer the client.
+    def run(self, requests: Sequence[Any]) -> None:
+        """Answer the client, with the choices of the first request, then those of the next one.
 
         Raises:
             Exception: what the first that failed raised.
         """
-        requests = [copy.deepcopy(request) for _ in range(num_choices)]
-        self.parts = [self._part(index) for index in range(num_choices)]
+        own = [copy.deepcopy(request) for request in requests for _ in range(self.num_choices)]
+        self.parts = [self._part(index) for index in range(len(own))]
         threads = [
-            Thread(target=self._run_one, args=(part, own))
-            for part, own in zip(self.parts, requests, strict=True)
+            Thread(target=self._run_one, args=pair) for pair in zip(self.parts, own, strict=True)
         ]
         for thread in threads:
             thread.start()
@@ -109,7 +109,7 @@ class Choices:
         handler.speculation = replace(handler.speculation)
         handler.choice, handler.wfile = part, part
         if handler.seed is not None:
-            handler.seed = (handler.seed + index) % NUM_SEEDS
+            handler.seed = (handler.seed + index % self.num_choices) % NUM_SEEDS
         return part
 
     def _run_one(self, part: Choice, request: Any) -> None:
@@ -145,11 +145,12 @@ class Choices:
         """One reply with all choices."""
         replies = [part.reply for part in self.parts if part.reply is not None]
         reply = replies[0]
-        for other in replies[1:]:
-            reply["choices"] += other["choices"]
-            reply["usage"]["completion_tokens"] += other["usage"]["completion_tokens"]
-            reply["usage"]["total_tokens"] += other["usage"]["completion_tokens"]
-        reply["usage"]["speculation"] = self._accounts()
+        usage, usages = reply["usage"], [other["usage"] for other in replies]
+        reply["choices"] = [choice for other in replies for choice in other["choices"]]
+        usage["completion_tokens"] = sum(one["completion_tokens"] for one in usages)
+        usage["prompt_tokens"] = sum(one["prompt_tokens"] for one in usages[:: self.num_choices])
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        usage["speculation"] = self._accounts()
         data = json.dumps(reply).encode()
         self.handler._set_completion_headers(200)
         self.handler.send_header("Content-Length", str(len(data)))
@@ -158,10 +159,11 @@ class Choices:
         self.handler.wfile.flush()
 
     def _total(self) -> tuple[int, int, int | None]:
-        """Tokens of the prompt, of all choices, and of the prompt from a cache."""
+        """Tokens of the prompts, of all choices, and of the first prompt from a cache."""
         usages = [part.usage for part in self.parts]
         completion = sum(usage.completion_tokens for usage in usages)
-        return usages[0].prompt_tokens, completion, usages[0].cached_tokens
+        prompts = sum(usage.prompt_tokens for usage in usages[:: self.num_choices])
+        return prompts, completion, usages[0].cached_tokens
 
     def _accounts(self) -> dict[str, Any]:
         """The `speculation` object of the reply, with the account of each choice."""

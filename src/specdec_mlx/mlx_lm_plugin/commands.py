@@ -17,6 +17,7 @@ from specdec_mlx.mlx_lm_plugin.compatible import check_version
 from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
+    add_grammar_arguments,
     argparse_with_flags,
     replaced_argv,
     replaced_names,
@@ -91,7 +92,8 @@ class Command:
                 stack.callback(flags.save_memory)
                 stack.enter_context(in_force(self.speculation))
 
-            parsers = argparse_with_flags(on_flags, grammar=self.takes_grammar)
+            more = [add_grammar_arguments] * self.takes_grammar
+            parsers = argparse_with_flags(on_flags, *more)
             names = {"argparse": parsers, **self.names()}
             stack.enter_context(replaced_names(self.module, names))
             stack.enter_context(replaced_argv([f"specdec-mlx {self.name}", *arguments]))

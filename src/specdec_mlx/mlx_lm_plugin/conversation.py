@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from mlx_lm.models.cache import make_prompt_cache
+import mlx.core as mx
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf
@@ -21,7 +22,9 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.target.strategies import leaves
+from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import (
     Checks,
     Closes,
@@ -30,6 +33,7 @@ from specdec_mlx.types import (
     Drafter,
     DraftsAtOnce,
     DraftSession,
+    LogitsProcessor,
     ReadsTarget,
     Stepwise,
     TimesReading,
@@ -38,9 +42,6 @@ from specdec_mlx.types import (
     key_of,
     session_parts,
 )
-
-if TYPE_CHECKING:  # the server's; `import specdec_mlx` does not hang on it
-    from mlx_lm.models.cache import LRUPromptCache
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """What caches hold, by the first of them."""
@@ -65,6 +66,39 @@ def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
     if cache is not None:
         with suppress(TypeError):
             _held[cache] = list(tokens)
+
+
+class ConversationCache(LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's prompt caches of earlier turns, with the tokens that they hold.
+
+    At least one token of a prompt is left to be fed, also if it was fed before to its end.
+    """
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
+        """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if cache is not None and not rest:
+            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+            rest = [*rest, tokens[-1]]
+        if len(rest) == len(tokens):  # a cache that was trimmed to nothing
+            return None, rest
+        if cache is not None:
+            held = tokens[: len(tokens) - len(rest)]
+            remember(cache, held if all(isinstance(token, int) for token in held) else [])
+        return cache, rest
+
+
+def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsProcessor:
+    """A logits processor that also sees the tokens whose caches were kept from earlier turns."""
+    if not earlier:
+        return processor
+    before = to_ids(earlier)
+
+    def seeing_all(tokens: mx.array, logits: mx.array) -> Any:
+        return processor(mx.concatenate([before, to_ids(tokens)]), logits)
+
+    seeing_all.pure = is_pure(processor)  # type: ignore[attr-defined]
+    return seeing_all
 
 
 class Wrapper:

@@ -371,20 +371,20 @@ def check_adapter(folder: str | None) -> None:
 OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
 
 
-def argparse_with_flags(on_flags: OnFlags, *, grammar: bool = False) -> Any:
+def argparse_with_flags(on_flags: OnFlags, *more: Callable[[argparse.ArgumentParser], None]) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
     Args:
         on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
             it raises as ValueError or OSError ends the command like any wrong argument.
-        grammar: whether the flags for structured output are among them.
+        more: add further flags of a command.
     """
 
     class Parser(argparse.ArgumentParser):
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
             add_arguments(self)
-            if grammar:
-                add_grammar_arguments(self)
+            for add in more:
+                add(self)
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)  # to see whether it was given
             namespace, unknown = self.parse_known_args(*args, **kwargs)

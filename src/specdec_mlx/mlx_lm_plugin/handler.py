@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import socket
+from dataclasses import replace
 from http import HTTPStatus
 from typing import Any
 
 from mlx_lm.server import APIHandler
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
-from specdec_mlx.mlx_lm_plugin.choices import Choice, Choices, Usage
-from specdec_mlx.mlx_lm_plugin.openai_fields import check_body, check_messages, check_prompt
+from specdec_mlx.mlx_lm_plugin.channel import ServerEndingError
+from specdec_mlx.mlx_lm_plugin.choices import Choice, ChoiceEndedError, Choices, Usage
+from specdec_mlx.mlx_lm_plugin.openai_fields import (
+    RequestError,
+    check_messages,
+    is_clients,
+    prompts_in,
+    read_body,
+)
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 
 LONGEST_ANSWER = 1000
@@ -30,8 +40,8 @@ class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer tha
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """Reads what a request says about speculation, and adds the account to its reply.
 
-    Whatever goes wrong with a request is said to its client in OpenAI's form, as HTTP 400, or where
-    a stream has begun, as its last event before [DONE].
+    Whatever goes wrong with a request is said to its client in OpenAI's form, as HTTP 400 or, where
+    that is no fault of the request, 500; where a stream has begun, as its last event before [DONE].
     """
 
     speculation: Requested | None = None
@@ -56,14 +66,38 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def _answer(self) -> None:
         try:
+            self._read_body()
             super().do_POST()
         except ConnectionError:
             raise
         except Refused as error:
             self._refuse(error.reason)
         except Exception as error:
-            logging.exception("A request failed.")
+            if self._status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
+                logging.exception("A request failed.")
             self._refuse(error)
+
+    def _read_body(self) -> None:
+        """Read and check the body of a request, and leave to mlx-lm what is to be read of it."""
+        size = self.headers.get("Content-Length", "")
+        if size.isdecimal() and self.path.endswith("completions"):
+            try:
+                body = json.dumps(read_body(self.rfile.read(int(size)))).encode()
+            except RequestError as error:
+                raise Refused(error) from error
+            self.headers.replace_header("Content-Length", str(len(body)))
+            self.rfile: Any = io.BytesIO(body)
+
+    def check_client(self) -> None:
+        """Raise ConnectionError if the client has gone, or waits for no more of this choice."""
+        if self.choice is not None and self.choice.choices.failure is not None:
+            raise ChoiceEndedError("Another choice has ended the request.")
+        try:
+            gone = not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return
+        if gone:
+            raise ConnectionResetError("The connection was closed.")
 
     def end_headers(self) -> None:
         """Send the head of a reply."""
@@ -89,10 +123,13 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def _refuse(self, error: Exception) -> None:
         """Say what went wrong, in the place of a reply or at the end of one."""
-        plain = isinstance(error, ValueError | OSError | MissingPackageError)
-        words = str(error) if plain else f"{type(error).__name__}: {error}"
         status = self._status(error)
-        said = {"message": words[:LONGEST_ANSWER], "type": "invalid_request_error", "code": status}
+        is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
+        words = f"{type(error).__name__}: {error}" if is_ours else str(error)
+        kind = (
+            "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+        )
+        said = {"message": words[:LONGEST_ANSWER], "type": kind, "code": status}
         reply = json.dumps({"error": said})
         self.speculation = None
         if not self.replying:
@@ -105,24 +142,24 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         self.close_connection = True
 
     def _status(self, error: Exception) -> HTTPStatus:
-        """What an error is in HTTP's terms: mostly the request's."""
-        if not self.response_generator.is_healthy:
+        """What an error is in HTTP's terms."""
+        if isinstance(error, ServerEndingError) or not self.response_generator.is_healthy:
             return HTTPStatus.SERVICE_UNAVAILABLE
-        missing = isinstance(error, ModelFolderError)
-        return HTTPStatus.NOT_FOUND if missing else HTTPStatus.BAD_REQUEST
+        if isinstance(error, ModelFolderError):
+            return HTTPStatus.NOT_FOUND
+        return HTTPStatus.BAD_REQUEST if is_clients(error) else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def validate_model_parameters(self) -> None:
         """Raise Refused for what is wrong in the request."""
         try:
-            check_body(self.body)
             super().validate_model_parameters()
             if self.path.endswith("/chat/completions"):
                 check_messages(self.body.get("messages"))
             else:
-                check_prompt(self.body.get("prompt"))
+                prompts_in(self.body.get("prompt"))
             self.speculation = self.menu.requested(self.body, self.headers.get("Authorization", ""))
         except (ValueError, MissingPackageError) as error:
-            raise Refused(error) from error
+            raise Refused(RequestError(str(error))) from error
         if not (self.body.get("stream_options") or {}).get("include_usage"):
             self.stream_options = None  # mlx-lm looks for the word without asking
 
@@ -130,14 +167,19 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         """Answer, with several choices if they are asked for."""
 
         def answer(handler: SpeculatingHandler, own: Any) -> None:
+            assert handler.speculation is not None
             own.speculation = handler.speculation
+            own.speculation.check_client = handler.check_client
             APIHandler.handle_completion(handler, own, stop_words)
 
-        num_choices = self.body.get("n") or 1
-        if num_choices == 1:
-            answer(self, request)
+        num_choices = self.body.get("n", 1)
+        requests = [request]
+        if request.request_type == "text":
+            requests = [replace(request, prompt=prompt) for prompt in prompts_in(request.prompt)]
+        if len(requests) * num_choices == 1:
+            answer(self, requests[0])
         else:
-            Choices(self, answer).run(request, num_choices)
+            Choices(self, answer, num_choices).run(requests)
 
     def account(self) -> dict[str, Any]:
         """The `speculation` object of what was answered."""

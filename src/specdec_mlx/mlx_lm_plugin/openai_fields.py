@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, TypeVar
 
+from specdec_mlx import errors
 from specdec_mlx.drafters.grammar import Grammar
+from specdec_mlx.errors import MissingPackageError
+
+T = TypeVar("T")
 
 NUM_SEEDS = 2**64
 """MLX takes seeds of 64 bits."""
@@ -13,9 +21,27 @@ NUM_SEEDS = 2**64
 MOST_CHOICES = 32
 """Most choices of one request: each is a row of a batch."""
 
+MOST_PROMPTS = 128
+"""Most prompts of one request."""
+
+LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
+"""Most characters of a JSON schema, levels, and names given by patterns in `patternProperties`.
+
+Each pattern is compared with all others: 100 take 0.2 s, 200 took 6 s and 500 took 77 s.
+"""
+
+COMPILE_SECONDS = 10.0
+"""Longest that a client waits for its grammar to be compiled."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served, in words for the client."""
+
+
+def is_clients(error: BaseException) -> bool:
+    """Whether an error is the request's, and not the server's own: those have names."""
+    named = type(error).__module__ in (__name__, errors.__name__)
+    return named and isinstance(error, ValueError | MissingPackageError)
 
 
 def grammar_in(response_format: Any) -> Grammar | None:
@@ -34,7 +60,46 @@ def grammar_in(response_format: Any) -> Grammar | None:
         raise RequestError("response_format: type must be text, json_object or json_schema.")
     if not isinstance(schema, dict):
         raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
-    return Grammar.json_schema(schema)
+    check_schema(schema)
+    return within(lambda: Grammar.json_schema(schema))
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raise RequestError for a schema that is too large to be compiled while others wait."""
+    size, depth, patterns = len(json.dumps(schema)), 0, 0
+    level: list[Any] = [schema]
+    while level:
+        objects = [node for node in level if isinstance(node, dict)]
+        names = [node.get("patternProperties") for node in objects]
+        patterns += sum(len(found) for found in names if isinstance(found, dict))
+        lists = [node for node in level if isinstance(node, list)]
+        level = [child for node in (*(o.values() for o in objects), *lists) for child in node]
+        depth += 1
+    if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
+        raise RequestError(
+            f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
+            f"at most {LONGEST_SCHEMA}, {DEEPEST_SCHEMA} and {MOST_PATTERNS} are compiled."
+        )
+
+
+def within(make: Callable[[], T]) -> T:
+    """What `make` returns, made in a thread of its own, which is left alone if it takes too long.
+
+    Raises:
+        RequestError: it takes longer than `COMPILE_SECONDS`.
+    """
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    if made not in wait([made], COMPILE_SECONDS).done:
+        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
+    return made.result()
 
 
 def prediction_in(given: Any) -> str:
@@ -58,36 +123,80 @@ def _text_in(part: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def check_body(body: dict[str, Any]) -> None:
-    """Raise RequestError for values that mlx-lm takes and cannot get along with."""
-    seed = body.get("seed")
-    if seed is not None and (type(seed) is not int or not 0 <= seed < NUM_SEEDS):
-        raise RequestError(f"seed must be an int from 0 to 2**64 - 1, not {seed!r}")
-    num_choices = body.get("n")
-    if num_choices is not None and (
-        type(num_choices) is not int or not 1 <= num_choices <= MOST_CHOICES
-    ):
-        raise RequestError(f"n must be an int from 1 to {MOST_CHOICES}, not {num_choices!r}")
+def read_body(raw: bytes) -> dict[str, Any]:
+    """The body of a request, checked, without the fields that are null: they mean the default.
+
+    An integer `logprobs`, as completions have it, is told to mlx-lm as chats do.
+
+    Raises:
+        RequestError: it is no JSON object, or holds values that mlx-lm cannot get along with.
+    """
+    try:
+        body = json.loads(raw.decode())
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body of the request is no JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(f"The body of the request must be a JSON object, not {body!r}")
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, (fits, expected) in FIELDS.items():
+        if name in body and not fits(body[name]):
+            raise RequestError(f"{name} must be {expected}, not {body[name]!r}")
     bias = body.get("logit_bias")
     for token, value in bias.items() if isinstance(bias, dict) else ():
-        if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
+        if not _is(float)(value):
             raise RequestError(f"logit_bias: expected a number for token {token}, not {value!r}")
-    stop = body.get("stop")
-    if stop is not None and not all(
-        isinstance(word, str) for word in (stop if isinstance(stop, list) else [stop])
-    ):
-        raise RequestError(f"stop must be a text or a list of texts, not {stop!r}")
-    options = body.get("stream_options")
-    if options is not None and not isinstance(options, dict):
-        raise RequestError("stream_options must be an object.")
+    num_logprobs = body.get("logprobs")
+    if type(num_logprobs) is int:
+        body["logprobs"] = True
+        if num_logprobs > 0:
+            body["top_logprobs"] = num_logprobs
+    return body
 
 
-def check_prompt(prompt: Any) -> None:
-    """Raise RequestError unless the prompt of a completion is one text."""
-    if isinstance(prompt, list):
-        raise RequestError("prompt must be a text. Send one request for each of several prompts.")
-    if not isinstance(prompt, str):
-        raise RequestError(f"prompt must be a text, not {prompt!r}")
+def _is(kind: type, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], bool]:
+    """Whether a value is of a kind, and finite and within bounds if it is a number."""
+    if kind not in (int, float):
+        return lambda value: isinstance(value, kind)
+    kinds = (int,) if kind is int else (int, float)
+    return lambda v: type(v) in kinds and math.isfinite(v) and least <= v <= most
+
+
+FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "seed": (_is(int, 0, NUM_SEEDS - 1), "an int from 0 to 2**64 - 1"),
+    "n": (_is(int, 1, MOST_CHOICES), f"an int from 1 to {MOST_CHOICES}"),
+    "stop": (
+        lambda value: all(map(_is(str), value if isinstance(value, list) else [value])),
+        "a text or a list of texts",
+    ),
+    "stream_options": (_is(dict), "an object"),
+    "chat_template_kwargs": (_is(dict), "an object"),
+    "draft_model": (_is(str), "a text"),
+    "logprobs": (lambda v: _is(bool)(v) or _is(int, 0, 11)(v), "a boolean or an int up to 11"),
+    "temperature": (_is(float), "a finite number"),
+    "presence_penalty": (_is(float), "a finite number"),
+    "frequency_penalty": (_is(float), "a finite number"),
+}
+"""Fields that mlx-lm does not check, or not enough: what they may be, in code and in words."""
+
+
+def prompts_in(prompt: Any) -> list[Any]:
+    """The prompts of a completion, texts or token ids: it has one, or a list of several.
+
+    Raises:
+        RequestError: it is neither.
+    """
+    prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
+    fits = isinstance(prompts, list) and all(isinstance(p, str) or _are_ids(p) for p in prompts)
+    if fits and 0 < len(prompts) <= MOST_PROMPTS:
+        return list(prompts)
+    raise RequestError(
+        f"prompt must be a text, token ids, or a list of 1 to {MOST_PROMPTS} of either, not "
+        f"{prompt!r}"
+    )
+
+
+def _are_ids(value: Any) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(_is(int), value))
 
 
 def check_messages(messages: Any) -> None:
@@ -106,3 +215,23 @@ def check_bias(bias: dict[int, float] | None, vocab_size: int) -> None:
             raise RequestError(
                 f"logit_bias: there is no token {token}; the model has 0 to {vocab_size - 1}."
             )
+
+
+def room_after(num_read: int, longest: int, wanted: int | None) -> int:
+    """Most tokens that fit behind a prompt of `num_read`, in a text of at most `longest` positions.
+
+    Raises RequestError for no prompt, one that is too long, and no room for what is `wanted`.
+    """
+    if not num_read:
+        raise RequestError("The prompt is empty. Give at least one token.")
+    if num_read > longest:
+        raise RequestError(
+            f"The prompt has {num_read} tokens; there are {longest} positions for a text here."
+        )
+    room = longest - num_read + 1  # the last token is not fed
+    if wanted is not None and wanted > room:
+        raise RequestError(
+            f"max_tokens is {wanted}; after the {num_read} tokens of the prompt there is room for "
+            f"{room}. Ask for at most that, or leave it out."
+        )
+    return room

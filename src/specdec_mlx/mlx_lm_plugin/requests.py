@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
+import ipaddress
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from threading import Lock
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
+from transformers import PreTrainedTokenizerBase
 
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
@@ -34,6 +38,11 @@ from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Checks, DraftContext, Drafter
+
+T = TypeVar("T")
+
+DEFAULT_MODEL = "default_model"
+"""What mlx-lm calls a model that was given at the start, also where a request names none."""
 
 LONGEST_DRAFT = 64
 """Longest draft that a request gets: each token of it is a position in a pass."""
@@ -61,6 +70,8 @@ class Requested:
         batched: whether it was served with others, or its end.
         error: why it turned out to be one that cannot be served.
         channel: the way to its client, once it is taken up.
+        max_tokens: most tokens that it asks for, None if it does not say.
+        check_client: raises ConnectionError if the client has gone.
     """
 
     drafter: Drafter | None
@@ -73,16 +84,111 @@ class Requested:
     batched: bool = False
     error: Exception | None = None
     channel: Channel | None = None
+    max_tokens: int | None = None
+    check_client: Callable[[], None] = lambda: None
+
+    def watched(self, responses: Iterable[T]) -> Iterator[T]:
+        """The responses for as long as the client is there."""
+        for response in responses:
+            self.check_client()
+            yield response
 
     def __getstate__(self) -> dict[str, Any]:
         """What other ranks are told: they draft nothing, but know whether something is drafted."""
         drafter = None if self.drafter is None else PromptLookupDrafter()
-        return {**vars(self), "drafter": drafter, "stats": None, "error": None, "channel": None}
+        ours = dict.fromkeys(("stats", "error", "channel", "check_client"))
+        return {**vars(self), **ours, "drafter": drafter}
 
     def usage(self) -> dict[str, Any]:
         """The `speculation` object of a reply."""
         account = self.stats.as_dict() if self.stats is not None else {}
         return {"drafter": self.name, "batched": self.batched, **account}
+
+
+ANY, TARGETS, GIVEN = "any", "targets", "given"
+"""Which models requests may name: any, any but draft models, or those given at the start."""
+
+NAMED = {ANY: (), TARGETS: ("draft_model",), GIVEN: ("model", "draft_model", "adapters")}
+"""Fields that may name only what was given at the start."""
+
+TEMPLATE_ARGUMENTS: Set[str] = signature(
+    PreTrainedTokenizerBase.apply_chat_template
+).parameters.keys()
+TEMPLATE_ARGUMENTS -= {"kwargs", "documents", "continue_final_message"}
+"""Of `chat_template_kwargs`, what is no variable of a template: a template, a length to pad to."""
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what requests may bring along."""
+    group = parser.add_argument_group("what requests may bring along")
+    group.add_argument(
+        "--request-models",
+        choices=tuple(NAMED),
+        help="Models that requests may name, which are folders here or Hugging Face names: any; "
+        "targets, but no draft models; or only those given at the start (default: any where --host "
+        "is a loopback address, else targets)",
+    )
+    group.add_argument(
+        "--allow-chat-templates",
+        action="store_true",
+        help="Let requests bring a chat template, a program that is run here.",
+    )
+
+
+@dataclass(frozen=True)
+class Access:
+    """What requests may bring along.
+
+    Args:
+        given: names that were given at the start, by the field that would name them.
+        limited: fields that may hold no others.
+        refused: what `chat_template_kwargs` may not hold.
+    """
+
+    given: Mapping[str, Sequence[str | None]]
+    limited: Sequence[str] = ()
+    refused: Set[str] = frozenset()
+
+    @classmethod
+    def of(cls, namespace: argparse.Namespace, draft_model: str | None) -> Access:
+        """What the flags say; raises ValueError for a server that could serve nothing."""
+        model = namespace.model
+        models = namespace.request_models or (ANY if _is_loopback(namespace.host) else TARGETS)
+        if models == GIVEN and model is None:
+            raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
+        given = {
+            "model": (DEFAULT_MODEL, model, str(Path(model or "").resolve())),
+            "draft_model": (DEFAULT_MODEL, draft_model),
+            "adapters": (namespace.adapter_path,),
+        }
+        own = {"chat_template"} if namespace.allow_chat_templates else set()
+        return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - own)
+
+    def allows(self, field: str, name: Any) -> bool:
+        """Whether a field of a request may hold this name."""
+        return field not in self.limited or name in self.given[field]
+
+    def check(self, body: dict[str, Any]) -> None:
+        """Raise RequestError for what was not allowed at the start."""
+        for field in self.limited:
+            if field in body and not self.allows(field, body[field]):
+                raise RequestError(
+                    f"{field}: this server loads no {body[field]!r} for a request. Leave it out, "
+                    f"or start it with --request-models {ANY}."
+                )
+        if wrong := self.refused & body.get("chat_template_kwargs", {}).keys():
+            raise RequestError(
+                f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
+                "A server that is started with --allow-chat-templates takes a chat_template."
+            )
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens there."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 class Menu:
@@ -91,9 +197,9 @@ class Menu:
     A request names drafters without options; the options are the server's, from its own flags.
     """
 
-    def __init__(self, flags: Flags) -> None:
+    def __init__(self, flags: Flags, access: Access | None = None) -> None:
         """Make the default drafter; raises what `Flags.make` raises."""
-        self.flags = flags
+        self.flags, self.access = flags, access or Access({})
         self._made: dict[str, Drafter | None] = {}
         self._memories: OrderedDict[str, Memory] = OrderedDict()
         self._lock = Lock()
@@ -124,7 +230,8 @@ class Menu:
             MissingPackageError: the package that does it is not installed.
         """
         names = _names(body.get("drafter"))
-        own_model = body.get("draft_model", "default_model") not in (None, "default_model")
+        self.access.check(body)
+        own_model = body.get("draft_model", DEFAULT_MODEL) != DEFAULT_MODEL
         if names is not None and own_model:
             raise RequestError("Give drafter or draft_model, not both.")
         chosen = list(self._specs) if names is None else [n for n in names if n != NO_DRAFTER]
@@ -138,6 +245,7 @@ class Menu:
             self.flags.rule if body.get("rule") is None else _rule(body["rule"]),
             grammar_in(body.get("response_format")),
             prediction_in(body.get("prediction")),
+            max_tokens=body.get("max_completion_tokens", body.get("max_tokens")),
         )
 
     def _memory_of(self, user: str, api_key: str) -> Memory | None:

@@ -12,53 +12,62 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub.errors import CacheNotFound
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import ModelProvider, ResponseGenerator, _image_parts
+from mlx_lm.server import ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
-from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
-from specdec_mlx.drafters.heads.loading import is_head, load_head
+from specdec_mlx.drafters.grammar import (
+    GrammarDrafter,
+    GrammarProcessor,
+    compiled_tokenizer,
+)
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, Incoming, SpeculatingBatch, has_rows
-from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation
+from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation, ServerEndingError
 from specdec_mlx.mlx_lm_plugin.conversation import (
+    ConversationCache,
     continued,
     keeping_caches,
     predicting,
-    remember,
     tokens_on,
+    with_history,
 )
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     argparse_with_flags,
-    check_adapter,
     replaced_argv,
     replaced_names,
 )
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
-from specdec_mlx.mlx_lm_plugin.heads import with_heads, without_readers
-from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias
-from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+from specdec_mlx.mlx_lm_plugin.heads import (
+    CheckingProvider,
+    longest_in,
+    longest_in_memory,
+    longest_text,
+    with_heads,
+    without_readers,
+)
+from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias, room_after, within
+from specdec_mlx.mlx_lm_plugin.requests import Access, Menu, Requested, add_server_arguments
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
+from specdec_mlx.target.inputs import check_ids, check_prompt
 from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.target.next_token import is_pure
-from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Drafter, LogitsProcessor
 
 
@@ -70,14 +79,15 @@ def run_server(arguments: Sequence[str]) -> None:
         def on_flags(
             parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
         ) -> None:
-            menu = Menu(flags)
+            menu = Menu(flags, Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
             if namespace.model is not None:
                 _check_model(namespace, menu)
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
-            stack.enter_context(replaced_names(module, _names(module, menu, kept)))
+            stack.enter_context(replaced_names(module, _names(module, menu, kept, stack)))
 
-        stack.enter_context(replaced_names(module, {"argparse": argparse_with_flags(on_flags)}))
+        parsers = argparse_with_flags(on_flags, add_server_arguments)
+        stack.enter_context(replaced_names(module, {"argparse": parsers}))
         stack.enter_context(replaced_argv(["specdec-mlx server", *arguments]))
         module.main()
 
@@ -91,100 +101,44 @@ def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
     menu.check(tokenizer)
 
 
-def _names(module: Any, menu: Menu, kept: ExitStack | None) -> dict[str, Any]:
+def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
     """What `main` of mlx-lm's server is made of, and what it is made of here.
 
     Args:
         module: `mlx_lm.server`.
         menu: the drafters that requests may name.
         kept: closed when the server ends, and what was learned is kept then; None to keep nothing.
+        stack: of the command; however that ends, nothing is generated any more.
     """
     handler = partial(SpeculatingHandler, menu)
+    load_processor, scan = module.load_processor, module.scan_cache_dir
+
+    def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
+        longest_text.put(model, min(longest_in(config), longest_in_memory(model)))
+        return load_processor(model, config)
+
+    def scan_what_is_there() -> Any:
+        try:
+            found = scan().repos
+        except (CacheNotFound, ValueError):
+            found = []
+        return SimpleNamespace(repos=[r for r in found if menu.access.allows("model", r.repo_id)])
+
     return {
+        "load_processor": noting_length,
+        "scan_cache_dir": scan_what_is_there,
         "LRUPromptCache": ConversationCache,
         "ModelProvider": partial(CheckingProvider, kept),
-        "ResponseGenerator": partial(SpeculatingGenerator, menu),
+        "ResponseGenerator": partial(SpeculatingGenerator, menu, stack),
         "_run_http_server": partial(module._run_http_server, handler_class=handler),
     }
-
-
-class CheckingProvider(ModelProvider):  # type: ignore[misc]
-    """Loads models as mlx-lm does, compares tokenizers by content, and takes up the tuning."""
-
-    def __init__(self, kept: ExitStack | None, *args: Any) -> None:
-        """Keep tunings in `kept`, if there is one; the rest is mlx-lm's."""
-        self._kept = kept
-        self.head: Drafter | None = None
-        super().__init__(*args)
-
-    def reset(self) -> None:
-        """Keep what was learned about the models, and free their weights.
-
-        mlx-lm lets go of them here, but a local variable of its own loop still holds the target
-        while the next one loads; so they are emptied.
-        """
-        if self._kept is not None:
-            self._kept.close()
-        for model in (self.model, self.draft_model):
-            if model is not None:
-                model.clear()
-        self.head = None
-        super().reset()
-
-    def _load(
-        self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None
-    ) -> None:
-        if model_path is None:
-            raise RequestError("This server was started without --model. Name a model.")
-        check_adapter(adapter_path)
-        is_a_head = draft_model_path is not None and is_head(draft_model_path)
-        with explained(model_path):
-            super()._load(model_path, adapter_path, None if is_a_head else draft_model_path)
-        if is_a_head:
-            self._load_head(draft_model_path)
-            self.model_key = (model_path, adapter_path, draft_model_path)
-        if self._kept is not None:
-            self._kept.enter_context(kept_tuning(self.model, str(model_path), adapter_path))
-        if draft_model_path is not None and not is_a_head:
-            try:
-                check_same_tokenizer(self.tokenizer, load_tokenizer(draft_model_path))
-            except ValueError:
-                self.reset()
-                raise
-
-    def _load_head(self, path: Any) -> None:
-        """A trained head that a request names as its draft model; such requests are not batched."""
-        try:
-            self.head = load_head(path, self.model, torch_files=False)
-        except ValueError:
-            self.reset()
-            raise
-        self.is_batchable = False
-
-
-class ConversationCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt caches of earlier turns, with the tokens that they hold.
-
-    At least one token of a prompt is left to be fed, also if it was fed before to its end.
-    """
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
-        """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if cache is not None and not rest:
-            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-            rest = [*rest, tokens[-1]]
-        if cache is not None:
-            held = tokens[: len(tokens) - len(rest)]
-            remember(cache, held if all(isinstance(token, int) for token in held) else [])
-        return cache, rest
 
 
 class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     """Serves a request with speculation while it is alone, and in a batch with others."""
 
-    def __init__(self, menu: Menu, *args: Any) -> None:
-        """Start the thread that generates."""
+    def __init__(self, menu: Menu, stack: ExitStack, *args: Any) -> None:
+        """Start the thread that generates; it stops with the stack at the latest."""
         self.menu = menu
         self.channels: list[Channel] = []
         self._latest: Any = None
@@ -194,6 +148,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         elif menu.tokenizer is not None:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
+        stack.callback(self.stop_and_join)
 
     def _generate(self) -> None:
         """As in mlx-lm, which batches with what it finds under this name."""
@@ -206,7 +161,9 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         if not self._has_rows():
             return BatchGenerator(model, stream=stream, **sizes)
         tokenizer = self.model_provider.tokenizer
-        return SpeculatingBatch(model, self._incoming, tokenizer, stream, **sizes)
+        batch = SpeculatingBatch(model, self._incoming, tokenizer, stream, **sizes)
+        self.model_provider.batch = batch
+        return batch
 
     def _has_rows(self) -> bool:
         """Whether requests that run together are drafted for.
@@ -240,15 +197,29 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         sampler = read_sampler(text.sampler) or text.sampler
         return replace(text, sampler=sampler, logits_processors=processors, drafting=how)
 
-    def generate(self, request: Any, generation_args: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in mlx-lm; what the request says about speculation goes along with its arguments."""
-        requested = vars(request).pop("speculation", None)
-        generation_args.speculation = requested or self.menu.requested({})
+    def generate(
+        self, request: Any, generation_args: Any, progress_callback: Callable[[int, int], None]
+    ) -> Any:
+        """As in mlx-lm; what the request says about speculation goes along with its arguments.
+
+        Its client is looked after with each token and each part of the prompt.
+        """
+        requested = vars(request).pop("speculation", None) or self.menu.requested({})
+        generation_args.speculation = requested
+
+        def on_progress(done: int, total: int) -> None:
+            requested.check_client()
+            progress_callback(done, total)
+
         try:
-            return super().generate(request, generation_args, *args, **kwargs)
+            grammar, tokenizer = requested.grammar, self.model_provider.tokenizer
+            if grammar is not None and tokenizer is not None:
+                within(lambda: grammar.begin(compiled_tokenizer(tokenizer)))
+            context, responses = super().generate(request, generation_args, on_progress)
         except Exception as error:
-            generation_args.speculation.error = error
+            requested.error = error
             raise
+        return context, requested.watched(responses)
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request, with its queue in a channel, so that we know when it is finished."""
@@ -299,23 +270,30 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         self._latest = args
         if isinstance(request, Continuation):
             return request.prompt, [request.prompt], ["assistant"], "normal", None
-        args.speculation.batched = True  # until it is seen to be served alone
-        if args.speculation.grammar is not None:
+        requested: Requested = args.speculation
+        requested.batched = True  # until it is seen to be served alone
+        if requested.grammar is not None:
             args.chat_template_kwargs = {
                 "enable_thinking": False,
                 **(args.chat_template_kwargs or {}),
             }
+        model, ids = self.model_provider.model, request.prompt
+        vocab_size = vocab_size_of(model)
         try:
-            prompt, segments, kinds, state, vision = super()._tokenize(tokenizer, request, args)
+            if isinstance(ids, list):
+                check_ids(check_prompt(ids, None, None), vocab_size)
+                found = ids, [ids], ["assistant"], "normal", None
+            else:
+                found = super()._tokenize(tokenizer, request, args)
         except Exception as error:
             raise RequestError(f"The prompt cannot be read: {error}") from error
-        if not prompt:
-            raise RequestError("The prompt is empty. Give at least one token.")
-        vocab_size = vocab_size_of(self.model_provider.model)
+        prompt, segments, kinds, state, vision = found
+        room = room_after(len(prompt), longest_text(model), requested.max_tokens)
+        args.max_tokens = min(args.max_tokens, room)
         check_bias(args.logits.logit_bias, vocab_size)
         if args.sampling.top_k >= vocab_size:
             args.sampling.top_k = 0  # all of them; in a batch mlx-lm's own error ends the server
-        if args.speculation.grammar is not None:
+        if requested.grammar is not None:
             state = "normal"  # the grammar is that of the answer, so there are no thoughts before
         return prompt, segments, kinds, state, vision
 
@@ -359,6 +337,13 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """What mlx-lm's server calls in the place of `stream_generate`."""
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
+        on_progress = options["prompt_progress_callback"]
+
+        def read(done: int, total: int) -> None:
+            on_progress(done, total)
+            self._check_goes_on(channel)
+
+        options["prompt_progress_callback"] = read
         drafter = with_heads(requested.drafter, model) or self.model_provider.head
         if draft_model is not None:
             drafter = ModelDrafter(draft_model)
@@ -384,9 +369,19 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                 yield response
                 if self._is_distributed and not channel.alive:
                     return  # mlx-lm itself cannot stop here
+                self._check_goes_on(channel)
                 if response.finish_reason is None and self._others_wait(request, args):
                     channel.pausing = True
                     return
+
+    def _check_goes_on(self, channel: Channel) -> None:
+        """Raise where a request that is served alone is to end: between the passes of one rank."""
+        if self._is_distributed:
+            return
+        if self._stop:
+            raise ServerEndingError
+        if not channel.alive:
+            raise ConnectionError("The client has gone.")
 
     def _drafter(
         self, drafter: Drafter | None, requested: Requested, tokenizer: Any
@@ -422,16 +417,3 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel.resume(tokenizer.detokenizer, stop_sequences.matcher())
         prompt = [*channel.context.prompt, *channel.tokens]
         self.requests.put((channel, Continuation(prompt), rest))
-
-
-def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsProcessor:
-    """A logits processor that also sees the tokens whose caches were kept from earlier turns."""
-    if not earlier:
-        return processor
-    before = to_ids(earlier)
-
-    def seeing_all(tokens: mx.array, logits: mx.array) -> Any:
-        return processor(mx.concatenate([before, to_ids(tokens)]), logits)
-
-    seeing_all.pure = is_pure(processor)  # type: ignore[attr-defined]
-    return seeing_all

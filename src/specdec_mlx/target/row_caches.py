@@ -124,11 +124,12 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
         """
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
-        if cache.empty() and self.keys is None:
+        is_empty = cache.empty() or cache.size() == 0  # trimmed to nothing, it still has keys
+        if is_empty and self.keys is None:
             return
-        row = self if cache.empty() else type(cache).merge([cache])
+        row = self if is_empty else type(cache).merge([cache])
         others = row if self.keys is None else self
-        num_new, num_old = 0 if cache.empty() else row._idx, 0 if self.keys is None else self._idx
+        num_new, num_old = 0 if is_empty else row._idx, 0 if self.keys is None else self._idx
         self.keys, self.values = (
             mx.concatenate(
                 [
@@ -210,7 +211,21 @@ class RowCaches:
         return sum(int(cache.nbytes) for cache in self.caches)
 
     def add(self, caches: Sequence[Any], num_positions: int) -> None:
-        """Add a text behind the others, with the caches that hold its first positions."""
+        """Add a text behind the others, with the caches that hold its first positions.
+
+        Where that raises, the others are as they were.
+        """
+        parts = (*self._slots.values(), *leaves(self.caches))
+        before = [(part, {**vars(part)}) for part in parts]
+        try:
+            self._add(caches, num_positions)
+        except BaseException:
+            for part, held in before:
+                vars(part).clear()
+                vars(part).update(held)
+            raise
+
+    def _add(self, caches: Sequence[Any], num_positions: int) -> None:
         for slots in self._slots.values():
             size = num_positions if slots.window is None else min(num_positions, slots.window)
             row = np.arange(num_positions - size, num_positions, dtype=np.int32)[None]
