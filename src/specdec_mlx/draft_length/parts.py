@@ -161,7 +161,7 @@ class Model(LookUp):
         self.account = self.learned.account.of_text()
 
     def drafting(self, num_steps: int) -> float:
-        """Cost of a draft without its pass, in plain rounds."""
+        """See `LookUp`."""
         return self.learned.steps(num_steps)
 
     def gains(self) -> list[float]:
@@ -171,10 +171,9 @@ class Model(LookUp):
 
     def limit(self) -> int:
         """The length of the largest value, if that pays or is to be tried, and can be afforded."""
-        if self.rest:
-            return 0
-        wanted = self.worth_asking()
-        self.rest = 0 if wanted else REST
+        wanted = 0 if self.rest else self.worth_asking()
+        if not wanted and not self.rest:
+            self.rest = REST
         return wanted
 
     def worth_asking(self) -> int:
@@ -202,7 +201,8 @@ class Model(LookUp):
         """Learn what its draft cost and how far it was right; book what it brought."""
         plain, passed = self.auto.stairs.plain, self.auto.cost(round_.drafted)
         if round_.steady and plain and self.has_read:
-            self.learned.steps.add(round_.drafted, round_.seconds / median(plain) - passed)
+            extra = round_.seconds / median(plain) - passed
+            self.learned.steps.add(round_.drafted, max(0.0, extra))
         blind = self.learned.blind
         expected = sum(accumulate(blind.of_draft([0] * round_.drafted), mul))
         for i in range(min(round_.accepted + 1, round_.drafted)):
