@@ -14,8 +14,7 @@ import tiny
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.expected import ExpectedTokens
+from specdec_mlx.draft_length.auto import Auto, Unpriced
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord, session_groups
@@ -160,11 +159,12 @@ def test_one_that_costs_time_is_asked_where_it_promises_more(model: Any, text: l
     assert stats.by_drafter["costly"][1] > NUM_TOKENS / 2
 
 
-class Ranking(Noting):
+class Ranking(Unpriced):
     """A fixed length that ranks drafts itself: the last one wins. seen: the keys compared."""
 
     def __init__(self, length: int, outbid: bool) -> None:
-        super().__init__(length)
+        self.noting = Noting(length)
+        super().__init__(self.noting)
         self.outbid = outbid
         self.seen: list[list[str]] = []
 
@@ -173,7 +173,7 @@ class Ranking(Noting):
         self.seen.append([key for key, _ in drafts])
         return len(drafts) - 1, 1
 
-    def outbids(self, part: str, limit: int) -> bool:
+    def outbids(self, part: str) -> bool:
         return self.outbid
 
 
@@ -189,7 +189,7 @@ def test_only_point_masses_compete(outbid: bool, model: Any, text: list[int]) ->
     assert {tuple(keys) for keys in length.seen} == {("one", "two")}
     assert set(stats.by_drafter) == ({"costly"} if outbid else {"two"})
     assert bool(costly.asked) == outbid
-    kept = {r.drafted for r in length.records if r.part == "two"}
+    kept = {r.drafted for r in length.noting.records if r.part == "two"}
     assert kept == (set() if outbid else {1})
 
 
@@ -213,35 +213,43 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     assert drafting.index("a") == drafting.count("first") > 0
 
 
-def test_auto_takes_the_largest_gain() -> None:
-    """Of drafts with different evidence the one that is worth most, and its best length."""
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_draft_that_is_worth_most_wins_and_of_equal_ones_the_first(order: int) -> None:
+    """Whichever comes first; one that costs time is asked where it promises more than the best."""
     policy = Auto()
+    policy.most = 12
     for part in ("weak", "strong"):
         policy.limit(part, cheap=True)
-        for _ in range(3):
-            policy.tuning.of(part).costs.add(0, 1.0)
-        for length in (1, 2, 3, 4) * 2:
-            policy.tuning.of(part).costs.add(length, 1.0 + 0.1 * length)
-    drafts = [
-        ("weak", Draft([1] * 4, evidence=[1] * 4)),
-        ("strong", Draft([2] * 4, evidence=[32] * 4)),
-    ]
-    assert policy.choose(drafts) == (1, 4)
-    assert policy.choose(drafts[::-1]) == (0, 4)
-    assert not policy.outbids("weak", 4)
+    weak, strong = (Draft([i] * 4, evidence=[Evidence(i)] * 4) for i in (2, 64))
+    drafts = [("weak", weak), ("strong", strong)][::order]
+    chosen, length = policy.choose(drafts)
+    assert drafts[chosen] == ("strong", strong)
+    assert length == 4
+    assert policy.choose([("weak", strong), ("strong", strong)][::order])[0] == 0
+    policy.tuning.of("model").steps.price = 0.5
+    policy.limit("model", cheap=False)
+    assert not policy.outbids("model")
+    policy.tuning.of("model").steps.price = 0.01
+    wrong = Draft([3] * 4, evidence=[Evidence(1, share=1)] * 4)
+    for i in range(60):
+        policy.tuning.of("weak").chances.learn(Evidence(1, share=1), i % 4, False)
+        policy.tuning.of("model").blind.learn(0, i % 4, True)
+    policy.choose([("weak", wrong)])
+    policy.limit("model", cheap=False)
+    assert policy.outbids("model")
 
 
-def test_expected_tokens_learn_from_what_was_not_chosen() -> None:
+def test_without_costs_the_most_expected_tokens_win_and_drafts_not_chosen_are_scored() -> None:
     """Two drafts at once: after a few rounds the one that would have been right is preferred."""
-    choice = ExpectedTokens()
-    drafts = [("a", Draft([1, 2], evidence=[4, 4])), ("b", Draft([3, 4], evidence=[3, 3]))]
+    choice = Unpriced(Fixed(4))
+    for part in ("a", "b"):
+        assert choice.limit(part, cheap=True) == 4
+    drafts = [("a", Draft([1, 2], evidence=[4, 4])), ("b", Draft([3, 4], evidence=[4, 4]))]
     assert choice.choose(drafts)[0] == 0
     for _ in range(40):
         choice.choose(drafts)
-        choice.observe([3, 4, 5])
-    assert choice.choose(drafts)[0] == 1
-    assert not choice.outbids("model", 1)
-    assert choice.outbids("model", 40)
+        choice.score([3, 4, 5])
+    assert choice.choose(drafts) == (1, 2)
 
 
 def test_it_is_made_of_its_parts() -> None:

@@ -17,8 +17,8 @@ from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.bench import host_time
 from specdec_mlx.bench.host_time import Kind, Table, generate, kinds, prompt_of, round_seconds
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -215,7 +215,7 @@ def paused_rounds(monkeypatch: pytest.MonkeyPatch, draft_length: int | str) -> C
 
     tuning = Tuning()
     drafter = ScriptedDrafter(lambda start, limit: [0] * limit)
-    tuning.of(key_of(drafter)).exploration_budget = -1.0
+    tuning.of(key_of(drafter)).steps.price = 2.0  # not even worth it if all were right
     stream = speculate(
         Table(16),
         [1],
@@ -227,7 +227,7 @@ def paused_rounds(monkeypatch: pytest.MonkeyPatch, draft_length: int | str) -> C
     )
     for _ in range(10):
         next(stream)
-    for owner, name in [(AcceptanceHistory, "chance"), (Rollback, "widest_pass")]:
+    for owner, name in [(Chances, "learn"), (Rollback, "widest_pass")]:
         count(owner, name)
     count(Auto if draft_length == "auto" else Fixed, "limit")
     last = [next(stream) for _ in range(40)][-1]

@@ -15,8 +15,13 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import tiny
 from command_line import both_ways, run
 from serving import serving
-from specdec_mlx.draft_length.store import kept_tuning, tuning_path
-from specdec_mlx.draft_length.store import Tuning, tuning_for
+from specdec_mlx.draft_length.store import (
+    Tuning,
+    kept_tuning,
+    short_name,
+    tuning_for,
+    tuning_path,
+)
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
@@ -29,16 +34,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def learn(model: Any) -> None:
+    tuning_for(model).of("x").account.budget = 7.0
     for _ in range(3):
-        tuning_for(model).of("x").costs.add(0, 0.01)
-        tuning_for(model).of("x").costs.add(4, 0.013)
+        tuning_for(model).stairs(0).add(1, 0.01)
+        tuning_for(model).stairs(0).add(5, 0.019)
 
 
 def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> None:
     with kept_tuning(model := tiny.build("qwen2"), "some/name"):
         learn(model)
     with kept_tuning(model := tiny.build("qwen2"), "some/name"):
-        assert tuning_for(model).of("x").costs.ratio(4) == pytest.approx(1.3)
+        assert tuning_for(model).of("x").account.budget == 7.0
+        assert tuning_for(model).stairs(0)(5) > 1.5
     with kept_tuning(model := tiny.build("qwen2"), "another/name"):
         assert not tuning_for(model).drafters
 
@@ -141,4 +148,4 @@ def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) 
     assert len(files) == (0 if flags else 1)
     for file in files:
         kept = Tuning.load(file)
-        assert all(kept.of(key_of(part)).costs.plain for part in default_drafter().drafters)
+        assert set(kept.drafters) == {short_name(key_of(default_drafter()))}
