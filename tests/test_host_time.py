@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import mlx.core as mx
@@ -16,19 +21,29 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
 from specdec_mlx.bench import host_time
-from specdec_mlx.bench.host_time import Kind, Table, generate, kinds, prompt_of, round_seconds
+from specdec_mlx.bench.host_time import (
+    VOCAB_SIZE,
+    Kind,
+    Table,
+    generate,
+    kinds,
+    prompt_of,
+    round_seconds,
+)
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
+from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.sampling import noise
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window
 from specdec_mlx.target import verifier
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.types import key_of
+from specdec_mlx.types import RoundRecord, key_of
 
 K = 4
 OPERATIONS = [
@@ -278,3 +293,62 @@ def test_a_plain_round_is_no_larger_a_graph_than_mlx_lms(
     sizes = graph_sizes(own, monkeypatch)
     assert len(sizes) == 20
     assert sorted(sizes)[-3] <= allowed  # of 25 positions noise is drawn before the 8th and 16th
+
+
+CALLS = {"no drafter": 70, "nothing to draft": 115, "a drafted round": 250}
+"""Most Python calls a round; lower them with the code, and raise them for nothing."""
+
+
+class SteadyClock(Auto):
+    """The automatic draft length on a machine that takes five rows at once, and no more."""
+
+    def record(self, round_: RoundRecord) -> None:
+        seconds = 1.0 if round_.fed <= 5 else float(round_.fed)
+        super().record(replace(round_, seconds=seconds, steady=True))
+
+
+def calls_a_round(kind: str) -> float:
+    """Calls of this package's Python functions in a round, the mean of 64 after a few others.
+
+    The text goes around the vocabulary, for the first time or not.
+    """
+    prompt = prompt_of(2 * VOCAB_SIZE) if kind == "a drafted round" else [0]
+    drafter = None if kind == "no drafter" else default_drafter()
+    stream = speculate(
+        Table(), prompt, drafter, max_tokens=500, draft_length=SteadyClock(), probe=False
+    )
+    calls, own = 0, str(Path(loop.__file__).parent)
+
+    def count(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        calls += event == "call" and frame.f_code.co_filename.startswith(own)
+
+    with closing(stream):
+        for token in stream:
+            if token.stats.target_passes == 16:
+                break
+        sys.setprofile(count)
+        try:
+            for token in stream:
+                if token.stats.target_passes == 80:
+                    break
+        finally:
+            sys.setprofile(None)
+    assert (token.stats.drafted > 200) == (kind == "a drafted round"), token.stats.drafted
+    return calls / 64
+
+
+def test_a_round_takes_no_more_python_calls_than_it_did() -> None:
+    """Counted, not timed: without a drafter, with one that finds nothing, and with its drafts."""
+    found = {kind: calls_a_round(kind) for kind in CALLS}
+    assert all(found[kind] <= CALLS[kind] for kind in CALLS), found
+
+
+def test_without_a_drafter_a_slow_caller_waits_for_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is learned from its seconds then, so that it stays hidden behind the caller."""
+    waited: list[str] = []
+    monkeypatch.setattr(RoundClock, "was_undisturbed", False)
+    monkeypatch.setattr(verifier.LazyPass, "wait", lambda self: waited.append("pass"))
+    stream = speculate(Table(16), [1], None, max_tokens=20, probe=False)
+    assert len(list(stream)) == 20
+    assert not waited
