@@ -333,7 +333,7 @@ class Generation:
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
         self.stats.other_seconds += self.clock.other_seconds(following)
-        self.clock.time_if_hidden(following, self.drafting.length)
+        self.clock.time_if_hidden(following, self.drafting.values)
         started = perf_counter()
         for token, origin, row in _emitted(current, outcome):
             self.sequence.num_handed_out += 1

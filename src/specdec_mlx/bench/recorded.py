@@ -311,7 +311,7 @@ def replay_text(
         passes=generation.stats.target_passes,
         drafted=generation.stats.drafted,
         accepted=sum(token.from_draft for token in emitted),
-        seconds=modelled.seconds,
+        seconds=modelled.seconds if drafter else cost(1) * generation.stats.target_passes,
         plain_seconds=cost(1) * len(emitted),
     )
 

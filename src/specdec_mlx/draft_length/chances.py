@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
+from specdec_mlx.draft_length.costs import finite
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, Evidence
 
@@ -220,10 +221,9 @@ class Chances:
 
 def numbers(values: Sequence[Any], length: int) -> list[float]:
     """`length` finite numbers. Raises ValueError for anything else."""
-    found = [float(value) for value in values]
-    if len(found) != length or not all(map(math.isfinite, found)):
-        raise ValueError(f"expected {length} finite numbers, got {found}")
-    return found
+    if len(values) != length:
+        raise ValueError(f"expected {length} numbers, got {len(values)}")
+    return finite(values)
 
 
 def classes_of(evidence: Evidence | int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,9 @@ FIRST_ROWS = 5
 
 FIRST_EXCESS = 3.0
 """Most that a single measurement may cost beyond one row, in what the prior says."""
+
+MOST_EXPENSIVE = 1.5
+"""Cost of a draft step above which none pays, whatever it is: one slow draft is outvoted soon."""
 
 UNKNOWN_STEP = 0.25
 """Cost of a draft step that was not measured, in plain rounds."""
@@ -144,7 +148,8 @@ class Staircase:
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what `as_dict` gave."""
         for rows, ratios in saved.items():
-            self.ratios[int(rows)] = deque(map(float, ratios), maxlen=NUM_SAMPLES)
+            if ratios:
+                self.ratios[int(rows)] = deque(finite(ratios), maxlen=NUM_SAMPLES)
         self._fitted = None
 
 
@@ -164,12 +169,18 @@ class Steps:
 
     def add(self, num_steps: int, cost: float) -> None:
         """Add a draft of so many steps that read no more than a round's tokens."""
-        self.measured.append(cost / (1 if self.at_once else num_steps))
+        step = cost / (1 if self.at_once else num_steps)
+        self.measured.append(min(max(0.0, step), MOST_EXPENSIVE))
 
     @property
     def is_known(self) -> bool:
         """True if anything was measured."""
         return self.price is not None or bool(self.measured)
+
+    @property
+    def is_sure(self) -> bool:
+        """True if more than one draft was measured, or a step on nothing."""
+        return self.price is not None or len(self.measured) > 1
 
     @property
     def step(self) -> float:
@@ -181,6 +192,14 @@ class Steps:
     def __call__(self, num_steps: int) -> float:
         """Of a draft of so many steps."""
         return (1 if self.at_once and num_steps else num_steps) * self.step
+
+
+def finite(values: Sequence[Any]) -> list[float]:
+    """Numbers out of a file. Raises ValueError for what is none."""
+    found = [float(value) for value in values]
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"expected finite numbers, got {found}")
+    return found
 
 
 def typical(samples: Sequence[float]) -> float:

@@ -201,8 +201,7 @@ class Model(LookUp):
         """Learn what its draft cost and how far it was right; book what it brought."""
         plain, passed = self.auto.stairs.plain, self.auto.cost(round_.drafted)
         if round_.steady and plain and self.has_read:
-            extra = round_.seconds / median(plain) - passed
-            self.learned.steps.add(round_.drafted, max(0.0, extra))
+            self.learned.steps.add(round_.drafted, round_.seconds / median(plain) - passed)
         blind = self.learned.blind
         expected = sum(accumulate(blind.of_draft([0] * round_.drafted), mul))
         for i in range(min(round_.accepted + 1, round_.drafted)):

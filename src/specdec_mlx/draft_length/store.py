@@ -20,7 +20,7 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.chances import Chances, numbers
 from specdec_mlx.draft_length.chips import MILDEST, Curve, prior_for
-from specdec_mlx.draft_length.costs import Staircase, Steps
+from specdec_mlx.draft_length.costs import Staircase, Steps, finite
 from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
@@ -120,9 +120,9 @@ class Learned:
         for name in ("chances", "later", "blind"):
             getattr(self, name).restore(saved[name])
         price, reading, *measured = saved["steps"]
-        self.steps.price = None if price is None else float(price)
-        self.steps.reading = None if reading is None else float(reading)
-        self.steps.measured.extend(map(float, measured))
+        self.steps.price = None if price is None else finite([price])[0]
+        self.steps.reading = None if reading is None else finite([reading])[0]
+        self.steps.measured.extend(finite(measured))
         (self.account.budget,) = numbers([saved["budget"]], 1)
         self.shares = [max(share, 0.001) for share in numbers(saved["shares"], len(self.shares))]
 

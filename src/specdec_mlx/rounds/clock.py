@@ -129,16 +129,16 @@ class RoundClock:
         spent = perf_counter() - self._resumed_at - self.waited
         return spent - (0.0 if following is None else following.host_seconds)
 
-    def time_if_hidden(self, following: Round | None, length: object) -> None:
+    def time_if_hidden(self, following: Round | None, values: ValuesDrafts | None) -> None:
         """Wait for the pass under way, where a slow caller hides seconds that are needed.
 
         Args:
             following: that pass, if there is one.
-            length: the draft length, which may say that it needs them (`types.ValuesDrafts`).
+            values: the draft length, if it may say that it needs them.
         """
-        if following is None or self.was_undisturbed or not isinstance(length, ValuesDrafts):
+        if following is None or values is None or self.was_undisturbed:
             return
-        if length.wants_timing(following.num_drafted):
+        if values.wants_timing(following.num_drafted):
             following.under_way.wait()
             self._finished_at = perf_counter()
 

@@ -57,7 +57,8 @@ class Drafting:
 
     session: None before `begin`, and without a drafter. part: key of the drafter of the latest
     draft, one of several under `FirstOf`; "" if there was none. features: what the session reads of
-    the target, None if nothing.
+    the target, None if nothing. values: the draft length where it values drafts, once a session has
+    begun.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Drafting:
         self.features: FeatureFeed | None = None
         self.part = ""
         self.keeps_cache = keeps_cache
-        self._values: ValuesDrafts | None = None
+        self.values: ValuesDrafts | None = None
         self._groups: list[list[_Part]] = []
         self.has_cheap_part = False
         self.is_free = True
@@ -104,7 +105,7 @@ class Drafting:
                 self._groups[-1].append(_Part(key, cheap, way))
                 self.has_cheap_part = self.has_cheap_part or cheap
                 self.is_free = self.is_free and cheap
-        self._values = values
+        self.values = values
 
     def _may_fork(self) -> bool:
         """True if the target takes trees now."""
@@ -130,7 +131,7 @@ class Drafting:
         key, best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and not (len(best) and self._values and not self._values.outbids(part.key)):
+            if limit and not (len(best) and self.values and not self.values.outbids(part.key)):
                 draft = self._ask(part, limit)
                 if len(draft):
                     return part.key, draft
@@ -149,10 +150,10 @@ class Drafting:
                     drafts.append((part.key, draft))
         if not drafts:
             return "", NO_DRAFT, drawn
-        if len(drafts) == 1 or self._values is None:
+        if self.values is None:
             key, draft = drafts[0]
             return key, draft.head(self.length.cut(key, draft)), drawn
-        index, length = self._values.choose(drafts)
+        index, length = self.values.choose(drafts)
         key, draft = drafts[index]
         return key, draft.head(length), drawn
 
