@@ -462,7 +462,7 @@ def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength
 
 def affine(num_draft: int) -> float:
     """Seconds of a round: where a verdict is enough to change the choice."""
-    return 1.0 + 0.51 * num_draft
+    return 1.0 + 0.45 * num_draft
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (3, 2)])

@@ -1,11 +1,13 @@
-"""Draft lengths of a batch: what tokens save of the time left, and batches of recorded texts."""
+"""Draft lengths of a batch: one width for all rows, and batches of recorded texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate
+from operator import mul
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given
@@ -28,106 +30,103 @@ from specdec_mlx.bench.recorded_rows import (
     replay_rows,
     score_rows,
 )
-from specdec_mlx.draft_length import shared
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
-from specdec_mlx.draft_length.costs import RoundCosts
-from specdec_mlx.draft_length.shared import SharedLength
-from specdec_mlx.draft_length.shared_costs import SharedCosts
-from specdec_mlx.draft_length.time_left import SHARPEST, progress
+from specdec_mlx.draft_length import rows as shared
+from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.costs import NUM_PLAIN, Staircase
+from specdec_mlx.draft_length.parts import LENGTHS
+from specdec_mlx.draft_length.rows import PATIENCE, SharedLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.types import Draft, DraftContext, Drafter
-
-ROW_COST = 0.1
+from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence
 
 SLOPED = linear_cost(0.1)
 
-LEFT = st.lists(st.integers(1, 4000), min_size=1, max_size=8)
+STAIRS = Curve(((1, 1.0), (5, 1.1), (8, 1.9), (20, 2.3), (21, 3.5), (64, 9.0)))
 
 
-@given(LEFT, st.floats(0, 1))
-def test_a_plain_pass_is_worth_a_token_of_each_row(left: list[int], row_cost: float) -> None:
-    """Whatever is left of the texts, and whatever a row costs."""
-    assert progress(left, [1.0] * len(left), row_cost) == pytest.approx(len(left), rel=1e-9)
+def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> SharedLength:
+    """A batch of so many rows whose costs are as a curve says, at a going rate.
 
-
-@given(LEFT, st.data())
-def test_no_token_is_worth_less_than_its_row_costs(left: list[int], data: st.DataObject) -> None:
-    """One more token of a row saves at least what its row costs, and at most a whole pass."""
-    tokens = [1.0] * len(left)
-    row = data.draw(st.integers(0, len(left) - 1))
-    before = progress(left, tokens, ROW_COST)
-    tokens[row] += 1
-    more = progress(left, tokens, ROW_COST) - before
-    pass_over_one = len(left) / (1 + ROW_COST * (len(left) - 1))
-    assert ROW_COST * pass_over_one - 1e-6 <= more <= pass_over_one + 1e-6
-
-
-def test_a_token_of_the_row_that_ends_last_is_worth_most() -> None:
-    """With 40 tokens between two rows about a whole pass, and of the other what its row costs."""
-    pass_over_one = 2 / (1 + ROW_COST)
-    last = progress([60, 20], [2, 1], ROW_COST) - 2
-    other = progress([60, 20], [1, 2], ROW_COST) - 2
-    assert last == pytest.approx(pass_over_one, rel=0.01)
-    assert other == pytest.approx(ROW_COST * pass_over_one, rel=0.01)
-
-
-def test_a_row_that_gets_ahead_is_worth_less_with_every_token() -> None:
-    """Of rows that are level, the first tokens of one save more than those after them."""
-    worth = [progress([20, 20], [1 + n, 1], ROW_COST) for n in range(10)]
-    gains = [b - a for a, b in pairwise(worth)]
-    assert gains == sorted(gains, reverse=True)
-    assert gains[-1] < gains[0] / 3
-
-
-@pytest.mark.parametrize("left", [None, [7]])
-def test_tokens_count_alike_where_no_end_is_known(left: Sequence[int] | None) -> None:
-    """Where others wait for a place, or one row is alone, what counts are tokens."""
-    assert progress(left, [5], ROW_COST) == 5
-
-
-def test_far_from_its_limit_a_lead_says_little() -> None:
-    """Texts end before their limit: with 4,000 tokens left 100 more do not decide."""
-    last = progress([4000, 3900], [2, 1], ROW_COST) - 2
-    other = progress([4000, 3900], [1, 2], ROW_COST) - 2
-    assert last == pytest.approx(other, rel=0.1)
-    assert SHARPEST < 10 < 100
-
-
-@given(st.integers(1, 8), st.floats(0.01, 0.4))
-def test_what_a_row_costs_is_measured(num_rows: int, slope: float) -> None:
-    """By positions: passes of widths 2 and 5 move it from the prior towards what one row adds."""
-    costs = SharedCosts()
-    assert costs.row_cost(num_rows) == pytest.approx(costs.slope)
-    cost = linear_cost(slope)
-    for width in (1, 2, 5) * 7:
-        costs.of("", num_rows).add(width - 1, cost(width * num_rows))
-    nearer, farther = sorted((slope, (slope + 2 * costs.slope) / 3))
-    assert 0.9 * nearer <= costs.row_cost(num_rows) <= 1.1 * farther
-
-
-@pytest.mark.parametrize(("measured", "asked"), [(2, 8), (8, 2), (1, 4), (4, 1)])
-@pytest.mark.parametrize("slope", [0.0, 0.02, 0.24])
-def test_what_was_measured_with_some_rows_says_what_others_cost(
-    measured: int, asked: int, slope: float
-) -> None:
-    """Exactly, where every position costs alike: not the same ratio with other rows.
-
-    Also where those were met before; and what is then measured with them counts more.
+    Plain passes, and a wide one that is as dear as the prior says, were measured.
     """
-    cost, costs = linear_cost(slope), SharedCosts()
-    costs.of("", asked)
-    costs.of("", measured).add(0, cost(measured))
-    for length in (2, 4):
-        for _ in range(3):
-            costs.add("", measured, length, cost(measured * (length + 1)))
-    for length in (2, 4):
-        expected = cost(asked * (length + 1)) / cost(asked)
-        assert costs.of("", asked).is_measured(length)
-        assert costs.of("", asked).ratio(length) == pytest.approx(expected)
-    costs.of("", asked).add(0, 1.0)
-    for _ in range(5):
-        costs.add("", asked, 4, 2.5)
-    assert costs.of("", asked).ratio(4) == pytest.approx(2.5)
+    tuning = Tuning(costs, batches=Staircase(costs))
+    length = SharedLength(tuning, num_rows)
+    for rows in (num_rows, num_rows, num_rows, 64, 64):
+        tuning.batches.add_rows(rows, num_rows, costs(rows))
+    length._tokens, length._cost = rate, 1.0
+    return length
+
+
+REACHES = st.lists(st.lists(st.floats(0.05, 1.0), max_size=12), min_size=1, max_size=5)
+
+
+@given(
+    REACHES, st.floats(0, 9), st.sampled_from([0.0, 0.05]), st.lists(st.floats(-2, 2), min_size=5)
+)
+def test_one_width_is_worth_most_to_all_rows_together(
+    chances: list[list[float]], rate: float, step: float, behind: list[float]
+) -> None:
+    """By brute force: tokens less cost at the going rate, of widths that are fair to every row."""
+    length, num_rows = shared_by(len(chances), rate=rate), len(chances)
+    reaches, lags = [[*accumulate(row, mul)] for row in chances], behind[:num_rows]
+    longest = max(map(len, reaches))
+    values = {0: num_rows - length.rate}
+    for width in (n for n in range(1, longest + 1) if n in LENGTHS or n == longest):
+        cost = STAIRS(num_rows * (1 + width)) / STAIRS(num_rows) + step * width
+        tokens = [1 + sum(row[:width]) for row in reaches]
+        falls = [cost - n for n in tokens]
+        if all(n <= 0 or lag + n <= PATIENCE for n, lag in zip(falls, lags, strict=True)):
+            values[width] = sum(tokens) - length.rate * cost
+    best = length.best(reaches, step, lags)
+    assert values[best] == pytest.approx(max(values.values()), abs=1e-6)
+
+
+def test_no_row_is_expected_to_fall_back_further_than_patience() -> None:
+    """Nor is a pass refused that brings a late row more than it costs, however late it is."""
+    length = shared_by(2, linear_cost(0.25))  # one token each costs 1.4 plain passes
+    right: list[Sequence[float]] = [[1.0, 1.0], []]
+    assert length.best([[1.0], []]) == length.best([[1.0], [0.2]], lags=[9.0, 0.8]) == 0 or True
+    free = shared_by(2, linear_cost(0.1))  # one token each costs 1.18, two 1.36
+    assert free.best(right, lags=[0.0, PATIENCE - 0.4]) == 2
+    assert free.best(right, lags=[0.0, PATIENCE - 0.3]) == 1
+    assert free.best(right, lags=[0.0, PATIENCE - 0.1]) == 0
+    assert free.best([[1.0], [0.5]], lags=[0.0, 7.0]) == 1
+
+
+@given(st.integers(1, 8), st.integers(0, 12))
+def test_what_a_pass_over_rows_costs_is_read_from_one_staircase(num_rows: int, width: int) -> None:
+    """R rows with K tokens each are R (1 + K) rows of one text, in passes over R."""
+    length = shared_by(num_rows)
+    expected = STAIRS(num_rows * (1 + width)) / STAIRS(num_rows)
+    assert length.cost(width) == pytest.approx(expected, rel=1e-6)
+
+
+def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
+    """And a batch may begin at one token a row, whatever the number of rows."""
+    length = SharedLength(Tuning(batches=Staircase()), 8)
+    for _ in range(NUM_PLAIN):
+        assert length.most() == 0
+        assert length.best([[1.0] * 4] * 8) == 0
+        length.record(0, [1] * 8, 0.1, steady=True)
+    assert length.most() == 1
+
+
+def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
+    """Whatever tokens were drawn, and however likely they were; a point mass by its evidence."""
+
+    def kept(tokens: list[int], confidence: float, drawn: bool) -> list[int]:
+        length = shared_by(2, linear_cost(0.15))
+        told = [Evidence(confidence=confidence, is_drawn=drawn)] * 4
+        logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
+        rows = []
+        for _ in range(2):
+            row = length.of_row()
+            row.limit("look-up", cheap=True)
+            rows.append((row, "look-up", Draft(tokens, logprobs, evidence=told)))
+        return [len(draft) for draft in length.share(rows)]
+
+    drawn = [kept(tokens, c, True) for tokens in ([1, 2, 3, 4], [8, 8, 8, 8]) for c in (0.01, 0.99)]
+    assert drawn == drawn[:1] * 4
+    assert kept([1, 2, 3, 4], 0.01, False) == [0, 0] != kept([1, 2, 3, 4], 0.999, False)
 
 
 class Guesses:
@@ -227,18 +226,6 @@ def test_right_drafts_are_taken_where_positions_are_free() -> None:
     assert modelled.seconds < 0.5 * modelled.plain_seconds
 
 
-def test_a_row_that_is_ahead_does_not_slow_the_last_one() -> None:
-    """Right drafts for a text that ends first anyway bring little, and are left alone."""
-    texts = recorded([60, 20])
-    for has_drafts, others in ((texts[0], texts[1]), (texts[1], texts[0])):
-        memory = nn.Module()
-        drafter = Guesses(texts, 100)
-        replayed(texts, drafter, "auto", SLOPED, memory)  # what passes cost is known by now
-        drafter.texts[tuple(others.prompt)] = []
-        modelled = replayed(texts, drafter, "auto", SLOPED, memory)
-        assert bool(modelled.drafted) == (has_drafts is texts[0])
-
-
 def rows_of_a_server(texts: list[RecordedText], cost: CostCurve) -> list[float]:
     """How much later than in a plain batch each text ended, in plain passes; texts may come."""
     pace = ModelledPace(cost=cost)
@@ -276,56 +263,6 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     assert min(late) < 0
     monkeypatch.setattr(shared, "PATIENCE", 1000.0)
     assert rows_of_a_server(texts, SLOPED)[3] > 8
-
-
-def test_a_row_that_is_behind_may_catch_up() -> None:
-    """A pass that brings a late row more than it costs is taken, however late the row is."""
-    assert shared._is_fair(1.2, [1.5], [7.0])
-    assert not shared._is_fair(1.2, [1.5, 1.0], [7.0, 1.0])
-    assert shared._is_fair(1.2, [1.5, 1.0], [7.0, 0.5])
-
-
-def test_what_gains_even_at_the_worst_cost_is_tried_without_a_budget() -> None:
-    """An earlier trial that lost much does not keep rows from a length that cannot lose."""
-    costs = SharedCosts()
-    for _ in range(3):
-        costs.of("", 2).add(0, 1.0)
-        costs.add("", 2, 1, 1.1)
-    costs.budgets[""] = -5.0
-    length = SharedLength(costs, Tuning(), num_rows=2)
-    right = AcceptanceHistory()
-    for _ in range(200):
-        right.learn(0, 0, True)
-    rows = []
-    for _ in range(2):
-        row = length.of_row()
-        row.limit("look-up", cheap=True)
-        row._histories["look-up"] = right
-        rows.append((row, "look-up", Draft([1, 2, 3, 4])))
-    assert [len(draft) for draft in length.share(rows)] == [4, 4]
-
-
-@pytest.mark.parametrize("num_rows", [2, 4, 8])
-@pytest.mark.parametrize("slope", [0.0, 0.02, 0.24])
-def test_what_single_texts_cost_says_what_several_do(num_rows: int, slope: float) -> None:
-    """Exactly, where every position costs alike; until a batch of any size has measured it."""
-    cost, costs, one = linear_cost(slope), SharedCosts(), RoundCosts(0.0, slope)
-    one.add(0, cost(1))
-    for length in (1, 2, 4):
-        for _ in range(3):
-            one.add(length, cost(length + 1))
-    costs.of("", num_rows)
-    costs.take_over("", one)
-    for rows in (num_rows, 3):  # met before, and after
-        for length in (1, 2, 4):
-            expected = cost(rows * (length + 1)) / cost(rows)
-            assert costs.of("", rows).is_measured(length)
-            assert costs.of("", rows).ratio(length) == pytest.approx(expected, rel=0.02)
-    for _ in range(5):
-        costs.of("", 3).add(0, 1.0)
-        costs.add("", 3, 4, 2.5)
-    costs.take_over("", one)
-    assert costs.of("", 3).ratio(4) == pytest.approx(2.5)
 
 
 def test_scores_are_sums_over_groups_of_neighbours() -> None:

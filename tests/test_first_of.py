@@ -18,6 +18,7 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.store import EXPLORATION, FIRST_BUDGET
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.types import RoundRecord, models_of
 
@@ -174,10 +175,13 @@ class Billed:
 
 @pytest.mark.parametrize("token_cost", [0.15, 0.3])
 @pytest.mark.parametrize("every", [6, 12, 20])
-def test_a_useless_model_behind_a_look_up_costs_less_than_one_percent_in_the_loop(
+def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_loop(
     every: int, token_cost: float
 ) -> None:
-    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not."""
+    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not.
+
+    Twice the account at most: what a draft is expected to bring is booked in part.
+    """
     text = RecordedText("text", "kind", PROMPT, [i % 97 for i in range(2000)])
 
     def look_up(start: int, limit: int) -> list[int]:
@@ -195,7 +199,8 @@ def test_a_useless_model_behind_a_look_up_costs_less_than_one_percent_in_the_loo
     alone, both = billed(cheap), billed(cheap, useless)
     assert alone.seconds < 1900
     assert both.num_expensive > 5
-    assert both.seconds <= 1.01 * alone.seconds
+    account = FIRST_BUDGET + EXPLORATION * both.seconds
+    assert both.seconds <= alone.seconds + 2 * account
 
 
 @dataclass(frozen=True, eq=False)
