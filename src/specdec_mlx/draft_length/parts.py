@@ -186,7 +186,7 @@ class Model(LookUp):
         self.gain = max(values)
         if self.gain <= 0 and self.num_idle < RETRY:
             return 0
-        if self.learned.steps.is_known and all(k <= loss for k, loss in enumerate(losses, start=1)):
+        if self.learned.steps.is_sure and all(k <= loss for k, loss in enumerate(losses, start=1)):
             return 0  # not even if all were right
         length = 1 + values.index(self.gain)
         while length and not self.account.stands(losses[length - 1] - gains[length - 1] / 2):
