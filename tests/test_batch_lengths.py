@@ -43,6 +43,11 @@ SLOPED = linear_cost(0.1)
 STAIRS = Curve(((1, 1.0), (5, 1.1), (8, 1.9), (20, 2.3), (21, 3.5), (64, 9.0)))
 
 
+def sloped(slope: float) -> Curve:
+    """Each row costs so much more."""
+    return Curve(((1, 1.0), (64, 1.0 + 63 * slope)))
+
+
 def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> SharedLength:
     """A batch of so many rows whose costs are as a curve says, at a going rate.
 
@@ -82,14 +87,12 @@ def test_one_width_is_worth_most_to_all_rows_together(
 
 def test_no_row_is_expected_to_fall_back_further_than_patience() -> None:
     """Nor is a pass refused that brings a late row more than it costs, however late it is."""
-    length = shared_by(2, linear_cost(0.25))  # one token each costs 1.4 plain passes
-    right: list[Sequence[float]] = [[1.0, 1.0], []]
-    assert length.best([[1.0], []]) == length.best([[1.0], [0.2]], lags=[9.0, 0.8]) == 0 or True
-    free = shared_by(2, linear_cost(0.1))  # one token each costs 1.18, two 1.36
-    assert free.best(right, lags=[0.0, PATIENCE - 0.4]) == 2
-    assert free.best(right, lags=[0.0, PATIENCE - 0.3]) == 1
-    assert free.best(right, lags=[0.0, PATIENCE - 0.1]) == 0
-    assert free.best([[1.0], [0.5]], lags=[0.0, 7.0]) == 1
+    length = shared_by(2, sloped(0.1))  # a token each costs 1.18 plain passes, two 1.36
+    one_has: list[Sequence[float]] = [[1.0, 1.0], []]
+    assert length.best(one_has, lags=[0.0, PATIENCE - 0.4]) == 2
+    assert length.best(one_has, lags=[0.0, PATIENCE - 0.3]) == 1
+    assert length.best(one_has, lags=[0.0, PATIENCE - 0.1]) == 0
+    assert length.best([[1.0], [0.5]], lags=[0.0, 7.0]) == 1
 
 
 @given(st.integers(1, 8), st.integers(0, 12))
@@ -113,20 +116,21 @@ def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
 def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
     """Whatever tokens were drawn, and however likely they were; a point mass by its evidence."""
 
-    def kept(tokens: list[int], confidence: float, drawn: bool) -> list[int]:
-        length = shared_by(2, linear_cost(0.15))
-        told = [Evidence(confidence=confidence, is_drawn=drawn)] * 4
+    def kept(tokens: list[int], told: Evidence, drawn: bool) -> list[int]:
+        length = shared_by(2, sloped(0.15))
         logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
         rows = []
         for _ in range(2):
             row = length.of_row()
             row.limit("look-up", cheap=True)
-            rows.append((row, "look-up", Draft(tokens, logprobs, evidence=told)))
+            rows.append((row, "look-up", Draft(tokens, logprobs, evidence=[told] * 4)))
         return [len(draft) for draft in length.share(rows)]
 
-    drawn = [kept(tokens, c, True) for tokens in ([1, 2, 3, 4], [8, 8, 8, 8]) for c in (0.01, 0.99)]
-    assert drawn == drawn[:1] * 4
-    assert kept([1, 2, 3, 4], 0.01, False) == [0, 0] != kept([1, 2, 3, 4], 0.999, False)
+    unlikely, likely = Evidence(1, rank=6), Evidence(64)
+    for tokens in ([1, 2, 3, 4], [8, 8, 8, 8]):
+        assert kept(tokens, unlikely, True) == kept(tokens, likely, True) != [0, 0]
+    assert kept([1, 2, 3, 4], unlikely, False) == [0, 0]
+    assert kept([1, 2, 3, 4], likely, False) == [4, 4]
 
 
 class Guesses:
