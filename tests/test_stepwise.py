@@ -13,6 +13,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
@@ -30,19 +32,19 @@ from specdec_mlx.bench.recorded_drafts import (
     record_drafts,
     save_drafts,
 )
-from specdec_mlx.draft_length.acceptance import UNKNOWN, AcceptanceHistory
-from specdec_mlx.draft_length.accounts import LONGEST
-from specdec_mlx.draft_length.budgets import READING_SHARE, TEXT_BUDGET, Budgets
-from specdec_mlx.draft_length.costs import DraftingCosts
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.costs import Steps
+from specdec_mlx.draft_length.parts import LONGEST, LOOKAHEAD, RETRY, Stepping
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.stepwise import RETRY_AFTER, StepwiseAccount
-from specdec_mlx.draft_length.store import Learned, Tuning
+from specdec_mlx.draft_length.store import EXPLORATION, FIRST_BUDGET, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.rounds import clock
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
-from specdec_mlx.types import DraftContext, Evidence, GoesOn, RoundRecord, Step
+from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, RoundRecord, Step
 
 EXACT = 1e-12
 VOCAB = 128
@@ -110,18 +112,51 @@ PEAKED = Source(
 """A draft model that is sure in some places and not in others."""
 
 
-def account(step: float = 0.2, slope: float = 0.2) -> StepwiseAccount:
-    """One that knows what steps and passes cost."""
-    learned = Learned(step=0.0, slope=slope, exploration_budget=2.0)
-    learned.drafting.set_price(step)
-    learned.costs.add(0, 1.0)
-    return StepwiseAccount(learned)
+class Timed:
+    """A session that says what a step, and reading a token, take; in plain rounds."""
+
+    def __init__(self, step: float, reading: float = 0.0) -> None:
+        self.step, self.reading = step, reading
+        self.asked: list[str] = []
+
+    def time_step(self) -> float:
+        self.asked.append("step")
+        return self.step
+
+    def time_reading(self) -> float:
+        self.asked.append("reading")
+        return self.reading
+
+    def propose(self, limit: int) -> Draft:
+        return Draft()
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        return Draft()
+
+    def observe(self, tokens: Sequence[int]) -> None: ...
+
+
+def stepping(session: Any, slope: float = 0.2, context: int = 0) -> tuple[Auto, Stepping]:
+    """A draft length that has measured plain rounds, and its part for a session."""
+    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
+    plain(auto, 3, context)
+    auto.begin("it", session, lambda: False)
+    part = auto._parts["it"]
+    assert isinstance(part, Stepping)
+    part.learned.steps.price = session.step
+    return auto, part
+
+
+def plain(auto: Auto, num: int, context: int = 0) -> None:
+    """So many plain rounds."""
+    for _ in range(num):
+        auto.record(RoundRecord(0, 0, 1, 1, [1], 1.0, context=context))
 
 
 @cache
 def weighed(confidences: tuple[float, ...]) -> Step:
     evidence = [Evidence(confidence=confidence) for confidence in confidences]
-    return account(step=0.1, slope=0.1).goes_on(evidence, rate=1.0)
+    return stepping(Timed(0.1), slope=0.1)[1].goes_on(evidence)
 
 
 def by_value(evidence: Sequence[Evidence]) -> Step:
@@ -239,31 +274,30 @@ def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(overlaps:
     assert all(asked[-1][: len(known)] == known for known in asked)
 
 
+class Coins(Auto):
+    """A draft length that stops anywhere."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.coins = random.Random(seed)
+
+    def begin(self, part: str, session: Any, may_fork: Any) -> Any:
+        super().begin(part, session, may_fork)
+        return lambda limit: session.propose_while(limit, self.goes_on)
+
+    def limit(self, part: str, cheap: bool) -> int:
+        return 6
+
+    def goes_on(self, evidence: Sequence[Evidence]) -> Step:
+        return self.coins.choice([Step.GO_ON, Step.GO_ON, Step.STOP_AFTER, Step.STOP_BEFORE])
+
+    def record(self, round_: RoundRecord) -> None: ...
+
+
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_texts_are_the_same_however_it_stops(temp: float) -> None:
     """Coupled: a seed's text, greedy: the target's; with decisions made by coins."""
     target = tiny.build("qwen2", seed=4)
-
-    class Coins:
-        """A draft length that stops anywhere."""
-
-        def __init__(self, seed: int) -> None:
-            self.coins = random.Random(seed)
-
-        def begin_steps(self, part: str, time_step: Any, **kinds: bool) -> None: ...
-
-        def prefilled(self, num_tokens: int, seconds: float) -> None: ...
-
-        def limit(self, part: str, cheap: bool) -> int:
-            return 6
-
-        def cut(self, part: str, draft: Any) -> int:
-            return len(draft)
-
-        def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-            return self.coins.choice([Step.GO_ON, Step.GO_ON, Step.STOP_AFTER, Step.STOP_BEFORE])
-
-        def record(self, round_: Any) -> None: ...
 
     def text(drafter: Any, length: Any) -> list[int]:
         options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
@@ -337,6 +371,11 @@ def varied(coins: random.Random) -> float:
     return coins.choice([0.97, 0.95, 0.3])
 
 
+def guess(coins: random.Random) -> float:
+    """Right at every second place, and never sure."""
+    return 0.5
+
+
 def useless(coins: random.Random) -> float:
     return 0.02
 
@@ -361,42 +400,167 @@ def test_what_a_replay_says_does_not_depend_on_the_clock(
 @pytest.mark.parametrize("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
-    """The best of K = 1 to 8 in hindsight; by 3% where a step costs neither next to
-    nothing nor so much that drafting hardly pays.
+    """The best of K = 1 to 8 in hindsight, where a step costs neither next to nothing nor so much
+    that drafting hardly pays; there by no more than 2% less.
     """
     texts, drafter = made_up([varied] * 12)
     run = [modelled(texts, drafter, k, CURVES[curve], draft_cost) for k in range(1, 9)]
     best = max(map(speed, run))
     auto = speed(modelled(texts, drafter, "auto", CURVES[curve], draft_cost))
-    assert auto > (1.03 if draft_cost in (0.1, 0.25) else 0.98) * best
+    assert auto > (1.0 if draft_cost in (0.1, 0.25) else 0.98) * best
 
 
 @pytest.mark.parametrize("draft_cost", [0.02, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_useless_draft_model_costs_a_hundredth(curve: str, draft_cost: float) -> None:
-    """Over all texts; and no text loses more than it may."""
+    """Over all texts, after its first budget; it is tried, and tried again after a pause.
+
+    Of what is booked half is as it was expected, so that up to twice the account may be lost.
+    """
     texts, drafter = made_up([useless] * 10, num_tokens=96)
     runs = modelled(texts, drafter, "auto", CURVES[curve], draft_cost)
-    assert sum(run.drafted for run in runs) > 0  # it was tried
-    assert speed(runs) > 0.99
-    assert min(run.plain_seconds / run.seconds for run in runs) > 0.96
+    assert speed(runs[:2]) < 1 > speed(runs[5:])
+    lost = sum(run.seconds - run.plain_seconds for run in runs) / CURVES[curve](1)
+    assert lost < 1.25 * (FIRST_BUDGET + EXPLORATION * 10 * 96)
 
 
-@pytest.mark.parametrize("draft_cost", [0.1, 0.25])
-def test_a_bad_text_after_good_ones_loses_what_a_text_may(draft_cost: float) -> None:
-    """However much the good ones have earned; and a good one after it gains at once."""
+SHARES = st.lists(st.sampled_from([varied, useless, guess]), min_size=1, max_size=8)
+
+
+@given(SHARES, st.sampled_from([0.02, 0.1, 0.25, 0.5]), st.sampled_from(sorted(CURVES)))
+@settings(max_examples=25, deadline=None)
+@example([varied] * 6 + [useless] * 2, 0.1, "measured")
+def test_no_text_loses_more_than_its_budget(
+    shares: list[Callable[[random.Random], float]], draft_cost: float, curve: str
+) -> None:
+    """Whatever came before: 2 plain rounds and a hundredth of the time, half of it as expected."""
+    texts, drafter = made_up(shares, num_tokens=100)
+    for run in modelled(texts, drafter, "auto", CURVES[curve], draft_cost):
+        lost = (run.seconds - run.plain_seconds) / CURVES[curve](1)
+        assert lost < 2 * (FIRST_BUDGET + EXPLORATION * 100)
+
+
+def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
+    """What the model earned in other texts is there for this one."""
     texts, drafter = made_up([varied] * 6 + [useless] * 2 + [varied])
-    runs = modelled(texts, drafter, "auto", CURVES["slope"], draft_cost)
-    lost = [run.seconds - run.plain_seconds for run in runs]
-    assert max(lost) < TEXT_BUDGET + 0.02 * 120
-    assert min(run.plain_seconds / run.seconds for run in runs) > 0.95
-    assert runs[-1].plain_seconds / runs[-1].seconds > 0.95 * speed(runs[:6])
+    runs = modelled(texts, drafter, "auto", CURVES["slope"], 0.1)
+    assert speed(runs[-1:]) > 0.95 * speed(runs[:6])
 
 
-def test_a_text_of_which_nothing_is_sure_is_asked_about_less_and_less() -> None:
-    """A step that ends before its token costs time as well; asking in every second round took 39 of
-    them.
+def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:
+    """It is known from the price alone; nothing is read or drafted."""
+    texts, drafter = made_up([varied] * 3)
+    runs = modelled(texts, drafter, "auto", CURVES["measured"], 1.0)
+    assert sum(run.drafted for run in runs) == 0
+    assert drafter.num_steps == 0
+
+
+class Given(Chances):
+    """Chances that a confidence is right about, wherever it stands."""
+
+    def of_draft(self, evidence: Any, *args: Any, **kwargs: Any) -> Iterator[float]:
+        return (told.confidence for told in evidence)
+
+
+@given(
+    st.lists(st.floats(0.01, 0.99), min_size=1, max_size=LONGEST),
+    st.floats(0.0, 1.0),
+    st.floats(0.01, 1.0),
+    st.floats(1.0, 3.0),
+)
+def test_a_draft_goes_on_while_the_next_tokens_are_worth_their_step(
+    confidences: list[float], step: float, slope: float, rate: float
+) -> None:
+    """By brute force, over 1 to 4 further tokens that are as likely as the last one; the last one
+    itself is kept where it is worth its row.
     """
+    auto, part = stepping(Timed(step), slope)
+    part.learned.chances = part.learned.later = Given([])
+    auto.rate = rate
+    said = [Evidence(confidence=confidence) for confidence in confidences]
+    reach = float(np.prod(confidences))
+    own = reach - rate * slope
+    values = [
+        sum(reach * confidences[-1] ** i for i in range(1, more + 1)) - rate * (slope + step) * more
+        for more in range(1, LOOKAHEAD + 1)
+    ]
+    edges = [*values, own, max(values) + own]
+    assume(all(abs(edge) > 1e-6 for edge in edges))  # ties may go either way
+    expected = Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
+    if len(said) < LONGEST and max(values) > max(0.0, -own):
+        expected = Step.GO_ON
+    for n in range(1, len(said) + 1):
+        found = part.goes_on(said[:n])
+    assert found is expected
+
+
+def lost_and_waited(session: Timed, context: int, num_rounds: int = 600) -> tuple[int, Stepping]:
+    """Plain rounds until a model that has read nothing is asked, and its part."""
+    auto, part = stepping(session, slope=0.02, context=context)
+    rounds = 0
+    while not auto.limit("it", False) and rounds < num_rounds:
+        plain(auto, 1, context)
+        rounds += 1
+    return rounds, part
+
+
+@given(st.floats(0.001, 0.1), st.floats(0.02, 0.3))
+@settings(max_examples=30, deadline=None)
+def test_a_prompt_is_read_once_the_text_would_have_saved_as_much(
+    reading: float, step: float
+) -> None:
+    """The ski rental rule: not before its gain would have paid for it, or the account stands it;
+    and soon after, so that twice what was needed is paid at most.
+    """
+    rounds, part = lost_and_waited(Timed(step, reading), 2000)
+    cost, saved = 2000 * reading, part.gain * rounds
+    if part.is_trial:
+        assert cost <= FIRST_BUDGET + EXPLORATION * rounds
+    elif rounds < 600:
+        assert saved >= cost
+        assert saved - part.gain * 2 * RETRY <= cost  # it may rest for some rounds
+    else:
+        assert cost > saved
+
+
+def test_what_reading_costs_is_measured_once_and_where_that_is_not_possible_guessed() -> None:
+    """A guess goes by a draft step, which of a small model is mostly overhead."""
+    quick = Timed(0.2, 0.0)
+    rounds, _ = lost_and_waited(quick, 100_000)
+    assert rounds < 3
+    assert quick.asked == ["reading"]
+
+    class Silent(Timed):
+        time_reading = None  # type: ignore[assignment]
+
+    assert lost_and_waited(Silent(0.2), 10_000)[0] > 10
+
+
+def test_a_model_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
+    """No more than a few hundred rows wait to be read by a session that sees the target."""
+
+    class Seeing(Timed):
+        def see(self, features: Any) -> None: ...
+
+    alone, along = (lost_and_waited(kind(0.1, 0.004), 10_000)[0] for kind in (Timed, Seeing))
+    assert along < 3 < alone
+
+
+def test_reading_that_was_tried_on_account_is_booked() -> None:
+    """A model that never paid reads where its budget stands it, and has spent it then."""
+    auto, part = stepping(Timed(0.3, 0.001), context=1000)
+    assert auto.limit("it", False)
+    assert part.is_trial
+    before = part.account.budget
+    part.goes_on([Evidence(confidence=0.01)])
+    record = RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=1000)
+    auto.record(record)
+    assert part.account.budget == pytest.approx(max(0.0, before - 1.0 - 0.3) + EXPLORATION)
+    assert part.num_missed == 0
+
+
+def test_a_step_that_brought_no_draft_is_paid_for_and_not_repeated_at_once() -> None:
+    """A text of which nothing is sure is asked about less and less."""
     good, drafter = made_up([varied] * 6)
     texts, bad = made_up([varied] * 6 + [useless])
     modelled(good, drafter, "auto", CURVES["slope"], 0.1)
@@ -404,132 +568,14 @@ def test_a_text_of_which_nothing_is_sure_is_asked_about_less_and_less() -> None:
     assert 0 < bad.num_steps - drafter.num_steps < 30
 
 
-@pytest.mark.parametrize(
-    ("step", "is_proven", "waits"),
-    [(0.6, True, (11, 39)), (0.2, True, (0, 0)), (0.2, False, (1, 200))],
-)
-def test_a_text_that_began_with_bad_luck_is_drafted_for_again(
-    step: float, is_proven: bool, waits: tuple[int, int]
-) -> None:
-    """By a model that paid in other texts: within a few dozen tokens where it gains a tenth of a
-    round, and at once where it gains a whole one, which makes up for the loss soon.
-    """
-    unlucky = account(step=step, slope=0.1)
-    unlucky.learned.is_proven, unlucky.learned.exploration_budget = is_proven, 10.0
-    unlucky.num_missed, unlucky.budgets.of_text = 0, -0.3
-    rounds = 0
-    while not unlucky.limit(1.0) and rounds < 200:
-        unlucky.num_missed = 0
-        unlucky.follow(RoundRecord(0, 0, 1, 1))
-        rounds += 1
-    least, most = waits
-    assert least <= rounds <= most
-
-
-def test_what_a_text_may_earn_back_is_not_borrowed_from_all_texts() -> None:
-    """Their budget stands what it stands, whatever is expected of this one."""
-    budgets = Budgets(Learned(exploration_budget=0.5, is_proven=True), of_text=2.0)
-    assert budgets.stand(0.5, gain=2.0)
-    assert not budgets.stand(0.6, gain=2.0)
-
-
-def test_luck_is_booked_in_part_once_a_draft_model_has_paid() -> None:
-    """Of one that never paid, what is expected is a guess; and what a text loses is lost."""
-    for is_proven, booked in ((False, 1.0), (True, 1 / 3)):
-        budgets = Budgets(Learned(exploration_budget=5.0, is_proven=is_proven), of_text=2.0)
-        budgets.book(1, expected=2.5, cost=2.0)  # all rejected: 1.5 tokens less than expected
-        assert budgets.learned.exploration_budget == pytest.approx(5.0 + 0.5 - 1.5 * booked)
-        assert budgets.of_text == pytest.approx(2.0 + 0.5 - 1.5)
-
-
-def test_a_model_that_gains_a_tenth_is_not_silenced_by_its_luck() -> None:
-    """Each draft of four is accepted whole or not at all, by a coin: 3 tokens a round that costs
-    2.7 on average, and 2 more or less than that; each round in another text.
-    """
-    coins = random.Random(1)
-    budgets = Budgets(Learned(exploration_budget=3.0, is_proven=True))
-    silent = 0
-    for _ in range(400):
-        budgets.of_text = 2.0
-        if budgets.stand(1.7):
-            budgets.book(coins.choice([1, 5]), expected=3.0, cost=2.7)
-        else:
-            silent += 1
-        budgets.earn(0.3)
-    assert silent == 0
-
-
-def test_a_new_text_is_met_at_the_usual_acceptance() -> None:
-    """And so is one that was silent for long; another account of the same model begins with it."""
-    known = account()
-    for _ in range(300):
-        for history in known._histories():
-            history.learn(0, 0, True)
-    usual = known.learned.blind.usual
-    assert usual > 0.95
-    known.learned.blind.recent = 0.1
-    for _ in range(40):
-        known.learned.blind.pass_by()
-    assert known.learned.blind.recent == pytest.approx(usual, abs=1e-3)
-    known.learned.blind.recent = 0.1
-    assert StepwiseAccount(known.learned).learned.blind.recent == usual
-    look_up = AcceptanceHistory.of_look_ups()
-    look_up.learn(0, 0, True)
-    assert look_up.usual == UNKNOWN
-
-
-def test_a_proven_model_reads_a_long_prompt_once_the_text_can_bear_it() -> None:
-    """Where little is gained, since what is believed of it changes only where it is asked."""
-    proven = account(step=0.2, slope=0.2)
-    proven.learned.is_proven, proven.learned.exploration_budget = True, 20.0
-    for _ in range(60):
-        proven.learned.blind.learn(0, 0, False)  # believed to gain nothing
-    proven.learned.context, proven.prefill = 1000, 0.03  # 6 plain rounds to read
-    cost, rounds = proven._reading_cost(), 0
-    while not proven.limit(1.0) and rounds < 400:
-        proven.follow(RoundRecord(0, 0, 1, 1))
-        rounds += 1
-    assert READING_SHARE * rounds >= cost > READING_SHARE * (rounds - RETRY_AFTER)
-    bank, of_text = proven.learned.exploration_budget, proven.budgets.of_text
-    proven.goes_on([Evidence(confidence=0.9)], 1.0)
-    proven.follow(RoundRecord(0, 0, 1, 1))
-    assert proven.learned.exploration_budget == pytest.approx(bank - cost, abs=0.2)
-    assert proven.budgets.of_text >= of_text
-
-
-def test_a_model_that_never_paid_reads_where_enough_is_left_for_a_draft() -> None:
-    """Of the budget of all texts; saved up, it is there to be spent."""
-    budgets = Budgets(Learned(exploration_budget=2.2), of_text=4.0)
-    assert budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.7)
-    assert not budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.9)
-    budgets.of_text = 2.0  # a text without a gain in sight gives half of what it may lose
-    assert not budgets.stand_reading(1.4, num_emitted=0, draft_loss=0.7)
-    assert budgets.stand_reading(1.4, num_emitted=40, draft_loss=0.7)
-
-
-def test_what_reading_costs_is_measured_where_the_guess_keeps_a_model_silent() -> None:
-    """A guess goes by a draft step, which of a small model is mostly overhead. The round in which
-    it is measured drafts nothing, and is no plain one.
-    """
-    asked = []
-
-    def time_reading() -> float:
-        asked.append(paused.num_rounds)
-        return 0.0005
-
-    paused = account(step=0.2, slope=0.05)
-    paused.learned.context, paused.prefill, paused.time_reading = 1000, 0.1, time_reading
-    guessed = paused._reading_cost()
-    assert guessed == pytest.approx(20.0)
-    assert not paused.limit(1.0)
-    assert paused.num_steps == 1
-    assert paused._reading_cost() == pytest.approx(0.5)
-    rounds = 0
-    while not paused.limit(1.0):
-        paused.follow(RoundRecord(0, 0, 1, 1))
-        rounds += 1
-    assert rounds < 10
-    assert asked == [0]  # once
+def test_what_is_refused_is_weighed_in_one_round_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To weigh it takes a hundredth of a small model's round."""
+    weighed: list[int] = []
+    worth = Stepping.worth_asking
+    monkeypatch.setattr(Stepping, "worth_asking", lambda self: weighed.append(1) or worth(self))
+    rounds, _ = lost_and_waited(Timed(0.2, 0.1), 10_000, num_rounds=90)
+    assert rounds == 90
+    assert len(weighed) <= 30
 
 
 def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
@@ -542,93 +588,17 @@ def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
     assert session.rollback.position == before
 
 
-def between_weighings(paused: StepwiseAccount) -> list[int]:
-    """Rounds from one in which it is weighed to the next, in 60 rounds that draft nothing."""
-    weighed = []
-    plan = paused._plan
-
-    def counted(rate: float) -> tuple[float, int]:
-        weighed.append(paused.num_rounds)
-        return plan(rate)
-
-    paused._plan = counted  # type: ignore[method-assign]
-    for _ in range(60):
-        assert not paused.limit(1.0)
-        paused.follow(RoundRecord(0, 0, 1, 1))
-    return [after - before for before, after in itertools.pairwise(weighed)]
-
-
-def without_budget(*, is_right: bool) -> StepwiseAccount:
-    """One whose budget has been spent; is_right: whether its drafts have been."""
-    spent = account(step=0.2, slope=0.2)
-    spent.num_missed, spent.learned.exploration_budget = 0, -0.2
-    for _ in range(60):
-        spent.learned.blind.learn(0, 0, is_right)
-    return spent
-
-
-def test_what_is_refused_is_weighed_less_and_less_often() -> None:
-    """For reading, or by a budget; to weigh it takes a hundredth of a small model's round."""
-    unread = account(step=0.2, slope=0.2)
-    unread.learned.context, unread.prefill = 10_000, 0.03
-    for paused in (unread, without_budget(is_right=False)):
-        assert between_weighings(paused)[:8] == [3, 4, 5, 6, 7, 8, 8, 8]
-
-
-def test_what_would_gain_is_weighed_often_until_it_can_be_afforded() -> None:
-    """In the first text of a good draft model every round counts."""
-    assert between_weighings(without_budget(is_right=True))[:8] == [2] * 8
-
-
-def test_what_is_surely_worth_asking_is_weighed_in_every_second_round() -> None:
-    """As long as it drafts: after a round without its draft, or an empty one, at once."""
-    sure = account(step=0.01, slope=0.01)
-    sure.learned.exploration_budget = sure.budgets.of_text = 10.0
-    sure.num_missed = 0
-    weighed = 0
-    plan = sure._plan
-
-    def counted(rate: float) -> tuple[float, int]:
-        nonlocal weighed
-        weighed += 1
-        return plan(rate)
-
-    sure._plan = counted  # type: ignore[method-assign]
-    counts = []
-    for what in ("draft", "draft", "nothing", "draft", "draft", "empty", "draft", "draft"):
-        assert sure.limit(1.0) == LONGEST
-        counts.append(weighed)
-        if what != "nothing":
-            sure.goes_on([Evidence(confidence=0.9)], 1.0)
-        round_ = RoundRecord(0, 0, 1, 1) if what != "draft" else RoundRecord(1, 1, 2, 1)
-        (sure.settle if what == "draft" else sure.settle_steps)(round_)
-        sure.follow(round_)
-        sure.budgets.of_text = 10.0
-    assert counts == [1, 1, 2, 3, 3, 4, 5, 5]
-
-
-def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:
-    """It is known from the price alone; nothing is read or drafted."""
-    texts, drafter = made_up([varied] * 3)
-    runs = modelled(texts, drafter, "auto", CURVES["measured"], 1.0)
-    assert sum(run.drafted for run in runs) == 0
-    assert drafter.num_steps == 0
-
-
-def test_a_long_prompt_is_not_read_for_a_short_answer() -> None:
-    """Reading waits until the text so far would have saved as much: the ski rental rule."""
-    waiting = account(step=0.1, slope=0.02)
-    waiting.learned.costs.add(0, 1.0)
-    waiting.learned.context = 5000
-    waiting.prefill = 0.03  # seconds a token, and a plain round takes one: 15 rounds to read it
-    rounds = 0
-    while not waiting.limit(1.0) and rounds < 60:
-        waiting.follow(RoundRecord(0, 0, 1, 1))
-        rounds += 1
-    assert 4 < rounds < 60
-    waiting.learned.context = 50
-    waiting.num_emitted, waiting.rest = 2, 0
-    assert waiting.limit(1.0) > 0
+def test_one_slow_draft_is_no_verdict_and_one_pass_is_paid_once() -> None:
+    """What was measured on nothing speaks for a step until there are two drafts; of a drafter of
+    one pass, a draft of any length is one step.
+    """
+    steps, at_once = Steps(price=0.3), Steps(at_once=True, price=0.3)
+    assert (steps(4), at_once(4), at_once(0)) == pytest.approx((1.2, 0.3, 0.0))
+    for known in (steps, at_once):
+        known.add(2, 9.0)
+        assert known.step == 0.3
+        known.add(4, 1.2)
+    assert (steps.step, at_once.step) == pytest.approx((0.3, 1.2))
 
 
 # The record ---------------------------------------------------------------------------------------
@@ -666,38 +636,3 @@ def test_drafts_are_saved_and_loaded(tmp_path: Any) -> None:
     others = [RecordedText("other", "c", [1], [2])]
     with pytest.raises(ValueError, match="Record them"):
         load_drafts(tmp_path / "drafts.json", others)
-
-
-def test_a_first_draft_that_was_slow_is_not_taken_for_the_price() -> None:
-    """What was measured twice speaks for it until there is a second one."""
-    costs = DraftingCosts(price=0.3)
-    costs.add(2, 2.3)
-    assert costs.line() == pytest.approx((0.0, 0.3))
-    costs.add(2, 0.7)
-    assert costs.line()[1] == pytest.approx(0.3, abs=0.1)
-    assert costs.line()[0] < 0.3
-    unpriced = DraftingCosts()
-    unpriced.add(2, 2.3)
-    assert unpriced.line()[1] > 1
-
-
-def test_a_slow_draft_of_a_length_tried_once_counts_from_its_second_time_on() -> None:
-    """Alone it would decide on the slope; one that took no more a step than others counts."""
-    costs = DraftingCosts(price=0.2)
-    for num_steps, cost in [(4, 1.0), (4, 0.9), (14, 7.0)]:
-        costs.add(num_steps, cost)
-    assert costs.line()[1] == pytest.approx(0.2, abs=0.05)
-    costs.add(14, 7.0)
-    assert costs.line()[1] > 0.4
-    costs.add(9, 1.8)
-    assert (9, 1.8) in costs._typical_drafts()
-
-
-def test_a_rate_that_present_costs_cannot_bring_is_not_waited_for() -> None:
-    """Drafts became more expensive: they still pay, and plain rounds would bring less than they."""
-    cheap, late = account(step=0.02, slope=0.02), account(step=0.2, slope=0.1)
-    assert cheap.limit(1.0) > 0
-    before = 1 + max(cheap.gains)
-    assert late._best_rate() > 1.2
-    assert late._plan(before)[0] < 0
-    assert late.limit(before) > 0
