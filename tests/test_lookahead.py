@@ -217,18 +217,23 @@ def test_second_guesses_go_into_trees_of_several() -> None:
 # Their price --------------------------------------------------------------------------------------
 
 
+KEY = sd.LookaheadDrafter().key
+
+
 def tuned(slope: float) -> Auto:
     """A draft length that has measured rounds of every size, in a text of plain pace."""
-    auto = Auto(Tuning(step=0.0, slope=slope))
-    drafter = sd.LookaheadDrafter()
-    auto.begin_tree(drafter.key, [drafter.key])
+    auto = Auto(Tuning())
     for _ in range(8):
         for size in (0, 4, 8, 14, 16, 24):
-            part = drafter.key if size else ""
-            auto.limit(drafter.key, True)
+            auto.limit(KEY, True)
             seconds = 1.0 + slope * size
-            auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=part))
+            auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=KEY if size else ""))
     return auto
+
+
+def asked(auto: Auto, may_fork: bool) -> Draft:
+    """A draft of a session that begins."""
+    return auto.begin(KEY, session(), lambda: may_fork)(64)
 
 
 @pytest.mark.parametrize(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False)])
@@ -237,20 +242,16 @@ def test_rows_ride_where_positions_cost_less_than_they_are_worth(
 ) -> None:
     """With the automatic length; a price is that of the whole pass at the going rate."""
     auto = tuned(slope)
-    key = sd.LookaheadDrafter().key
-    assert auto.price(key, 4, 16) == pytest.approx(12 * slope, abs=0.01)
-    draft = session().propose_tree(64, 64, auto, lambda: True)
-    assert (len(draft) > 0) == are_rows
-    assert len(session().propose_tree(64, 64, auto, lambda: False)) == 0
+    assert auto.extra_price(4, 16) == pytest.approx(12 * slope, abs=0.01)
+    assert (len(asked(auto, True)) > 0) == are_rows
+    assert len(asked(auto, False)) == 0
 
 
 def test_a_price_that_is_not_known_is_too_much() -> None:
     """Before plain rounds were measured nothing is tried."""
     auto = Auto()
-    key = sd.LookaheadDrafter().key
-    auto.begin_tree(key, [key])
-    assert auto.price(key, 0, 8) == math.inf
-    assert len(session().propose_tree(64, 64, auto, lambda: True)) == 0
+    assert auto.extra_price(0, 8) == math.inf
+    assert len(asked(auto, True)) == 0
 
 
 # How it is made -----------------------------------------------------------------------------------

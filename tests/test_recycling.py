@@ -10,6 +10,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.drafters.recycling import TOP, RecyclingDrafter, SuccessorTable
 from specdec_mlx.types import DraftContext, FeatureRows, all_drafters
 
@@ -128,7 +129,8 @@ def test_a_chain_follows_the_likeliest_and_says_how_steady_it_was() -> None:
     assert draft.evidence is not None
     first, second = draft.evidence
     assert (first.match, second.match) == (3, 1)
-    assert (first.after_one, second.after_one) == (2, 5)
+    assert (first.share, second.share) == (share_class(1.0), share_class(0.0))
+    assert first.share > second.share
 
 
 def test_a_table_is_shared_where_it_is_given(model: Any) -> None:
