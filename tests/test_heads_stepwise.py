@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -20,10 +19,7 @@ import specdec_mlx as sd
 import tiny
 from exact import TARGET, Rounds, Source
 from selection import cases
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.costs import DraftingCosts
-from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.store import Learned
+from specdec_mlx.draft_length.parts import Stepping
 from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
@@ -37,10 +33,12 @@ from specdec_mlx.types import (
     Evidence,
     GoesOn,
     ReadsTarget,
+    SeesTarget,
     Step,
+    TimesReading,
     TimesSteps,
 )
-from test_stepwise import DECIDERS, PEAKED, WAYS, stop_at
+from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
 EXACT = 1e-12
 LONGEST = 4
@@ -243,30 +241,6 @@ def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(kind: str
     assert all(asked[-1][: len(known)] == known for known in asked)
 
 
-class Coins:
-    """A draft length that stops anywhere."""
-
-    def __init__(self, seed: int) -> None:
-        self.coins = random.Random(seed)
-        self.kinds: dict[str, bool] = {}
-
-    def begin_steps(self, part: str, time_step: Any, *, time_reading: Any, **kinds: bool) -> None:
-        self.kinds = {"reads for itself": time_reading is not None, **kinds}
-
-    def prefilled(self, num_tokens: int, seconds: float) -> None: ...
-
-    def limit(self, part: str, cheap: bool) -> int:
-        return 6
-
-    def cut(self, part: str, draft: Any) -> int:
-        return len(draft)
-
-    def goes_on(self, part: str, evidence: Sequence[Evidence]) -> Step:
-        return self.coins.choice([Step.GO_ON, Step.GO_ON, Step.STOP_AFTER, Step.STOP_BEFORE])
-
-    def record(self, round_: Any) -> None: ...
-
-
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("kind", cases(STEPPING + AT_ONCE, "mtp", "dflash"))
 def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
@@ -279,11 +253,11 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
 
     coins = Coins(1)
     assert text(drafter(kind), coins) == text(None, 0)
-    assert coins.kinds == {
-        "reads for itself": kind == "pard",
-        "at_once": kind in AT_ONCE,
-        "reads_along": kind != "pard",
-    }
+    (part,) = coins._parts.values()
+    assert isinstance(part, Stepping)
+    assert part.learned.steps.at_once == (kind in AT_ONCE)
+    assert isinstance(part.session, SeesTarget) == (kind != "pard")
+    assert isinstance(part.session, TimesReading) == (kind == "pard")
 
 
 # What it costs ------------------------------------------------------------------------------------
@@ -298,38 +272,3 @@ def test_a_step_can_be_timed_before_anything_is_read(kind: str) -> None:
     assert isinstance(timed.session, DraftsAtOnce) == (kind in AT_ONCE)
     first, second = (mx.array(reader.propose(3).tokens).tolist() for reader in (timed, other))
     assert first == second
-
-
-def test_the_price_of_one_pass_is_paid_once() -> None:
-    """For a draft of any length, where a draft model pays for each token."""
-    stepping, at_once = DraftingCosts(), DraftingCosts(at_once=True)
-    stepping.set_price(0.2)
-    at_once.set_price(0.2)
-    assert stepping.line() == pytest.approx((0.0, 0.2))
-    assert at_once.line() == pytest.approx((0.2, 0.0))
-
-
-def account(**kinds: Any) -> StepwiseAccount:
-    learned = Learned(step=0.0, slope=0.02, exploration_budget=2.0)
-    learned.drafting.set_price(0.1)
-    learned.costs.add(0, 1.0)
-    learned.context = 5000
-    return StepwiseAccount(learned, prefill=0.03, **kinds)
-
-
-def test_a_head_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
-    """A draft model would have to read it first, at a price that a short text never repays."""
-    assert account(reads_along=True).limit(1.0) > 0
-    assert account().limit(1.0) == 0
-
-
-def test_auto_is_told_what_kind_of_drafter_it_asks() -> None:
-    """One that drafts in one pass, and has read the text."""
-    length = Auto()
-    length.begin_steps("head", lambda: 0.1, at_once=True, reads_along=True)
-    length.begin_steps("model", lambda: 0.1)
-    head, model = (length._parts[name] for name in ("head", "model"))
-    assert isinstance(head, StepwiseAccount)
-    assert isinstance(model, StepwiseAccount)
-    assert (head.learned.drafting.at_once, head.reads_along) == (True, True)
-    assert (model.learned.drafting.at_once, model.reads_along) == (False, False)
