@@ -18,13 +18,15 @@ import tiny
 from counting import Counting
 from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, by_state, rolled
 from lossless import PROMPT, plain_text
-from scripted import ScriptedDrafter
+from scripted import ScriptedDrafter, ScriptedSession
 from selection import cases
 from specdec_mlx import lab
 from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.stepwise import StepwiseAccount
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.parts import LONGEST, Stepping
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -36,6 +38,7 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Evidence,
+    GoesOn,
     RoundRecord,
     Step,
     Stepwise,
@@ -295,12 +298,13 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
 # What it is worth ---------------------------------------------------------------------------------
 
 
-def account(step: float, slope: float) -> StepwiseAccount:
-    """One that knows what steps and passes cost."""
-    learned = Learned(step=0.0, slope=slope, exploration_budget=2.0)
-    learned.drafting.set_price(step)
-    learned.costs.add(0, 1.0)
-    return StepwiseAccount(learned)
+def begun(step: float, slope: float) -> Stepping:
+    """A part that knows what steps and passes cost."""
+    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
+    auto.most = LONGEST
+    learned = Learned(Chances.of("confidence"))
+    learned.steps.price = step
+    return Stepping(auto, learned)
 
 
 SURE = Evidence(confidence=0.99)
@@ -309,26 +313,34 @@ FREE = Evidence(match=20, is_free=True)
 
 def test_later_tokens_cost_their_positions_and_no_steps() -> None:
     """A round is charged for the steps that were run, and for all positions of its pass."""
-    begun = account(step=0.3, slope=0.1)
-    for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE], [SURE, SURE, FREE, FREE]):
-        begun.goes_on(said, rate=1.0)
-    assert begun.num_steps == 2
-    two = account(step=0.3, slope=0.1)
-    for said in ([SURE], [SURE, SURE]):
-        two.goes_on(said, rate=1.0)
-    assert begun.round_cost(4) == pytest.approx(two.round_cost(2) + 2 * 0.1)
+    costs = []
+    for said in ([SURE, SURE], [SURE, SURE, FREE, FREE]):
+        part = begun(step=0.3, slope=0.1)
+        for length in range(1, len(said) + 1):
+            part.goes_on(said[:length])
+        assert part.num_steps == 2
+        costs.append(part.settle(RoundRecord(len(said), 0, 1, 9, [1], 0.0)))
+    assert costs[0] == pytest.approx(1.0 + 2 * 0.1 + 2 * 0.3)
+    assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
+
+
+class TwoAndOneFree(ScriptedSession):
+    """Two tokens of steps, and one that was found behind them."""
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
+            goes_on(said)
+        return Draft([1, 2, 3])
 
 
 def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     """Its seconds are those of the model's steps and of the pass."""
-    auto = Auto(Tuning(slope=0.0))
-    modelled = ModelledLength(auto, parse_cost("linear:0.5", None), draft_seconds=0.01)
-    modelled.begin_steps("part", None)
-    plain = parse_cost("linear:0.5", None)(4)
-    for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
-        modelled.goes_on("part", said)
+    cost = parse_cost("linear:0.5", None)
+    modelled = ModelledLength(Auto(), cost, draft_seconds=0.01)
+    ask = modelled.begin("part", TwoAndOneFree(lambda start, limit: []), lambda: False)
+    assert len(ask(8)) == 3
     modelled.record(RoundRecord(3, 3, 4, 4, [1, 2, 3, 4], part="part"))
-    assert modelled.seconds == pytest.approx(plain + 2 * 0.01)
+    assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
 
 
 @pytest.mark.parametrize(
@@ -345,24 +357,23 @@ def test_a_later_token_is_taken_where_it_is_worth_its_position(
     """By the chance that its like is accepted; a step that costs more than a round is no reason to
     stop, since none is run.
     """
-    begun = account(step=3.0, slope=slope)
-    unlikely = Evidence(confidence=0.3)
-    begun.goes_on([SURE], rate=1.0)
+    part = begun(step=3.0, slope=slope)
+    part.goes_on([SURE])
     if slope == 0.3:
         for _ in range(60):
-            begun.learned.acceptance.learn(evidence, 1, False)
-    assert begun.goes_on([SURE, evidence], rate=1.0) is expected
-    assert begun.goes_on([SURE, unlikely], rate=1.0) is not Step.GO_ON
+            part.learned.chances.learn(evidence, 1, False)
+    assert part.goes_on([SURE, evidence]) is expected
+    assert part.goes_on([SURE, Evidence(confidence=0.3)]) is not Step.GO_ON
 
 
 def test_a_position_that_was_not_taken_says_nothing_of_the_one_in_its_place() -> None:
     """A model stops before a token it doubts; what look-up finds there has its own chance."""
-    direct, instead = account(0.1, 0.05), account(0.1, 0.05)
-    for begun in (direct, instead):
-        begun.goes_on([SURE], rate=1.0)
-    instead.goes_on([SURE, Evidence(confidence=0.01)], rate=1.0)
-    for begun in (direct, instead):
-        begun.goes_on([SURE, FREE], rate=1.0)
+    direct, instead = begun(0.1, 0.05), begun(0.1, 0.05)
+    for part in (direct, instead):
+        part.goes_on([SURE])
+    instead.goes_on([SURE, Evidence(confidence=0.01)])
+    for part in (direct, instead):
+        part.goes_on([SURE, FREE])
     assert instead.reaches == direct.reaches
 
 
