@@ -1,12 +1,11 @@
-"""Trees of look-ups: grown where a node is worth its position; elsewhere chains as without them."""
+"""Trees of look-ups: grown where a node is worth its position; elsewhere chains or nothing."""
 
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -23,11 +22,9 @@ from specdec_mlx.bench.oracles import length_oracle
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
 from specdec_mlx.bench.recorded_tops import with_tops
-from specdec_mlx.draft_length.acceptance import AcceptanceHistory
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.costs import RoundCosts
-from specdec_mlx.draft_length.guesses import GuessHistory, PooledChances
-from specdec_mlx.draft_length.trees import SIZES, Chain, Sources, TreeAccount
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.parts import LENGTHS, Tree
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.recycling import SuccessorTable
@@ -37,102 +34,146 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Draft, DraftContext, Evidence, Features, Guess, RoundRecord
+from specdec_mlx.types import (
+    Branches,
+    Draft,
+    DraftContext,
+    Evidence,
+    Features,
+    Guess,
+    RoundRecord,
+)
 from specdec_mlx.types.trees import chain, path_to
 
-FREE, CHEAP, EXPENSIVE = linear_cost(0.0), linear_cost(0.02), linear_cost(1.0)
-VOCAB = 6
-
-
-def auto(cost: CostCurve, tuning: Tuning | None = None) -> ModelledLength:
-    """The automatic length, told what a curve says instead of the clock."""
-    return ModelledLength(Auto(tuning or Tuning()), cost)
+FREE = linear_cost(0.0)
+VOCAB, DEPTH = 6, 3
 
 
 class Guessing:
-    """Guesses by a table of the last token."""
+    """Guesses by a table of the last token, down to a depth."""
 
     def __init__(self, table: dict[int, list[int]]) -> None:
         self.table = table
 
     def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        return [Guess(t, Evidence(3)) for t in self.table.get(path[-1] if path else 0, [])]
+        known = self.table.get(path[-1] if path else 0, []) if len(path) < DEPTH else []
+        return [Guess(token, Evidence(3, rank=rank)) for rank, token in enumerate(known)]
 
 
-def account_of(price: float, first: float = 0.0) -> TreeAccount:
-    """An account whose costs are measured: a node costs so much, and the first one more."""
-    return TreeAccount(Learned(by_context={0: costs_of(price, first)}))
+class Learning(Chances):
+    """Chances that note what they learned from."""
+
+    def learn(self, evidence: Any, place: int, right: bool, *rest: Any) -> None:
+        noted.append((evidence.rank, place, right))
 
 
-def costs_of(price: float, first: float = 0.0) -> RoundCosts:
-    """Measured costs of drafts, see `account_of`."""
-    costs = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
-    for size in SIZES:
-        for _ in range(3):
-            costs.add(size, 1.0 + first + price * size)
-    return costs
+noted: list[tuple[int, int, bool]] = []
 
 
-def sources_of(seed: int) -> Sources:
-    """A guesser of a few tokens, and two chains."""
+def tree_of(price: float, rate: float = 1.3, most: int = 63) -> Tree:
+    """A part for which a node costs so much."""
+    auto: Any = SimpleNamespace(rate=rate, most=most, latest=None, cost=lambda n: 1.0 + price * n)
+    return Tree(auto, Learned(Chances.of("look-up")))
+
+
+def sources_of(seed: int) -> tuple[list[Any], list[Any]]:
+    """Two chains, and a guesser of a few tokens."""
     coins = random.Random(seed)
     table = {t: coins.sample(range(VOCAB), 2) for t in range(VOCAB)}
-    known = list(AcceptanceHistory().chances([0] * 3))
-    chains = [Chain(tuple(coins.randrange(VOCAB) for _ in known), known) for _ in "ab"]
-    return Sources(chains, chains[0], [(Guessing(table), GuessHistory.of("SuffixDrafter"))])
+    known = list(Chances.of("look-up").of_draft([2] * DEPTH))
+    chains = [([coins.randrange(VOCAB) for _ in known], known) for _ in "ab"]
+    return chains, [(Guessing(table), Learning(Chances.of("look-up").odds))]
 
 
-def every_tree(account: TreeAccount, sources: Sources, depth: int) -> dict[tuple[int, ...], float]:
-    """Every text that the sources guess, with its chance."""
-    reach: dict[tuple[int, ...], float] = {(): 1.0}
-    for n in range(depth):
-        for path in [p for p in reach if len(p) == n]:
-            for token, chance in account._chances_after(path, sources).items():
-                reach[*path, token] = reach[path] * chance
-    del reach[()]
-    return reach
+def texts_of(draft: Draft) -> list[tuple[int, ...]]:
+    """The text up to each node."""
+    parents = chain(len(draft)) if draft.parents is None else draft.parents
+    return [tuple(draft.tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("price", [0.001, 0.03, 0.1, 0.3])
 def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
-    """No tree of the sizes that are tried has more value: the likeliest nodes of that size.
+    """No tree of the sizes that are chosen from has more value: the likeliest nodes of that size.
 
     The n likeliest nodes are a tree, since a node is never likelier than its parent. All that there
-    are is tried too, at the cost of the next size.
+    are is tried too.
     """
-    account, sources, rate, depth = account_of(price), sources_of(seed), 1.3, 3
-    account.learned.exploration_budget = 99.0
-    reach = every_tree(account, sources, depth)
+    tree, sources = tree_of(price), sources_of(seed)
+    reach: dict[tuple[int, ...], float] = {(): 1.0}
+    for n in range(DEPTH):
+        for path in [p for p in reach if len(p) == n]:
+            for token, chance in tree._after(path, *sources).items():
+                reach[*path, token] = reach[path] * chance
+    del reach[()]
     likeliest = sorted(reach.values(), reverse=True)
-    cost = {n: rate * price * min(size for size in SIZES if size >= n) for n in range(1, 129)}
-    sizes = [n for n in (*SIZES, len(reach)) if n <= len(reach)]
-    values = [sum(likeliest[:n]) - cost[n] for n in sizes]
-    draft, gain = account.grow(sources, rate, SIZES[-1], depth)
-    assert gain == pytest.approx(max(0.0, *values), abs=1e-9)
-    parents = chain(len(draft)) if draft.parents is None else draft.parents
-    texts = [tuple(draft.tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
-    assert len(set(texts)) == len(texts)
-    reached: list[float] = [reach[text] for text in texts]
-    own = math.fsum(reached) - (cost[len(texts)] if texts else 0.0)
-    assert own == pytest.approx(gain, abs=1e-9)
+    sizes = [n for n in (*LENGTHS, len(reach)) if n <= len(reach)]
+    values = {n: sum(likeliest[:n]) - 1.3 * price * n for n in sizes}
+    draft = tree.grow(*sources, limit=63)
+    found = texts_of(draft)
+    assert len(set(found)) == len(found)
+    assert tree.gain == pytest.approx(max(0.0, *values.values()), abs=1e-9)
+    assert sum(reach[text] for text in found) - 1.3 * price * len(found) == pytest.approx(tree.gain)
+    assert len(tree.grow(*sources, limit=5)) <= 5 >= len(tree_of(0.0, most=5).grow(*sources, 63))
 
 
-def test_no_node_is_deeper_and_no_tree_larger_than_wanted() -> None:
-    """A tree may have more nodes than tokens are wanted, on a path it has no more."""
-    account, sources = account_of(0.0), sources_of(1)
-    draft, _ = account.grow(sources, 1.0, 128, 2)
-    assert draft.parents is not None
-    assert max(len(path_to(n, draft.parents)) for n in range(len(draft))) == 2 < len(draft)
-    assert len(account.grow(sources, 1.0, 5, 3)[0]) <= 5
+def test_a_token_that_several_propose_has_their_mean() -> None:
+    """And the chances at one place add up to 1 at most."""
+    tree = tree_of(0.0)
+    chains = [([7], [0.9]), ([7], [0.3]), ([8], [0.2])]
+    assert tree._after((), chains, []) == pytest.approx({7: 0.6, 8: 0.2})
+    crowd = tree._after((), [([n], [0.5]) for n in range(4)], [])
+    assert crowd == pytest.approx(dict.fromkeys(range(4), 0.25))
 
 
-def test_where_every_position_is_expensive_nobody_is_asked_for_guesses() -> None:
-    """What counts is a position behind the first few; not where nothing was measured yet."""
-    assert account_of(0.03).forks_may_pay()
-    assert not account_of(0.04).forks_may_pay()
-    assert not TreeAccount(Learned()).forks_may_pay()
-    assert account_of(0.0, first=0.5).forks_may_pay()
+def test_what_was_asked_is_scored_along_the_text() -> None:
+    """Guesses at the places that the text went through; the next round begins anew."""
+    tree = tree_of(0.0)
+    tree.grow([], [(Guessing({0: [4, 5], 5: [1]}), Learning(Chances.of("look-up").odds))], 63)
+    noted.clear()
+    for _ in range(2):
+        tree.follow(RoundRecord(3, 1, 2, 4, tokens=[5, 2]), True)
+    assert noted == [(0, 0, False), (1, 0, True), (0, 1, False)]
+
+
+def auto_with_tree(drafts: Sequence[tuple[str, Draft]]) -> Auto:
+    """After plain rounds, and some that say that a position costs little."""
+    auto = Auto(Tuning())
+    auto.begin("tree", TreeOf(*LOOK_UPS()).begin([1, 2], DraftContext()), lambda: True)
+    for key, _ in drafts:
+        auto.limit(key, cheap=True)
+    for drafted in (0, 0, 0, 4, 4, 16):
+        part = drafts[0][0] if drafted else ""
+        seconds = 1 + 0.01 * drafted
+        auto.record(RoundRecord(drafted, 0, 1, 1 + drafted, [9], seconds, part=part))
+    return auto
+
+
+def test_a_chain_is_worth_as_much_in_a_tree_as_by_itself() -> None:
+    """What its tokens themselves say of it counts in both."""
+    drafts = [("a", Draft([7, 8, 9, 7, 8, 9], evidence=[Evidence(4)] * 6))]
+    for known in (None, 7, 9):
+        auto = auto_with_tree(drafts)
+        for _ in range(20 if known else 0):
+            auto.tuning.of("a").chances.learn(Evidence(4), 0, False, known)
+        _, length = auto.choose(drafts)
+        gain = auto._chosen_gain
+        tree = auto._parts["tree"]
+        kept = auto.grow("tree", drafts, [], 63, lambda: True)
+        assert (len(kept), kept.parents) == (length, None)
+        assert tree.gain == pytest.approx(gain)
+
+
+def test_trees_that_a_target_refuses_are_not_grown_again() -> None:
+    """The best chain stands in their place."""
+    drafts = [("a", Draft([1, 2])), ("b", Draft([3, 4]))]
+    auto, asked = auto_with_tree(drafts), list[int]()
+    assert auto.grow("tree", drafts, [], 63, lambda: True).parents is not None
+    for _ in range(3):
+        kept = auto.grow("tree", drafts, [], 63, lambda: bool(asked.append(1)))
+        assert kept.parents is None
+        assert len(kept) > 0
+    assert len(asked) == 1
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731
@@ -158,22 +199,23 @@ def replayed(drafter: Any, cost: CostCurve) -> list[Any]:
 
 
 def test_trees_are_verified_where_positions_are_free() -> None:
-    """Where a text forks at random, a tree needs clearly fewer passes than the best chain."""
+    """Where a text forks at random, trees need fewer passes than the best chain."""
     chains, trees = (replayed(kind(*LOOK_UPS()), FREE) for kind in (sd.BestOf, TreeOf))
-    assert sum(m.passes for m in trees) < 0.85 * sum(m.passes for m in chains)
+    assert sum(m.passes for m in trees) < 0.92 * sum(m.passes for m in chains)
 
 
-def test_where_positions_are_expensive_all_is_as_without_trees(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(("slope", "most"), [(0.24, 0.55), (1.0, 1.08)])
+def test_where_positions_are_expensive_trees_cost_little(
+    slope: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same rounds, draft by draft, as the best of the same drafters.
+    """Against plain decoding, with what finding that out costs; texts of 150 tokens.
 
     A replay takes its seconds from a curve, but by the host's clock it would say which of them
     count.
     """
     monkeypatch.setattr(RoundClock, "was_undisturbed", True)
-    chains, trees = (replayed(kind(*LOOK_UPS()), EXPENSIVE) for kind in (sd.BestOf, TreeOf))
-    assert trees == chains
+    trees = replayed(TreeOf(*LOOK_UPS()), linear_cost(slope))
+    assert sum(m.seconds for m in trees) < most * sum(m.plain_seconds for m in trees)
     assert sum(m.drafted for m in trees) > 0
 
 
@@ -182,7 +224,11 @@ FEW = make_logits_processors(logit_bias=dict.fromkeys(range(6), 1e4))
 
 def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
-    options = {"draft_length": auto(FREE), "max_tokens": 80, "logits_processors": FEW} | options
+    options = {
+        "draft_length": ModelledLength(Auto(), FREE),
+        "max_tokens": 80,
+        "logits_processors": FEW,
+    } | options
     return list(sd.speculate(model, PROMPT, drafter, **options))
 
 
@@ -208,35 +254,37 @@ def test_a_seeds_text_is_the_same_with_trees(rule: str) -> None:
     assert items[-1].stats.accepted > 5
 
 
-@dataclass(frozen=True, eq=False)
-class Shapes:
-    """The automatic length, and the drafts that it grew."""
+class Shapes(Auto):
+    """The automatic length, with the drafts that it grew, and how often it asked for trees."""
 
-    inner: ModelledLength
-    grown: list[Draft] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        for name in ("limit", "cut", "record", "begin_tree", "choose", "outbids"):
-            object.__setattr__(self, name, getattr(self.inner, name))
-
-    def grow(self, part, drafts, guessers, size, may_fork):
-        def asks():
-            self.asked.append(1)
+    def grow(
+        self,
+        part: str,
+        drafts: Sequence[tuple[str, Draft]],
+        guessers: Sequence[tuple[str, Branches]],
+        limit: int,
+        may_fork: Callable[[], bool],
+    ) -> Draft:
+        def asks() -> bool:
+            self.num_asked += 1
             return may_fork()
 
-        self.grown.append(self.inner.grow(part, drafts, guessers, size, asks))
-        return self.grown[-1]
+        draft = super().grow(part, drafts, guessers, limit, asks)
+        self.has_forked = self.has_forked or draft.parents is not None
+        return draft
+
+    num_asked = 0
+    has_forked = False
 
 
 @pytest.mark.parametrize(("name", "takes"), [("llama", True), ("mamba2", False)])
 def test_a_target_that_takes_no_trees_is_given_none(name: str, takes: bool) -> None:
     """It is asked once, and all that is grown after are chains."""
     model = tiny.build(name)
-    length: Any = Shapes(auto(FREE))
-    narrow_text(model, default_drafter(trees=True), draft_length=length)
-    assert any(draft.parents is not None for draft in length.grown) == takes
-    assert (len(length.asked) > 1) == takes
+    shapes = Shapes()
+    narrow_text(model, default_drafter(trees=True), draft_length=ModelledLength(shapes, FREE))
+    assert shapes.has_forked == takes
+    assert (shapes.num_asked > 1) == takes
 
 
 @pytest.mark.parametrize("on_ranks", [False, True])
@@ -256,10 +304,10 @@ def test_ranks_never_ask_whether_trees_are_exact(
         one = Ranks(mx.distributed.init(), generation_stream)
         monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
     model = tiny.build("llama")
-    length: Any = Shapes(auto(FREE))
-    narrow_text(model, default_drafter(trees=True), draft_length=length)
-    assert length.asked
-    assert any(draft.parents is not None for draft in length.grown) == (not on_ranks)
+    shapes = Shapes()
+    narrow_text(model, default_drafter(trees=True), draft_length=ModelledLength(shapes, FREE))
+    assert shapes.num_asked
+    assert shapes.has_forked == (not on_ranks)
     assert bool(asked) == (not on_ranks)
 
 
@@ -269,11 +317,12 @@ def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
     """Passes, drafted and accepted tokens, of trees of drafters that read only the text."""
     monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     model, drafter = narrow.model(), TreeOf(*LOOK_UPS())
-    shapes: Any = Shapes(auto(FREE))
+    has_forked = False
     for task in narrow.tasks():
-        length = auto(FREE)
-        shapes = Shapes(length, shapes.grown)
-        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=shapes))
+        shapes = Shapes()
+        length = ModelledLength(shapes, FREE)
+        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=length))
+        has_forked = has_forked or shapes.has_forked
         text = RecordedText(task.id, "", list(task.prompt), [item.token for item in items])
         stats = items[-1].stats
         modelled = replay_text(
@@ -284,109 +333,7 @@ def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
             stats.drafted,
             sum(item.from_draft for item in items),
         )
-    assert any(draft.parents is not None for draft in shapes.grown)
-
-
-# --- chances ------------------------------------------------------------------------------------
-
-
-def test_guesses_are_learned_by_their_rank() -> None:
-    """If the second guess is right each time, it becomes the likeliest; the third fades."""
-    history = GuessHistory()
-    guesses = [Guess(token, Evidence(2)) for token in (7, 8, 9)]
-    before = history.chances(guesses, 0)
-    assert before == sorted(before, reverse=True)
-    for _ in range(200):
-        history.learn(guesses, 0, 8)
-    after = history.chances(guesses, 0)
-    assert after[1] > 0.8 > 0.2 > max(after[0], after[2])
-    assert history.recent < 0.01
-
-
-def test_the_gradient_of_a_guess_is_that_of_its_likelihood() -> None:
-    """One step moves each active weight by the same share of (right - chance)."""
-    history = GuessHistory()
-    guess = [Guess(7, Evidence(2))]
-    chance = history.chances(guess, 3)[0]
-    weights = {name: list(odds) for name, odds in history.weights.items()}
-    history.learn(guess, 3, 7)
-    moved = [
-        after - before
-        for name in weights
-        for after, before in zip(history.weights[name], weights[name], strict=True)
-        if after != before
-    ]
-    assert moved == pytest.approx([0.035 * (1 - chance)] * 6)
-
-
-def test_pooled_chances_agree_with_who_agrees() -> None:
-    """A token that two give the same chance is likelier than one that one does; all are chances.
-
-    Where the greatest chances add up to more than 1, each is taken down.
-    """
-    pool = PooledChances()
-    one, both = pool.chances({1: [0.5]})[1], pool.chances({1: [0.5, 0.5]})[1]
-    assert 0 < one < both < 1
-    crowd = pool.chances({1: [0.5], 2: [0.5], 3: [0.5]})
-    assert crowd[1] < one
-    assert pool.chances({}) == {}
-    assert 0 < pool.chances({1: [1 - 1e-17, 1e-300]})[1] < 1
-    for _ in range(400):
-        pool.learn({1: [0.5], 2: [0.3]}, 2)
-    learned = pool.chances({1: [0.5], 2: [0.3]})
-    assert sum(pool.weights) != sum(PooledChances().weights)
-    assert math.isfinite(sum(learned.values()))
-
-
-def test_what_was_asked_is_scored_along_the_text() -> None:
-    """Only places that the text went through; the next round begins anew."""
-    account, sources = account_of(0.0), sources_of(2)
-    account.grow(sources, 1.0, 64, 3)
-    places = dict(account.asked)
-    history = sources.guessers[0][1]
-    learned: list[int] = []
-    history.learn = lambda guesses, depth, token: learned.append(depth)  # type: ignore[method-assign]
-    path = next(p for p in places if len(p) == 1 and places[p].known)
-    account.follow(RoundRecord(3, 1, 2, 4, tokens=[*path, 99]))
-    assert learned == [0, 1]
-    assert account.asked == {}
-
-
-def test_a_proposed_chain_is_as_likely_in_a_tree_as_by_itself() -> None:
-    """What other drafts and its tokens themselves say of it counts in both: it is worth as much."""
-    choice = Auto(Tuning())
-    choice.begin_tree("tree", [])
-    for key in "ab":
-        choice.limit(key, cheap=True)
-    for account in choice._parts.values():
-        account.learned.exploration_budget = 99.0
-        account.learned.by_context = {0: costs_of(0.01)}
-        for _ in range(20):
-            account.learned.acceptance.learn(Evidence(2), 0, accepted=False, token=8)
-    given: list[Sources] = []
-    tree: Any = choice._parts["tree"]
-    tree.grow = lambda sources, *rest: (given.append(sources), (Draft(), -1.0))[1]
-    drafts = [("a", sd.Draft([7, 8, 9])), ("b", sd.Draft([7, 5]))]
-    kept = choice.grow("tree", drafts, [], (64, 64), lambda: True)
-    best = given[0].best
-    assert best is not None
-    assert best in given[0].chains
-    assert given[0].chains[0].chances[1] < given[0].chains[1].chances[1]
-    reach = [math.prod(best.chances[: i + 1]) for i in range(len(kept))]
-    gain = math.fsum(reach) - 0.01 * len(kept)
-    assert tree.gain == pytest.approx(gain)
-
-
-def test_what_was_learned_of_guesses_is_kept_in_a_file(tmp_path: Any) -> None:
-    """With the rest of the tuning."""
-    tuning = Tuning()
-    learned = tuning.of("look-up", look_up=True)
-    learned.guesses.learn([Guess(1, Evidence(1))], 0, 1)
-    learned.pooled.learn({1: [0.4]}, 1)
-    tuning.save(tmp_path / "tuning.json")
-    loaded = Tuning.load(tmp_path / "tuning.json").of("look-up")
-    assert loaded.guesses.weights == learned.guesses.weights
-    assert loaded.pooled.weights == learned.pooled.weights
+    assert has_forked
 
 
 # --- what look-ups guess ------------------------------------------------------------------------
@@ -462,7 +409,7 @@ def test_recycled_guesses_are_the_targets_own_in_its_order() -> None:
 def test_the_default_drafter_has_trees_as_an_option() -> None:
     """By name too; without it nothing of trees is made."""
     assert isinstance(make_drafter("auto:trees=true"), TreeOf)
-    assert make_drafter("auto") == sd.BestOf(*LOOK_UPS())
+    assert make_drafter("auto") == sd.SuffixDrafter()
 
 
 def test_trees_compete_with_others_as_a_whole() -> None:
@@ -479,7 +426,7 @@ def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
     text = RecordedText("t", "c", [1, 2], [3, 4, 3, 5], "", [[3, 9], [4, 8], [3, 7], [5, 6]])
     table = SuccessorTable()
     drafter = sd.BestOf(sd.RecyclingDrafter(table=table), sd.NGramDrafter())
-    replay_text(text, drafter, auto(FREE), FREE, max_tokens=4, vocab_size=50)
+    replay_text(text, drafter, Auto(), FREE, max_tokens=4, vocab_size=50)
     known = {token: after.tokens for token, after in table.successors.items()}
     assert known == {2: [3, 9], 3: [5, 6], 4: [3, 7]}
     with pytest.raises(UnreadableError, match="no states"):
