@@ -22,13 +22,11 @@ from scripted import ScriptedSession
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
 from specdec_mlx.bench.head_trees import compare_trees, format_tree_rows
-from specdec_mlx.draft_length.accounts import LENGTHS
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.costs import RoundCosts
-from specdec_mlx.draft_length.fork_history import ForkHistory
-from specdec_mlx.draft_length.forking import ForkAccount
-from specdec_mlx.draft_length.stepwise import StepwiseAccount
-from specdec_mlx.draft_length.store import Learned
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.parts import Forking, Stepping
+from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import HeadError
@@ -468,27 +466,26 @@ def test_the_benchmark_holds_trees_against_chains_of_the_same_size() -> None:
 
 def test_shares_add_up_to_what_trees_bring() -> None:
     """Of the sizes that are tried, to a quarter after 300 trees each, and never rise."""
-    history, brings = ForkHistory(), {2: 1.1, 6: 1.8, 14: 2.0}
+    learned, brings = Learned(Chances.of("model")), {2: 1.1, 6: 1.8, 14: 2.0}
     coins = np.random.default_rng(0)
     for _ in range(300):
         for size, mean in brings.items():
-            history.learn(size, int(coins.poisson(mean)))
+            learned.learn_shares(size, int(coins.poisson(mean)))
     for size, mean in brings.items():
-        assert sum(history.shares[:size]) == pytest.approx(mean, rel=0.25)
-    assert all(a >= b for a, b in itertools.pairwise(history.shares))
-    assert history.shares[0] <= 1
+        assert sum(learned.shares[:size]) == pytest.approx(mean, rel=0.25)
+    assert all(a >= b for a, b in itertools.pairwise(learned.shares))
+    assert learned.shares[0] <= 1
 
 
 @pytest.mark.parametrize("price", [0.02, 0.5])
 def test_the_size_that_pays_is_asked_for(price: float) -> None:
     """Of a tree that brings little beyond its third node: more where positions are cheaper."""
-    account = ForkAccount(Learned(exploration_budget=99.0))
-    account.learned.by_context[0] = RoundCosts(plain=[1.0] * 3, _plain_wanted=0)  # type: ignore[arg-type]
-    for size in LENGTHS:
-        for _ in range(3):
-            account.learned.costs.add(size, 1.0 + price * size)
-    account.learned.forks.shares[:] = [0.7, 0.6, 0.55] + [0.1] * 11
-    assert account.limit(1.0) == (14 if price < 0.1 else 3)
+    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * price)))))
+    auto.most = 63
+    forking = Forking(auto, auto.tuning.of("it"))
+    forking.learned.steps.price = 0.0
+    forking.learned.shares[:] = [0.7, 0.6, 0.55] + [0.1] * 11
+    assert forking.limit() == (14 if price < 0.1 else 3)
 
 
 @pytest.mark.parametrize(
@@ -503,4 +500,4 @@ def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> N
     items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
     assert spoken(items).deviation(plain) < TOLERANCE
     accounts = {type(account) for account in length._parts.values()}
-    assert accounts == {StepwiseAccount if name == "qwen3_5" else ForkAccount}
+    assert accounts == {Stepping if name == "qwen3_5" else Forking}
