@@ -287,10 +287,17 @@ def test_a_model_that_pays_only_in_long_drafts_is_found(share: float) -> None:
 
 
 def test_drafts_that_are_not_taken_are_scored() -> None:
-    """Next to nothing is drafted where a token costs five, and the chance of drafts is known."""
-    policy = Auto()
-    assert sum(map(bool, drafted(alone(always, line(5.0)).run(policy, 200)))) <= 5
-    assert next(learned_of(policy).chances.of_draft([3])) > 0.8
+    """Where no draft pays none is verified, and the chance of what was proposed is known."""
+    for right in (True, False):
+        policy = at_rate(1.0, curve([50.0] * len(WIDTHS)), [0.5])
+        learned = learned_of(policy)
+        learned.chances = Chances.of("look-up")
+        before = next(learned.chances.of_draft([3]))
+        for _ in range(40):
+            assert policy.cut("it", Draft([1] * 3, evidence=[3] * 3)) == 0
+            policy.record(RoundRecord(0, 0, 1, 1, [1 if right else 9], seconds=1.0))
+        after = next(learned.chances.of_draft([3]))
+        assert after > before if right else after < before / 2
 
 
 def test_a_models_drafts_are_learned_from_after_a_look_up_that_was_not_taken() -> None:
