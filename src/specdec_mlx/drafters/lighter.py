@@ -34,6 +34,9 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (64, 32)
 """Weights that share a scale; the first that divides a layer's width is taken."""
 
+HEADS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+"""Modules that make logits, a row of their weights for each token."""
+
 OUTSIDE = -200.0
 """Logit of a token outside a sub-vocabulary: at temperature 1 its probability is 0 in float32.
 
@@ -278,7 +281,7 @@ class TiedHead(nn.Module):  # type: ignore[misc]
         """Take the embeddings [V, D], and the rows that are left [Vd]."""
         super().__init__()
         self.embedding = embedding
-        self.head = _rows(embedding, tokens)
+        self.head = some_rows(embedding, tokens)
 
     @property
     def weight(self) -> mx.array:
@@ -330,18 +333,17 @@ def _possible_heads(
     modules = [
         (path, module)
         for path, module in model.named_modules()
-        if isinstance(module, nn.Linear | nn.QuantizedLinear | nn.Embedding | nn.QuantizedEmbedding)
-        and module.weight.shape[0] == vocab_size
+        if isinstance(module, HEADS) and module.weight.shape[0] == vocab_size
     ]
     for path, module in modules:
         if isinstance(module, nn.Linear | nn.QuantizedLinear):
-            yield path, _rows(module, tokens)
+            yield path, some_rows(module, tokens)
     for path, module in modules:
         if isinstance(module, nn.Embedding | nn.QuantizedEmbedding):
             yield path, TiedHead(module, tokens)
 
 
-def _rows(module: nn.Module, tokens: mx.array) -> nn.Module:
+def some_rows(module: nn.Module, tokens: mx.array) -> nn.Module:
     """A layer or an embedding with some of its rows, quantized as it was."""
     narrowed = copy.copy(module)
     for name in ("weight", "scales", "biases", "bias"):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from pathlib import Path
 
 from specdec_mlx.models import load_model
@@ -26,9 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_data(group: argparse._ArgumentGroup) -> None:
     count = argument(positive_int)
     group.add_argument(
+        "--prompts",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="questions that the target answers, to learn from: one a line, or .jsonl with turns, "
+        "messages or prompt",
+    )
+    group.add_argument(
         "--texts",
         nargs="+",
-        required=True,
+        default=[],
         metavar="FILE",
         help="a document each, or .jsonl in mlx-lm's formats for fine-tuning",
     )
@@ -37,21 +47,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to measure on (default: a twentieth of the others)",
-    )
-    group.add_argument(
-        "--continuations",
-        type=argument(_natural),
-        default=0,
-        metavar="N",
-        help="windows of text that the target writes itself, to learn from (%(default)s)",
+        help="prompts, or else texts, to measure on (default: a twentieth of the others)",
     )
     group.add_argument(
         "--temps",
         type=argument(_temps),
-        default=(1.0, 0.5),
+        default=Data().temps,
         metavar="T,T",
-        help="temperatures at which it writes them, 0 for greedy (1,0.5)",
+        help="temperatures at which it answers, in turn, 0 for greedy (0,1)",
     )
     group.add_argument("--window", type=count, default=512, help="tokens of a window (%(default)s)")
     group.add_argument(
@@ -64,6 +67,12 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_schedule(group: argparse._ArgumentGroup) -> None:
     count, defaults = argument(positive_int), Schedule()
+    group.add_argument(
+        "--minutes",
+        type=argument(_minutes),
+        metavar="N",
+        help="how long it may take in all: for as many answers and updates as there is time for",
+    )
     group.add_argument("--steps", type=count, default=defaults.steps, help="updates (%(default)s)")
     group.add_argument(
         "--batch", type=count, default=defaults.batch, help="windows an update (%(default)s)"
@@ -121,7 +130,9 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         help="eagle3: layers it reads, from 0; exit: layers that draft; draft: its depth",
     )
     group.add_argument(
-        "--draft-vocab", type=count, help="eagle3: tokens it can propose (at most 32000)"
+        "--draft-vocab",
+        type=count,
+        help="tokens that it can propose (eagle3: at most 32000; mtp: all)",
     )
     group.add_argument("--guesses", type=count, default=3, help="medusa: heads (%(default)s)")
     group.add_argument(
@@ -138,8 +149,18 @@ def main(args: argparse.Namespace) -> int:
     """Train, and print the acceptance."""
     plan = plan_of(args)
     target, tokenizer = load_model(args.model)
-    acceptance = train(plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work)
-    print(f"{args.out}: {acceptance}, over {acceptance.num_positions} positions.")
+    try:
+        acceptance = train(
+            plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work
+        )
+    except KeyboardInterrupt:
+        print(
+            f"Stopped. What is done is kept in {args.out}: type the same command again, and it "
+            "goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
+        return 130
+    print(f"{args.out}: on held-out text {acceptance}, in {acceptance.num_drafts} drafts.")
     return 0
 
 
@@ -150,11 +171,10 @@ def plan_of(args: argparse.Namespace) -> Plan:
         kind=args.kind,
         data=Data(
             texts=tuple(args.texts),
+            prompts=tuple(args.prompts),
             held_out=tuple(args.held_out),
             window=args.window,
-            continuations=args.continuations,
             temps=args.temps,
-            opening=min(64, args.window // 4),
             seed=args.seed,
         ),
         size=Size(
@@ -169,6 +189,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         ),
         schedule=Schedule(
             steps=args.steps,
+            minutes=args.minutes,
             batch=args.batch,
             learning_rate=args.learning_rate,
             loss=args.loss,
@@ -185,6 +206,14 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def _natural(text: str) -> int:
     """An int of at least 0; raises ValueError."""
     return 0 if text == "0" else positive_int(text)
+
+
+def _minutes(text: str) -> float:
+    """A number above 0; raises ValueError."""
+    minutes = float(text)
+    if not 0 < minutes < math.inf:
+        raise ValueError(f"{text!r}: expected a number of minutes, such as 60.")
+    return minutes
 
 
 def _share(text: str) -> float:

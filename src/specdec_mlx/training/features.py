@@ -6,7 +6,7 @@ work. 16 bits are kept of each number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,19 +23,31 @@ from specdec_mlx.types import FeatureRows, Features
 SHARD = 64
 """Windows in a file."""
 
-HEAD_INPUT = "head_input"
+HEAD_INPUT, BEST = "head_input", "best"
 LARGEST = float(np.finfo(np.float16).max)
+
+Rows = dict[str, mx.array]
+"""Arrays [n, ...] by name: BEST, the target's likeliest next tokens, and the states."""
 
 
 @dataclass(frozen=True)
 class Batch:
     """Windows of text, and what the target showed of them.
 
-    tokens: [batch, window]. features: each array is [batch, window, D], float32.
+    tokens: [batch, window]. features: each array is [batch, window, D], float32. answered:
+    [batch, window] which tokens are learnt. best: [batch, window] the target's likeliest next one.
     """
 
     tokens: mx.array
     features: FeatureRows
+    answered: np.ndarray
+    best: np.ndarray
+
+    @property
+    def counted(self) -> np.ndarray:
+        """[batch, window] the positions whose next token is learnt."""
+        counted: np.ndarray = np.pad(self.answered[:, 1:], [(0, 0), (0, 1)])
+        return counted
 
 
 class FeatureStore:
@@ -43,14 +55,19 @@ class FeatureStore:
 
     Args:
         folder: where the files are.
-        windows: int32 [n, window].
+        windows: int32 [n, window, 2], see `texts`; what is behind the last token that is learnt is
+            left out.
         wanted: what is kept; the head's input always is, for the target's own distribution.
+
+    lengths: [n] tokens of each window.
     """
 
     def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
         """Nothing is computed yet."""
         self.folder = folder
-        self.windows = windows
+        self.windows = windows[..., 0]
+        self.answered = windows[..., 1] > 0
+        self.lengths = windows.shape[1] - np.argmax(self.answered[:, ::-1], axis=1)
         self.layers = tuple(wanted.layers)
         self._open: dict[Path, np.ndarray] = {}
 
@@ -69,27 +86,36 @@ class FeatureStore:
         if not missing:
             return
         taps = reading(target, self.layers)
-        for start in tqdm(missing, "features", leave=False):
-            rows = [read(target, taps, window) for window in self.windows[start : start + SHARD]]
-            for name, path in self._paths(start).items():
-                save_numpy(path, _packed(mx.stack([_named(row, name) for row in rows])))
+        num_windows = sum(min(SHARD, len(self) - start) for start in missing)
+        with tqdm(total=num_windows, desc="features", leave=False, mininterval=1) as bar:
+            for start in missing:
+                rows = []
+                for i in range(start, min(start + SHARD, len(self))):
+                    rows.append(read(target, taps, self.windows[i, : self.lengths[i]]))
+                    bar.update()
+                for name, path in self._paths(start).items():
+                    save_numpy(path, _packed(self._side_by_side([row[name] for row in rows])))
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of the windows."""
+        """Some of the windows, as long as the longest of them."""
+        length = int(self.lengths[list(indices)].max())
         arrays = {
-            name: mx.stack([self._unpacked(name, i) for i in indices]) for name in self._names()
+            name: mx.stack([self._unpacked(name, i)[:length] for i in indices])
+            for name in self._paths(0)
         }
-        layers = {layer: arrays[f"layer-{layer}"] for layer in self.layers}
-        tokens = mx.array(self.windows[list(indices)])
-        return Batch(tokens, FeatureRows(layers=layers, head_input=arrays[HEAD_INPUT]))
+        best = np.array(arrays.pop(BEST))
+        tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
+        return Batch(mx.array(tokens), _rows_of(arrays), answered, best)
 
-    def _names(self) -> Iterator[str]:
-        yield HEAD_INPUT
-        yield from (f"layer-{layer}" for layer in self.layers)
+    def _side_by_side(self, rows: Sequence[mx.array]) -> mx.array:
+        """[n, window, ...] of windows of any length."""
+        window, no_more = self.windows.shape[1], [(0, 0)] * (rows[0].ndim - 1)
+        return mx.stack([mx.pad(x, [(0, window - x.shape[0]), *no_more]) for x in rows])
 
     def _paths(self, start: int) -> dict[str, Path]:
         """Name of an array -> its file, for the windows from `start` on."""
-        return {name: self.folder / f"{name}-{start // SHARD:05}.npy" for name in self._names()}
+        names = (BEST, HEAD_INPUT, *(f"layer-{layer}" for layer in self.layers))
+        return {name: self.folder / f"{name}-{start // SHARD:05}.npy" for name in names}
 
     def _unpacked(self, name: str, index: int) -> mx.array:
         """[window, D] of one window."""
@@ -99,7 +125,7 @@ class FeatureStore:
         array = mx.array(self._open[path][index % SHARD])
         if array.dtype == mx.uint16:
             array = array.view(mx.bfloat16)
-        return array.astype(mx.float32)
+        return array if name == BEST else array.astype(mx.float32)
 
 
 def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
@@ -107,37 +133,41 @@ def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
     return Taps(target, Features(head_input=True, layers=tuple(layers)))
 
 
-def read(target: nn.Module, taps: Taps, window: np.ndarray) -> FeatureRows:
-    """Features of one window [window], from a pass of its own."""
+def read(target: nn.Module, taps: Taps, window: np.ndarray) -> Rows:
+    """What a pass of its own over one window [window] shows."""
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     assert taps.features is not None
-    mx.eval(logits, taps.features.head_input, *taps.features.layers.values())
-    return taps.features
+    assert taps.features.head_input is not None
+    rows = {BEST: mx.argmax(logits, axis=-1).astype(mx.int32), HEAD_INPUT: taps.features.head_input}
+    rows |= {f"layer-{layer}": states for layer, states in taps.features.layers.items()}
+    mx.eval(rows)
+    return rows
 
 
-def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
-    """Windows [batch, window] that no file holds."""
+def live_batch(
+    target: nn.Module, layers: Sequence[int], tokens: mx.array, opening: int = 0
+) -> Batch:
+    """Windows [batch, window] that no file holds, learnt behind an opening."""
     taps = reading(target, layers)
     rows = [read(target, taps, window) for window in np.array(tokens)]
-    arrays = {
-        name: mx.stack([_named(row, name).astype(mx.float32) for row in rows])
-        for name in (HEAD_INPUT, *(f"layer-{layer}" for layer in layers))
-    }
-    named = {layer: arrays[f"layer-{layer}"] for layer in layers}
-    return Batch(tokens, FeatureRows(layers=named, head_input=arrays[HEAD_INPUT]))
+    arrays = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
+    best = np.array(arrays.pop(BEST))
+    states = {name: x.astype(mx.float32) for name, x in arrays.items()}
+    answered = np.broadcast_to(np.arange(tokens.shape[1]) >= opening, tokens.shape)
+    return Batch(tokens, _rows_of(states), answered, best)
 
 
-def _named(rows: FeatureRows, name: str) -> mx.array:
-    """The array [window, D] of a name."""
-    if name == HEAD_INPUT:
-        assert rows.head_input is not None
-        return rows.head_input
-    return rows.layers[int(name.removeprefix("layer-"))]
+def _rows_of(arrays: Rows) -> FeatureRows:
+    """States by name, as heads read them."""
+    layers = {int(n.removeprefix("layer-")): x for n, x in arrays.items() if n != HEAD_INPUT}
+    return FeatureRows(layers=layers, head_input=arrays[HEAD_INPUT])
 
 
 def _packed(x: mx.array) -> np.ndarray:
     """16 bits a number: float16 where it can hold them all, or else bfloat16 as its bits."""
+    if x.dtype == mx.int32:
+        return np.array(x)
     if x.dtype == mx.bfloat16 or float(mx.abs(x).max()) > LARGEST:
         return np.array(x.astype(mx.bfloat16).view(mx.uint16))
     return np.array(x.astype(mx.float16))

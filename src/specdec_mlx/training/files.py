@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,10 +42,36 @@ def save_numpy(path: Path, array: np.ndarray) -> None:
 
 def save_json(path: Path, value: Any) -> None:
     """Write a value as JSON."""
+    save_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def save_text(path: Path, text: str) -> None:
+    """Write a text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{path.name}")
-    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)
+
+
+class Clock:
+    """Seconds that a training has taken, over all runs of it.
+
+    Args:
+        path: file that keeps them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Go on from what was kept."""
+        self.path = path
+        self._began = time.monotonic() - (json.loads(path.read_text()) if path.exists() else 0)
+
+    def seconds(self) -> float:
+        """So far."""
+        return time.monotonic() - self._began
+
+    def keep(self) -> None:
+        """Write them."""
+        save_json(self.path, self.seconds())
 
 
 def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:

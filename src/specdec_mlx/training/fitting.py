@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,28 +17,35 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
+from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import Batch, FeatureStore
-from specdec_mlx.training.files import save_arrays
-from specdec_mlx.training.losses import divergence
-from specdec_mlx.training.measuring import Acceptance, measure, target_logits_of
+from specdec_mlx.training.files import Clock, save_arrays
+from specdec_mlx.training.losses import Divergence, divergence, loss_and_gradients
+from specdec_mlx.training.measuring import Acceptance, measure, overfits
 from specdec_mlx.training.trainees import Trainee
 
 WARM_UP = 0.05
 """Share of the updates in which the learning rate rises; after that it falls along a cosine."""
 
-DECAY = 0.8
-"""Weight of a draft's next position, of that of the one before: later tokens matter less often."""
+MEMORY_SHARE = 0.75
+"""Part of the machine's memory that a training may take."""
 
 CHECKPOINT = "checkpoint.safetensors"
+SECONDS = 120
+"""Between two checkpoints, at most, if an update does not take longer."""
+
+UNITS, MEASUREMENTS = 12_000, 12
+"""Parts of a time, by which a training for that time goes; and how often it is measured in it."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How long and with what a drafter is trained.
 
-    steps: updates. batch: windows of an update. learning_rate: its peak. loss: see
-    `losses.divergence`. on_policy: share of the updates on text that the drafter itself wrote.
-    evaluate: updates between two measurements on held-out text. checkpoint: between two snapshots.
+    steps: updates. minutes: of all, the target's work included, in place of `steps` and `evaluate`.
+    batch: windows of an update. learning_rate: its peak. loss: see `losses.divergence`. on_policy:
+    share of the updates on text that the drafter itself wrote. evaluate: updates between two
+    measurements on held-out text. checkpoint: between two snapshots.
     """
 
     steps: int = 2000
@@ -48,16 +56,20 @@ class Schedule:
     evaluate: int = 500
     checkpoint: int = 100
     seed: int = 0
+    minutes: float | None = None
 
 
 @dataclass
 class Progress:
     """Where a training stands.
 
-    step: updates done. curve: (updates, loss since the last measurement, acceptance).
+    step: updates done. tokens: that were learnt in them, each time counted. began: seconds at its
+    first update. curve: what was measured, and the mean loss since the measurement before.
     """
 
     step: int = 0
+    tokens: int = 0
+    began: float = 0.0
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -71,6 +83,7 @@ def fit(
     held_out: FeatureStore,
     schedule: Schedule,
     work: Path,
+    clock: Clock,
     write: Write | None = None,
 ) -> tuple[Progress, Acceptance]:
     """Train, from the last checkpoint on if there is one.
@@ -81,73 +94,122 @@ def fit(
         held_out: windows to measure on.
         schedule: how long.
         work: folder of the checkpoint.
+        clock: of the training.
         write: makes the drafter's own text, if some is asked for.
 
     Returns:
         The progress with its curve, and the acceptance at the end.
     """
-    optimizer = optim.AdamW(
-        rates(schedule.learning_rate, schedule.steps), betas=[0.9, 0.95], weight_decay=0.01
-    )
+    optimizer = optim.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.01)
     optimizer.init(trainee.module.trainable_parameters())
     progress = resume(work / CHECKPOINT, trainee.module, optimizer)
-    compare = divergence(schedule.loss)
-    step = nn.value_and_grad(trainee.module, lambda batch: loss_of(trainee, batch, compare))
-    bar = tqdm(total=schedule.steps, initial=progress.step, desc="training", mininterval=2)
+    progress.began = progress.began or clock.seconds()
+    total = UNITS if schedule.minutes else schedule.steps
+    rate, compare = rates(schedule.learning_rate, total), divergence(schedule.loss)
+    every = UNITS // MEASUREMENTS if schedule.minutes else schedule.evaluate
+    some = np.linspace(0, len(trained) - 1, min(len(held_out), len(trained)), dtype=int)
+    bar = tqdm(total=total, initial=progress.step, desc="training", mininterval=1, miniters=0)
     losses: list[float] = []
-    acceptance = None
-    for batch in batches(trained, schedule, progress.step, write):
-        value, gradients = step(batch)
+    done = done_of(progress, schedule, clock)
+    kept = clock.seconds()
+    while done < total:
+        batch = batch_of(trained, schedule, progress.step, write)
+        optimizer.learning_rate = rate(mx.array(done))
+        value, gradients = loss_and_gradients(trainee, batch, compare)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         optimizer.update(trainee.module, gradients)
-        mx.eval(value, trainee.module.parameters(), optimizer.state)
+        mx.eval(trainee.module.parameters(), optimizer.state)
+        losses.append(float(value.item()))
         progress.step += 1
-        losses.append(value.item())
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", refresh=False)
-        bar.update()
-        done = progress.step == schedule.steps
-        if progress.step % schedule.evaluate == 0 or done:
-            acceptance = measure(trainee, held_out)
-            bar.write(f"{progress.step}: loss {np.mean(losses):.3f}, {acceptance}")
-            progress.curve.append(
-                {"step": progress.step, "loss": float(np.mean(losses)), **acceptance.to_json()}
-            )
+        progress.tokens += int(batch.counted.sum())
+        before, done = done, done_of(progress, schedule, clock)
+        bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
+        bar.update(min(done, total) - bar.n)
+        if done // every > before // every or done >= total:
+            found = measure(trainee, held_out, range(len(held_out)))
+            same = measure(trainee, trained, some.tolist())
+            note(progress, float(np.mean(losses)), found, same, bar)
             losses = []
-        if progress.step % schedule.checkpoint == 0 or done:
+        if progress.step % schedule.checkpoint == 0 or clock.seconds() - kept > SECONDS:
             keep(work / CHECKPOINT, trainee.module, optimizer, progress)
+            clock.keep()
+            kept = clock.seconds()
     bar.close()
-    return progress, acceptance or measure(trainee, held_out)
+    return progress, measure(trainee, held_out, range(len(held_out)))
 
 
-def loss_of(
-    trainee: Trainee, batch: Batch, compare: Callable[[mx.array, mx.array], mx.array]
-) -> mx.array:
-    """Mean divergence of each draft position, weighted by DECAY."""
-    target = mx.stop_gradient(target_logits_of(trainee, batch.features.head_input))
-    if trainee.vocabulary is not None:
-        target = target[..., trainee.vocabulary]
-    total, weight, weights = mx.array(0.0), 1.0, 0.0
-    for logits, first in trainee.predictions(batch):
-        size = min(logits.shape[-1], target.shape[-1])
-        rows = target[:, first : first + logits.shape[1], :size]
-        each = compare(nn.log_softmax(rows), nn.log_softmax(logits[..., :size]))
-        total = total + weight * mx.mean(each)
-        weights += weight
-        weight *= DECAY
-    return total / weights
+def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
+    """The schedule, with smaller updates if it is for a time and they do not fit into memory.
+
+    Raises:
+        TrainingError: they do not fit.
+    """
+    first, further = memory_of_updates(trainee, trained, divergence(schedule.loss))
+    there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    needed = first + (schedule.batch - 1) * further
+    tqdm.write(
+        f"An update of {schedule.batch} windows takes about {needed / 1e9:.1f} GB of memory."
+    )
+    if needed <= there:
+        return schedule
+    fits = 1 + int((there - first) // max(1, further))
+    if fits > 0 and schedule.minutes is not None:
+        tqdm.write(f"Of {there / 1e9:.1f} GB that may be used: {fits} windows an update instead.")
+        return replace(schedule, batch=fits)
+    what = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
+    raise TrainingError(
+        f"An update of {schedule.batch} windows would take about {needed / 1e9:.1f} GB of memory, "
+        f"of {there / 1e9:.1f} GB that may be used. Lower {what}."
+    )
 
 
-def batches(
-    trained: FeatureStore, schedule: Schedule, done: int, write: Write | None
-) -> Iterator[Batch]:
-    """The batches of all updates but the first `done`; each depends on the seed and its number."""
-    for step in range(done, schedule.steps):
-        indices = batch_indices(step, schedule.batch, len(trained), schedule.seed)
-        draw = np.random.default_rng([schedule.seed, step]).random()
-        if write is not None and draw < schedule.on_policy:
-            yield write(mx.array(trained.windows[indices]), step)
-        else:
-            yield trained.batch(indices)
+def memory_of_updates(
+    trainee: Trainee, trained: FeatureStore, compare: Divergence
+) -> tuple[int, int]:
+    """Bytes in use while an update of the longest window is made, and for each further window.
+
+    They are seen while the gradients of one and of two windows are computed.
+    """
+    longest = np.argsort(-trained.lengths, kind="stable").tolist()
+    weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
+    peaks = []
+    for count in (1, 2):
+        batch = trained.batch((longest * 2)[:count])
+        mx.reset_peak_memory()
+        mx.eval(loss_and_gradients(trainee, batch, compare))
+        peaks.append(mx.get_peak_memory() + 2 * weights)  # which AdamW notes
+    return peaks[0], max(0, peaks[1] - peaks[0])
+
+
+def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:
+    """How far a training is, in updates or in parts of its time."""
+    if schedule.minutes is None:
+        return progress.step
+    left = max(1.0, 60 * schedule.minutes - progress.began)
+    return int(UNITS * (clock.seconds() - progress.began) / left)
+
+
+def note(
+    progress: Progress, loss: float, held_out: Acceptance, trained: Acceptance, bar: Any
+) -> None:
+    """Add a measurement to the curve, and print it."""
+    point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
+    progress.curve.append(point | held_out.to_json() | {"trained": trained.to_json()})
+    bar.write(
+        f"{progress.step} updates, {progress.tokens} tokens: loss {loss:.3f}, held-out text: "
+        f"{held_out}; text that it is trained on: {trained.kept:.3f} kept"
+    )
+    if warning := overfits(held_out, trained):
+        bar.write(warning)
+
+
+def batch_of(trained: FeatureStore, schedule: Schedule, step: int, write: Write | None) -> Batch:
+    """The batch of an update, which depends on the seed and its number."""
+    indices = batch_indices(step, schedule.batch, len(trained), schedule.seed)
+    draw = np.random.default_rng([schedule.seed, step]).random()
+    if write is not None and draw < schedule.on_policy:
+        return write(mx.array(trained.windows[indices]), step)
+    return trained.batch(indices)
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:

@@ -14,11 +14,11 @@ from mlx_lm.models import llama
 
 from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, ExitModel, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
-from specdec_mlx.training.features import Batch
+from specdec_mlx.training.features import Batch, reading
 from specdec_mlx.training.trainees import NORM_EPS, Prediction, Size, Trainee
 from specdec_mlx.types import Features
 
@@ -41,6 +41,7 @@ class MedusaTrainee(Trainee):
             blocks[0].weight = mx.zeros_like(blocks[0].weight)
             blocks[0].bias = mx.zeros_like(blocks[0].bias)
         super().__init__(self.head, ends, self.head.features)
+        self.num_steps = size.guesses
         self.config = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
@@ -54,7 +55,7 @@ class MedusaTrainee(Trainee):
         """Head i guesses what follows i + 1 tokens that it has not seen."""
         states = self.head.rows(batch.features)
         for i in range(len(self.head.blocks)):
-            yield Prediction(self.head.logits(states[:, : -1 - i], i), 1 + i)
+            yield Prediction(self.head.state(states[:, : -1 - i], i), 1 + i)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """As Medusa's authors have it, without matrices of their own."""
@@ -96,7 +97,7 @@ class ExitTrainee(Trainee):
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """After every position, the next token."""
         states = batch.features.layers[self.num_layers - 1]
-        yield Prediction(self.ends.logits(self.exit(states)), 0)
+        yield Prediction(self.exit(states), 0)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """All that is trained."""
@@ -124,6 +125,7 @@ class DraftTrainee(Trainee):
         super().__init__(model, ends, Features())
         self.config = config
         self.tokenizer = tokenizer
+        self.taps = reading(model, ())
 
     @classmethod
     def new(cls, ends: TargetEnds, size: Size, tokenizer: Any) -> DraftTrainee:
@@ -155,7 +157,21 @@ class DraftTrainee(Trainee):
 
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """After every position, the next token."""
-        yield Prediction(self.module(batch.tokens), 0)
+        rows, length = batch.tokens.shape
+        self.taps.read(lambda: self.module(batch.tokens)[0])
+        features = self.taps.features
+        assert features is not None
+        assert features.head_input is not None
+        states = features.head_input.reshape(length, rows, -1)
+        yield Prediction(states.swapaxes(0, 1), 0)
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Of its own head."""
+        return target_ends(self.module).logits(states)
+
+    def head_parameters(self) -> Any:
+        """All, since the head may be tied to the embeddings."""
+        return self.module.trainable_parameters()
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """A model of mlx-lm's."""

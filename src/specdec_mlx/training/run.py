@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,44 +14,56 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
+from tqdm import tqdm
 
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.continuations import continuations, write
+from specdec_mlx.training.answers import answers, write
 from specdec_mlx.training.features import Batch, FeatureStore, live_batch
-from specdec_mlx.training.files import begin_or_resume, load_arrays, save_arrays, save_json
-from specdec_mlx.training.fitting import Schedule, Write, fit
+from specdec_mlx.training.files import (
+    Clock,
+    begin_or_resume,
+    load_arrays,
+    save_arrays,
+    save_json,
+)
+from specdec_mlx.training.fitting import CHECKPOINT, Schedule, Write, fit, within_memory
 from specdec_mlx.training.measuring import Acceptance
 from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
-from specdec_mlx.training.texts import read_documents, split, stream_of, windows_of
+from specdec_mlx.training.texts import (
+    read_documents,
+    read_prompts,
+    split,
+    stream_of,
+    windows_of,
+)
 from specdec_mlx.training.trainees import Size, Trainee
 
 PLAN, REPORT = "plan.json", "training.json"
 """What was asked for, and what came of it."""
 
-LEAST_WINDOWS = 2
-"""Windows without which there is nothing to train on and nothing to hold out."""
+ANSWERING = 0.35
+"""Part of a given time in which the target begins new answers."""
 
 
 @dataclass(frozen=True)
 class Data:
     """What is learnt from.
 
-    texts, held_out: files, see `texts.read_documents`; without held-out ones a part of the windows
-    is held out. window: tokens. continuations: windows of text that the target writes. temps: its
-    temperatures, taken in turn. opening: tokens of the texts before what it writes.
+    texts: files, see `texts.read_documents`. prompts: files of prompts that the target answers, see
+    `texts.read_prompts`. held_out: files of the same kind to measure on, or else a part of the
+    prompts or windows is held out. window: tokens. temps: of the answers, taken in turn.
     """
 
-    texts: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     window: int = 512
-    continuations: int = 0
-    temps: tuple[float, ...] = (1.0, 0.5)
-    opening: int = 64
+    temps: tuple[float, ...] = (0.0, 1.0)
     seed: int = 0
 
 
@@ -93,76 +107,122 @@ def train(
         keep_work: whether it stays afterwards.
 
     Returns:
-        The acceptance by position on held-out text.
+        The acceptance on held-out text; that of a training which has ended is not found anew.
 
     Raises:
-        TrainingError: the texts cannot be used, or `out` holds a training with other settings.
+        TrainingError: the texts cannot be used, an update does not fit into memory, or `out` holds
+            a training with other settings.
         UnreadableError: the target does not show what such a head reads.
     """
+    if not plan.data.texts and not plan.data.prompts:
+        raise TrainingError("There is nothing to learn from. Give --prompts FILE, or --texts FILE.")
     work = out / "work" if work is None else work
     begin_or_resume(out / PLAN, asdict(plan))
+    if (out / REPORT).exists():
+        return Acceptance.of(json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
     begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
-    trained, held_out = windows(plan.data, target, tokenizer, work)
+    clock = Clock(out / "seconds.json")
+    trained, held_out = windows(plan.data, target, tokenizer, work, answering(plan, clock))
     mx.random.seed(plan.schedule.seed)
-    trainee = KINDS[plan.kind](plan, target, tokenizer, trained)
+    trainee = KINDS[plan.kind](plan, target, tokenizer, trained[..., 0][trained[..., 1] > 0])
     if plan.init is not None and plan.kind != "draft":
         begin_with(plan.init, trainee, target)
     writes = own_text(trainee, target, plan)
     learnt = FeatureStore(work / "trained", trained, trainee.features)
     measured = FeatureStore(work / "held-out", held_out, trainee.features)
-    learnt.fill(target)
     measured.fill(target)
-    progress, acceptance = fit(trainee, learnt, measured, plan.schedule, out, writes)
+    learnt.fill(target)
+    schedule = within_memory(trainee, learnt, plan.schedule)
+    progress, acceptance = fit(trainee, learnt, measured, schedule, out, clock, writes)
     trainee.save(out, plan.dtype)
     report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": acceptance.to_json()}
     save_json(out / REPORT, report)
+    for path in (out / CHECKPOINT, clock.path):
+        path.unlink(missing_ok=True)
     if not keep_work:
         shutil.rmtree(work)
     return acceptance
 
 
+def answering(plan: Plan, clock: Clock) -> Callable[[], bool] | None:
+    """Says when the target has answered for its share of the time; None if none was set."""
+    minutes = plan.schedule.minutes
+    if minutes is None:
+        return None
+
+    def is_time() -> bool:
+        clock.keep()
+        return clock.seconds() > ANSWERING * 60 * minutes
+
+    return is_time
+
+
 def windows(
-    data: Data, target: nn.Module, tokenizer: Any, work: Path
+    data: Data, target: nn.Module, tokenizer: Any, work: Path, is_time: Callable[[], bool] | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [n, window] to train on, continuations behind the texts, and those held out."""
+    """Windows [n, window, 2] to train on, and those held out; see `texts` and `answers`."""
     path = work / "tokens.safetensors"
     if not path.exists():
-        save_arrays(path, {k: mx.array(x) for k, x in _of_texts(data, tokenizer).items()})
-    stored = {name: np.array(x) for name, x in load_arrays(path).items()}
-    trained, openings = stored["trained"], stored["openings"]
-    if len(openings):
-        own = continuations(target, openings, data.window, data.temps, work)
-        trained = np.concatenate([trained, own])
-    return trained, stored["held_out"]
+        found = [_of_texts(data, tokenizer)] if data.texts else []
+        if data.prompts:
+            found.append(_of_prompts(data, target, tokenizer, work, is_time))
+        trained, held_out = (mx.array(np.concatenate(rows)) for rows in zip(*found, strict=True))
+        save_arrays(path, {"trained": trained, "held_out": held_out})
+    stored = load_arrays(path)
+    return np.array(stored["trained"]), np.array(stored["held_out"])
 
 
-def _of_texts(data: Data, tokenizer: Any) -> dict[str, np.ndarray]:
-    """Windows of the texts, and openings for the target to go on from."""
-    end = tokenizer.eos_token_id
+def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of the texts; those held out are measured in their second half."""
 
-    def read(paths: Sequence[str]) -> np.ndarray:
-        return stream_of(read_documents([Path(path) for path in paths], tokenizer), end)
+    def read(paths: Sequence[str], stride: int) -> np.ndarray:
+        stream = stream_of(read_documents(paths, tokenizer), tokenizer.eos_token_id)
+        rows = windows_of(stream, data.window, stride)
+        return rows[rows[:, 1:, 1].any(axis=1)]
 
-    stream = read(data.texts)
-    trained = windows_of(stream, data.window, data.window)
+    trained = read(data.texts, data.window)
+    if data.prompts:
+        return trained, trained[:0]
     if data.held_out:
-        held_out = windows_of(read(data.held_out), data.window, max(1, data.window // 2))
-    else:
+        held_out = read(data.held_out, max(1, data.window // 2))
+    elif len(trained):
         trained, held_out = split(trained, data.seed)
-        stream = trained.ravel()
-    if len(trained) < LEAST_WINDOWS or not len(held_out):
+    if not len(trained) or not len(held_out):
         raise TrainingError(
-            f"The texts have {len(stream)} tokens, too few for {LEAST_WINDOWS} windows of "
-            f"{data.window} and one that is held out. Give more text, or smaller windows."
+            f"The texts are too short for a window of {data.window} tokens to train on and one "
+            "that is held out. Give more text, or smaller windows."
         )
-    rng = np.random.default_rng(data.seed)
-    starts = rng.integers(0, len(stream) - data.opening, size=data.continuations)
-    openings = np.array([stream[i : i + data.opening] for i in starts], np.int32)
-    return {
-        "trained": trained,
-        "held_out": held_out,
-        "openings": openings.reshape(-1, data.opening),
-    }
+    held_out[:, : data.window // 2, 1] = 0
+    return trained, held_out
+
+
+def _of_prompts(
+    data: Data, target: nn.Module, tokenizer: Any, work: Path, is_time: Callable[[], bool] | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """The target's answers, those that are held out greedy."""
+
+    def read(paths: Sequence[str]) -> list[list[int]]:
+        prompts = read_prompts(paths, tokenizer)
+        short = [prompt for prompt in prompts if len(prompt) <= data.window // 2]
+        if len(short) < len(prompts):
+            tqdm.write(f"Left out: {len(prompts) - len(short)} prompts longer than half a window.")
+        return short
+
+    prompts, held_out = read(data.prompts), read(data.held_out)
+    if not data.held_out and prompts:
+        learnt, other = split(np.arange(len(prompts)), data.seed)
+        prompts, held_out = [prompts[i] for i in learnt], [prompts[i] for i in other]
+    if not prompts or not held_out:
+        raise TrainingError(
+            f"Expected prompts to train on and others to hold out, each of at most "
+            f"{data.window // 2} tokens; got {len(prompts)} and {len(held_out)}. Give more of "
+            "them, or a larger window."
+        )
+    mx.random.seed(data.seed)
+    write = partial(answers, target, tokenizer, window=data.window)
+    measured = write(held_out, temps=(0.0,), path=work / "held-out-answers.jsonl")
+    rows = write(prompts, temps=data.temps, path=work / "answers.jsonl", is_time=is_time)
+    return rows, measured
 
 
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
@@ -213,18 +273,18 @@ def own_text(trainee: Trainee, target: nn.Module, plan: Plan) -> Write | None:
             f"On-policy text of kind {plan.kind}: such a head reads states of what the target has "
             "read, and writes nothing alone. Leave it out, or train a draft or an exit."
         )
-    opening, layers = plan.data.opening, tuple(trainee.features.layers)
+    opening = min(64, plan.data.window // 4)
 
     def make(tokens: mx.array, seed: int) -> Batch:
         openings = np.array(tokens[:, :opening])
         own = write(model, openings, tokens.shape[1], [1.0] * len(openings), seed=seed)
-        return live_batch(target, layers, own)
+        return live_batch(target, trainee.features.layers, own, opening)
 
     return make
 
 
 def _mtp(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    return MTPTrainee(target_ends(target), plan.size, plan.num_steps)
+    return MTPTrainee(target_ends(target), plan.size, plan.num_steps, trained)
 
 
 def _eagle3(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
@@ -253,4 +313,4 @@ KINDS: Mapping[str, Callable[[Plan, nn.Module, Any, np.ndarray], Trainee]] = {
     "exit": _exit,
     "draft": _draft,
 }
-"""Name -> what makes it, of the plan, the target, its tokenizer and the windows."""
+"""Name -> what makes it, of the plan, the target, its tokenizer and the tokens that are learnt."""

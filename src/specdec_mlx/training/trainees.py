@@ -21,18 +21,21 @@ ROPE_THETA = 10000.0
 HEAD_DIM = 64
 """Width of an attention head where the number of heads is not said."""
 
+AT_ONCE = 2**23
+"""Logits that are made at a time: 32 MB, and some times that with what is made of them."""
+
 TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 """Name -> type of the weights in a file."""
 
 
 class Prediction(NamedTuple):
-    """Logits for the next draft token of many drafts at once.
+    """States whose logits are for the next draft token of many drafts at once.
 
-    logits: [batch, n, Vd]. first: position in the window after which the first of the n stands:
+    states: [batch, n, D]. first: position in the window after which the first of the n stands:
     row i is held against the target's own logits at position first + i.
     """
 
-    logits: mx.array
+    states: mx.array
     first: int
 
 
@@ -43,7 +46,8 @@ class Size:
     width: of the states inside, for EAGLE-3 and draft models. mlp: width of the MLP. heads,
     kv_heads: of attention. head_dim: width of each of them. layers: of the target that EAGLE-3
     reads, from 0; as a number, the layer after which an early exit leaves, or the depth of a draft
-    model. draft_vocab: tokens that EAGLE-3 can propose. guesses: Medusa heads.
+    model. draft_vocab: tokens that EAGLE-3 or a prediction layer can propose. guesses: Medusa
+    heads.
     """
 
     width: int | None = None
@@ -92,22 +96,40 @@ class Trainee(ABC):
         module: what has the weights; float32.
         ends: of the target.
         features: what it reads of the target.
+        vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them.
 
-    vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them.
+    num_steps: tokens of the drafts that it is measured on.
     """
 
-    vocabulary: mx.array | None = None
+    num_steps = 3
 
-    def __init__(self, module: nn.Module, ends: TargetEnds, features: Features) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        ends: TargetEnds,
+        features: Features,
+        vocabulary: mx.array | None = None,
+    ) -> None:
         """Training begins with these weights."""
         module.set_dtype(mx.float32)
         self.module = module
         self.ends = ends
         self.features = features
+        self.vocabulary = vocabulary
+        self.target_logits = (ends if vocabulary is None else ends.narrowed(vocabulary)).logits
+        """[..., Vd] the target's own, of the input of its head."""
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """What it predicts as the first token of a draft, as the second, and so on."""
+
+    def logits(self, states: mx.array) -> mx.array:
+        """[..., Vd] of states [..., D] that it predicts from."""
+        return self.target_logits(states)
+
+    def head_parameters(self) -> Any:
+        """Those of its parameters that `logits` uses, by the module's names."""
+        return {}
 
     @abstractmethod
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
@@ -128,6 +150,12 @@ class Trainee(ABC):
         _, tensors = self.files()
         cast = {name: _as(x, TYPES[dtype]) for name, x in tensors.items()}
         save_arrays(folder / "model.safetensors", cast, {"format": "mlx"})
+
+
+def rows_at_once(trainee: Trainee) -> int:
+    """Rows whose logits are held in memory at a time."""
+    vocabulary = trainee.vocabulary
+    return max(1, AT_ONCE // (trainee.ends.vocab_size if vocabulary is None else vocabulary.size))
 
 
 def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:

@@ -1,0 +1,141 @@
+"""Text that a model writes itself, to learn from: what speculation is about.
+
+A drafter has to agree with the target on the target's own text, which differs from what people
+write (Zhou et al. 2023, arXiv 2310.08461, section 3).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import count, islice
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from tqdm import tqdm
+
+from specdec_mlx.training.files import save_text
+from specdec_mlx.training.texts import padded
+
+ROWS = 32
+"""Answers that are written side by side."""
+
+Turn = tuple[int, int, float]
+"""Round, number of the prompt, and the temperature of that round."""
+
+
+def answers(
+    target: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    window: int,
+    temps: Sequence[float],
+    path: Path,
+    is_time: Callable[[], bool] | None = None,
+) -> np.ndarray:
+    """The target's own answers, each to its end of text if that is in the window.
+
+    Args:
+        target: what writes.
+        tokenizer: its tokenizer.
+        prompts: token ids, each shorter than the window.
+        window: tokens of a prompt and its answer.
+        temps: all prompts are answered at the first, then at the next; 0 is greedy.
+        path: file of the answers, a line each as they end; what stands there is not written anew.
+        is_time: whether to begin no more of them, which then go on for as many rounds as there is
+            time for; None for a round at each temperature.
+
+    Returns:
+        int32 [n, window, 2], see `texts`, in the order of rounds and prompts.
+    """
+    whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+    lines = [json.loads(line) for line in whole.splitlines()]
+    found = {tuple(line["turn"]): line["tokens"] for line in lines}
+    todo = (turn for turn in turns(len(prompts), temps, is_time is not None) if turn not in found)
+    save_text(path, whole + "\n" * bool(whole))  # a line that was cut off is left out
+    with path.open("a", encoding="utf-8") as file:
+        for turn, tokens in written(target, tokenizer, prompts, window, todo, is_time):
+            found[turn] = tokens
+            file.write(json.dumps({"turn": turn, "tokens": tokens}) + "\n")
+            file.flush()
+    return np.stack([padded(prompts[turn[1]], found[turn], window) for turn in sorted(found)])
+
+
+def turns(num_prompts: int, temps: Sequence[float], endless: bool) -> Iterator[Turn]:
+    """All prompts at each temperature, and over again if it is endless; greedily only once."""
+    for turn in count() if endless and any(temps) else range(len(temps)):
+        temp = temps[turn % len(temps)]
+        if temp or turn < len(temps):
+            yield from ((turn, i, temp) for i in range(num_prompts))
+
+
+def written(
+    target: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    window: int,
+    todo: Iterator[Turn],
+    is_time: Callable[[], bool] | None,
+) -> Iterator[tuple[Turn, list[int]]]:
+    """Answers as they end, the end-of-text token included; see `answers`."""
+    texts: dict[int, tuple[Turn, list[int]]] = {}
+    stops = [[token] for token in tokenizer.eos_token_ids]
+    num_tokens = 0
+    with (
+        closing(BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)) as batch,
+        tqdm(desc="answers", unit="", leave=False, miniters=0, mininterval=1) as bar,
+    ):
+        while True:
+            more = 0 if is_time is not None and is_time() else ROWS - len(texts)
+            for turn in islice(todo, more):
+                prompt = prompts[turn[1]]
+                sampler = make_sampler(temp=turn[2])
+                uids = batch.insert([prompt], [window - len(prompt)], samplers=[sampler])
+                texts[uids[0]] = turn, []
+            if not texts:
+                return
+            for response in batch.next_generated():
+                texts[response.uid][1].append(int(response.token))
+                num_tokens += 1
+                if response.finish_reason is not None:
+                    yield texts.pop(response.uid)
+                    bar.update()
+            bar.set_postfix(tokens=num_tokens, refresh=False)
+            bar.update(0)
+
+
+def write(
+    model: nn.Module, openings: np.ndarray, window: int, temps: Sequence[float], *, seed: int
+) -> mx.array:
+    """What a model writes behind openings, side by side.
+
+    Args:
+        model: what writes.
+        openings: int32 [rows, opening].
+        window: tokens of a row with its opening.
+        temps: temperature of each row; 0 is greedy.
+        seed: of the draws.
+
+    Returns:
+        int32 [rows, window].
+    """
+    tokens = mx.array(openings)
+    scale = mx.array([[1 / temp if temp else 1.0] for temp in temps])
+    greedy = mx.array([temp == 0 for temp in temps])
+    keys = mx.random.split(mx.random.key(seed), max(1, window - tokens.shape[1]))
+    cache = make_prompt_cache(model)
+    pieces = [tokens]
+    for key in keys[: window - tokens.shape[1]]:
+        logits = model(tokens, cache=cache)[:, -1].astype(mx.float32)
+        drawn = mx.random.categorical(logits * scale, key=key)
+        tokens = mx.where(greedy, mx.argmax(logits, axis=-1), drawn)[:, None].astype(mx.int32)
+        mx.async_eval(tokens)
+        pieces.append(tokens)
+    return mx.concatenate(pieces, axis=1)
