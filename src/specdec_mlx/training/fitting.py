@@ -34,8 +34,8 @@ CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120
 """Between two checkpoints, at most, if an update does not take longer."""
 
-UNITS, MEASUREMENTS = 12_000, 12
-"""Parts of a time, by which a training for that time goes; and how often it is measured in it."""
+MEASUREMENTS = 8
+"""On held-out text, in a training for a given time."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,15 @@ def fit(
     optimizer.init(trainee.module.trainable_parameters())
     progress = resume(work / CHECKPOINT, trainee.module, optimizer)
     progress.began = progress.began or clock.seconds()
-    total = UNITS if schedule.minutes else schedule.steps
+    total, every = schedule.steps, schedule.evaluate
+    if schedule.minutes is not None:  # a second takes the place of an update
+        total = max(1, int(60 * schedule.minutes - progress.began))
+        every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), divergence(schedule.loss)
-    every = UNITS // MEASUREMENTS if schedule.minutes else schedule.evaluate
-    some = np.linspace(0, len(trained) - 1, min(len(held_out), len(trained)), dtype=int)
-    bar = tqdm(total=total, initial=progress.step, desc="training", mininterval=1, miniters=0)
-    losses: list[float] = []
     done = done_of(progress, schedule, clock)
+    bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
+    acceptance = None
+    losses: list[float] = []
     kept = clock.seconds()
     while done < total:
         batch = batch_of(trained, schedule, progress.step, write)
@@ -119,23 +121,26 @@ def fit(
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         optimizer.update(trainee.module, gradients)
         mx.eval(trainee.module.parameters(), optimizer.state)
-        losses.append(float(value.item()))
+        losses.append(value.item())
         progress.step += 1
         progress.tokens += int(batch.counted.sum())
         before, done = done, done_of(progress, schedule, clock)
         bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
         bar.update(min(done, total) - bar.n)
         if done // every > before // every or done >= total:
-            found = measure(trainee, held_out, range(len(held_out)))
-            same = measure(trainee, trained, some.tolist())
-            note(progress, float(np.mean(losses)), found, same, bar)
+            acceptance = measure(trainee, held_out, range(len(held_out)))
+            note(progress, float(np.mean(losses)), acceptance, bar)
             losses = []
         if progress.step % schedule.checkpoint == 0 or clock.seconds() - kept > SECONDS:
             keep(work / CHECKPOINT, trainee.module, optimizer, progress)
             clock.keep()
             kept = clock.seconds()
     bar.close()
-    return progress, measure(trainee, held_out, range(len(held_out)))
+    acceptance = acceptance or measure(trainee, held_out, range(len(held_out)))
+    same = measure(trainee, trained, range(min(len(held_out), len(trained))))
+    progress.curve.append({"trained": same.to_json()})
+    tqdm.write(f"On text that it is trained on: {same}. {overfits(acceptance, same)}")
+    return progress, acceptance
 
 
 def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
@@ -182,25 +187,18 @@ def memory_of_updates(
 
 
 def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:
-    """How far a training is, in updates or in parts of its time."""
+    """How far a training is: updates, or seconds since the first one."""
     if schedule.minutes is None:
         return progress.step
-    left = max(1.0, 60 * schedule.minutes - progress.began)
-    return int(UNITS * (clock.seconds() - progress.began) / left)
+    return int(clock.seconds() - progress.began)
 
 
-def note(
-    progress: Progress, loss: float, held_out: Acceptance, trained: Acceptance, bar: Any
-) -> None:
+def note(progress: Progress, loss: float, acceptance: Acceptance, bar: Any) -> None:
     """Add a measurement to the curve, and print it."""
     point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
-    progress.curve.append(point | held_out.to_json() | {"trained": trained.to_json()})
-    bar.write(
-        f"{progress.step} updates, {progress.tokens} tokens: loss {loss:.3f}, held-out text: "
-        f"{held_out}; text that it is trained on: {trained.kept:.3f} kept"
-    )
-    if warning := overfits(held_out, trained):
-        bar.write(warning)
+    progress.curve.append(point | acceptance.to_json())
+    done = f"{progress.step} updates, {progress.tokens} tokens"
+    bar.write(f"{done}: loss {loss:.3f}, held-out: {acceptance}")
 
 
 def batch_of(trained: FeatureStore, schedule: Schedule, step: int, write: Write | None) -> Batch:

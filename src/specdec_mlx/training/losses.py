@@ -82,7 +82,7 @@ def divergence(text: str) -> Divergence:
     return total
 
 
-def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[mx.array, Any]:
+def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
     """Mean divergence of each draft position, weighted by DECAY, and its gradients.
 
     Logits are made for a few rows at a time, since they are many times as wide as the states that

@@ -35,6 +35,7 @@ from specdec_mlx.training.measuring import Acceptance
 from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
 from specdec_mlx.training.texts import (
+    num_held_out,
     read_documents,
     read_prompts,
     split,
@@ -46,7 +47,7 @@ from specdec_mlx.training.trainees import Size, Trainee
 PLAN, REPORT = "plan.json", "training.json"
 """What was asked for, and what came of it."""
 
-ANSWERING = 0.35
+ANSWERING = 0.3
 """Part of a given time in which the target begins new answers."""
 
 
@@ -209,9 +210,11 @@ def _of_prompts(
         return short
 
     prompts, held_out = read(data.prompts), read(data.held_out)
-    if not data.held_out and prompts:
-        learnt, other = split(np.arange(len(prompts)), data.seed)
-        prompts, held_out = [prompts[i] for i in learnt], [prompts[i] for i in other]
+    order = np.random.default_rng(data.seed).permutation(len(prompts))
+    prompts = [prompts[i] for i in order]
+    if not data.held_out:
+        count = num_held_out(prompts)
+        prompts, held_out = prompts[count:], prompts[:count]
     if not prompts or not held_out:
         raise TrainingError(
             f"Expected prompts to train on and others to hold out, each of at most "

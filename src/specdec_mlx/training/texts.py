@@ -7,7 +7,7 @@ are int32 [n, 2], and windows [n, window, 2]: token id, and 1 or 0.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +152,13 @@ def padded(prompt: list[int], answer: list[int], window: int) -> np.ndarray:
     return np.array(pairs + [(0, 0)] * (window - len(pairs)), np.int32)
 
 
-def split(rows: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Rows to train on, and those held out, drawn by the seed."""
-    count = max(1, round(HELD_OUT_SHARE * len(rows)))
-    order = np.random.default_rng(seed).permutation(len(rows))
-    return rows[np.sort(order[count:])], rows[np.sort(order[:count])]
+def split(windows: np.ndarray, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Windows to train on, and those held out, drawn by the seed."""
+    count = num_held_out(windows)
+    order = np.random.default_rng(seed).permutation(len(windows))
+    return windows[np.sort(order[count:])], windows[np.sort(order[:count])]
+
+
+def num_held_out(rows: Sized) -> int:
+    """How many of them to hold out."""
+    return max(1, round(HELD_OUT_SHARE * len(rows)))
