@@ -7,9 +7,9 @@ write (Zhou et al. 2023, arXiv 2310.08461, section 3).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,10 @@ def answers(
     tokenizer: Any,
     prompts: Sequence[list[int]],
     window: int,
-    temps: Sequence[float],
+    todo: Iterable[Turn],
     path: Path,
-    is_time: Callable[[], bool] | None = None,
-) -> np.ndarray:
+    is_time: Callable[[], bool],
+) -> dict[Turn, np.ndarray]:
     """The target's own answers, each to its end of text if that is in the window.
 
     Args:
@@ -47,33 +47,24 @@ def answers(
         tokenizer: its tokenizer.
         prompts: token ids, each shorter than the window.
         window: tokens of a prompt and its answer.
-        temps: all prompts are answered at the first, then at the next; 0 is greedy.
+        todo: what to answer at which temperature; 0 is greedy.
         path: file of the answers, a line each as they end; what stands there is not written anew.
-        is_time: whether to begin no more of them, which then go on for as many rounds as there is
-            time for; None for a round at each temperature.
+        is_time: whether to begin no more of them.
 
     Returns:
-        int32 [n, window, 2], see `texts`, in the order of rounds and prompts.
+        int32 [window, 2] each, see `texts`, in the order of rounds and prompts.
     """
     whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
     lines = [json.loads(line) for line in whole.splitlines()]
     found = {tuple(line["turn"]): line["tokens"] for line in lines}
-    todo = (turn for turn in turns(len(prompts), temps, is_time is not None) if turn not in found)
     save_text(path, whole + "\n" * bool(whole))  # a line that was cut off is left out
+    missing = (turn for turn in todo if turn not in found)
     with path.open("a", encoding="utf-8") as file:
-        for turn, tokens in written(target, tokenizer, prompts, window, todo, is_time):
+        for turn, tokens in written(target, tokenizer, prompts, window, missing, is_time):
             found[turn] = tokens
             file.write(json.dumps({"turn": turn, "tokens": tokens}) + "\n")
             file.flush()
-    return np.stack([padded(prompts[turn[1]], found[turn], window) for turn in sorted(found)])
-
-
-def turns(num_prompts: int, temps: Sequence[float], endless: bool) -> Iterator[Turn]:
-    """All prompts at each temperature, and over again if it is endless; greedily only once."""
-    for turn in count() if endless and any(temps) else range(len(temps)):
-        temp = temps[turn % len(temps)]
-        if temp or turn < len(temps):
-            yield from ((turn, i, temp) for i in range(num_prompts))
+    return {turn: padded(prompts[turn[1]], found[turn], window) for turn in sorted(found)}
 
 
 def written(
@@ -81,8 +72,8 @@ def written(
     tokenizer: Any,
     prompts: Sequence[list[int]],
     window: int,
-    todo: Iterator[Turn],
-    is_time: Callable[[], bool] | None,
+    missing: Iterator[Turn],
+    is_time: Callable[[], bool],
 ) -> Iterator[tuple[Turn, list[int]]]:
     """Answers as they end, the end-of-text token included; see `answers`."""
     texts: dict[int, tuple[Turn, list[int]]] = {}
@@ -93,8 +84,7 @@ def written(
         tqdm(desc="answers", unit="", leave=False, miniters=0, mininterval=1) as bar,
     ):
         while True:
-            more = 0 if is_time is not None and is_time() else ROWS - len(texts)
-            for turn in islice(todo, more):
+            for turn in islice(missing, 0 if is_time() else ROWS - len(texts)):
                 prompt = prompts[turn[1]]
                 sampler = make_sampler(temp=turn[2])
                 uids = batch.insert([prompt], [window - len(prompt)], samplers=[sampler])

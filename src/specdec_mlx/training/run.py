@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +47,7 @@ from specdec_mlx.training.trainees import Size, Trainee
 PLAN, REPORT = "plan.json", "training.json"
 """What was asked for, and what came of it."""
 
-ANSWERING = 0.3
+ANSWERING = 0.4
 """Part of a given time in which the target begins new answers."""
 
 
@@ -123,7 +123,7 @@ def train(
         return Acceptance.of(json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
     begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
     clock = Clock(out / "seconds.json")
-    trained, held_out = windows(plan.data, target, tokenizer, work, answering(plan, clock))
+    trained, held_out = windows(plan, target, tokenizer, work, clock)
     mx.random.seed(plan.schedule.seed)
     trainee = KINDS[plan.kind](plan, target, tokenizer, trained[..., 0][trained[..., 1] > 0])
     if plan.init is not None and plan.kind != "draft":
@@ -145,28 +145,15 @@ def train(
     return acceptance
 
 
-def answering(plan: Plan, clock: Clock) -> Callable[[], bool] | None:
-    """Says when the target has answered for its share of the time; None if none was set."""
-    minutes = plan.schedule.minutes
-    if minutes is None:
-        return None
-
-    def is_time() -> bool:
-        clock.keep()
-        return clock.seconds() > ANSWERING * 60 * minutes
-
-    return is_time
-
-
 def windows(
-    data: Data, target: nn.Module, tokenizer: Any, work: Path, is_time: Callable[[], bool] | None
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
 ) -> tuple[np.ndarray, np.ndarray]:
     """Windows [n, window, 2] to train on, and those held out; see `texts` and `answers`."""
     path = work / "tokens.safetensors"
     if not path.exists():
-        found = [_of_texts(data, tokenizer)] if data.texts else []
-        if data.prompts:
-            found.append(_of_prompts(data, target, tokenizer, work, is_time))
+        found = [_of_texts(plan.data, tokenizer)] if plan.data.texts else []
+        if plan.data.prompts:
+            found.append(_of_prompts(plan, target, tokenizer, work, clock))
         trained, held_out = (mx.array(np.concatenate(rows)) for rows in zip(*found, strict=True))
         save_arrays(path, {"trained": trained, "held_out": held_out})
     stored = load_arrays(path)
@@ -198,34 +185,45 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_prompts(
-    data: Data, target: nn.Module, tokenizer: Any, work: Path, is_time: Callable[[], bool] | None
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The target's answers, those that are held out greedy."""
+    """The target's answers, those that are held out first, and greedy."""
+    data, minutes = plan.data, plan.schedule.minutes
 
     def read(paths: Sequence[str]) -> list[list[int]]:
         prompts = read_prompts(paths, tokenizer)
         short = [prompt for prompt in prompts if len(prompt) <= data.window // 2]
         if len(short) < len(prompts):
             tqdm.write(f"Left out: {len(prompts) - len(short)} prompts longer than half a window.")
-        return short
+        order = np.random.default_rng(data.seed).permutation(len(short))
+        return [short[i] for i in order]
+
+    def is_time() -> bool:
+        clock.keep()
+        return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
+
+    def turns() -> Iterator[tuple[int, int, float]]:
+        yield from ((0, i, 0.0) for i in range(first))
+        rounds = count() if minutes is not None and any(data.temps) else range(len(data.temps))
+        for number in rounds:
+            temp = data.temps[number % len(data.temps)]
+            if temp or number < len(data.temps):  # a greedy answer would be the same again
+                yield from ((number, i, temp) for i in range(first, len(prompts)))
 
     prompts, held_out = read(data.prompts), read(data.held_out)
-    order = np.random.default_rng(data.seed).permutation(len(prompts))
-    prompts = [prompts[i] for i in order]
-    if not data.held_out:
-        count = num_held_out(prompts)
-        prompts, held_out = prompts[count:], prompts[:count]
-    if not prompts or not held_out:
-        raise TrainingError(
-            f"Expected prompts to train on and others to hold out, each of at most "
-            f"{data.window // 2} tokens; got {len(prompts)} and {len(held_out)}. Give more of "
-            "them, or a larger window."
-        )
+    first = len(held_out) or num_held_out(prompts)
+    prompts = held_out + prompts
     mx.random.seed(data.seed)
-    write = partial(answers, target, tokenizer, window=data.window)
-    measured = write(held_out, temps=(0.0,), path=work / "held-out-answers.jsonl")
-    rows = write(prompts, temps=data.temps, path=work / "answers.jsonl", is_time=is_time)
-    return rows, measured
+    path = work / "answers.jsonl"
+    found = answers(target, tokenizer, prompts, data.window, turns(), path, is_time)
+    rows = [[row for turn, row in found.items() if (turn[1] < first) == held] for held in (0, 1)]
+    if not all(rows):
+        raise TrainingError(
+            f"There are {len(rows[0])} answers to train on and {len(rows[1])} held out, to prompts "
+            f"of at most {data.window // 2} tokens. Give more prompts, a larger window, or more "
+            "time."
+        )
+    return np.stack(rows[0]), np.stack(rows[1])
 
 
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
