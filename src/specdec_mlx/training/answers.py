@@ -1,4 +1,4 @@
-"""Text that a model writes itself, to learn from: what speculation is about.
+"""Answers of the target itself, to learn from: what speculation is about.
 
 A drafter has to agree with the target on the target's own text, which differs from what people
 write (Zhou et al. 2023, arXiv 2310.08461, section 3).
@@ -13,11 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from tqdm import tqdm
 
@@ -99,33 +97,3 @@ def written(
                     bar.update()
             bar.set_postfix(tokens=num_tokens, refresh=False)
             bar.update(0)
-
-
-def write(
-    model: nn.Module, openings: np.ndarray, window: int, temps: Sequence[float], *, seed: int
-) -> mx.array:
-    """What a model writes behind openings, side by side.
-
-    Args:
-        model: what writes.
-        openings: int32 [rows, opening].
-        window: tokens of a row with its opening.
-        temps: temperature of each row; 0 is greedy.
-        seed: of the draws.
-
-    Returns:
-        int32 [rows, window].
-    """
-    tokens = mx.array(openings)
-    scale = mx.array([[1 / temp if temp else 1.0] for temp in temps])
-    greedy = mx.array([temp == 0 for temp in temps])
-    keys = mx.random.split(mx.random.key(seed), max(1, window - tokens.shape[1]))
-    cache = make_prompt_cache(model)
-    pieces = [tokens]
-    for key in keys[: window - tokens.shape[1]]:
-        logits = model(tokens, cache=cache)[:, -1].astype(mx.float32)
-        drawn = mx.random.categorical(logits * scale, key=key)
-        tokens = mx.where(greedy, mx.argmax(logits, axis=-1), drawn)[:, None].astype(mx.int32)
-        mx.async_eval(tokens)
-        pieces.append(tokens)
-    return mx.concatenate(pieces, axis=1)

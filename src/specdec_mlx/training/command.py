@@ -88,14 +88,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         "--loss",
         type=argument(parse_loss),
         default=defaults.loss,
-        help="forward-kl, reverse-kl, tv, or a sum such as forward-kl+tv (%(default)s)",
-    )
-    group.add_argument(
-        "--on-policy",
-        type=argument(_share),
-        default=0.0,
-        metavar="SHARE",
-        help="share of the updates on text that a draft model or exit wrote itself (%(default)s)",
+        help="forward-kl, tv, or their sum forward-kl+tv (%(default)s)",
     )
     group.add_argument(
         "--draft-steps",
@@ -103,13 +96,6 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         default=3,
         metavar="K",
         help="tokens of the drafts that mtp and eagle3 are trained on (%(default)s)",
-    )
-    group.add_argument(
-        "--evaluate",
-        type=count,
-        default=defaults.evaluate,
-        metavar="N",
-        help="updates between two measurements on held-out text (%(default)s)",
     )
     group.add_argument("--seed", type=argument(_natural), default=0, help="(%(default)s)")
 
@@ -193,8 +179,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
             batch=args.batch,
             learning_rate=args.learning_rate,
             loss=args.loss,
-            on_policy=args.on_policy,
-            evaluate=args.evaluate,
             seed=args.seed,
         ),
         num_steps=args.draft_steps,
@@ -214,14 +198,6 @@ def _minutes(text: str) -> float:
     if not 0 < minutes < math.inf:
         raise ValueError(f"{text!r}: expected a number of minutes, such as 60.")
     return minutes
-
-
-def _share(text: str) -> float:
-    """A number from 0 to 1; raises ValueError."""
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise ValueError(f"{text!r}: expected a share from 0 to 1.")
-    return share
 
 
 def _temps(text: str) -> tuple[float, ...]:

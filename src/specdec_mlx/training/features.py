@@ -145,17 +145,14 @@ def read(target: nn.Module, taps: Taps, window: np.ndarray) -> Rows:
     return rows
 
 
-def live_batch(
-    target: nn.Module, layers: Sequence[int], tokens: mx.array, opening: int = 0
-) -> Batch:
-    """Windows [batch, window] that no file holds, learnt behind an opening."""
+def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
+    """Windows [batch, window] that no file holds, all of which is learnt."""
     taps = reading(target, layers)
     rows = [read(target, taps, window) for window in np.array(tokens)]
     arrays = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
     best = np.array(arrays.pop(BEST))
     states = {name: x.astype(mx.float32) for name, x in arrays.items()}
-    answered = np.broadcast_to(np.arange(tokens.shape[1]) >= opening, tokens.shape)
-    return Batch(tokens, _rows_of(states), answered, best)
+    return Batch(tokens, _rows_of(states), np.ones(tokens.shape, bool), best)
 
 
 def _rows_of(arrays: Rows) -> FeatureRows:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.features import Batch, FeatureStore
+from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.files import Clock, save_arrays
 from specdec_mlx.training.losses import Divergence, divergence, loss_and_gradients
 from specdec_mlx.training.measuring import Acceptance, measure, overfits
@@ -31,30 +31,25 @@ MEMORY_SHARE = 0.75
 """Part of the machine's memory that a training may take."""
 
 CHECKPOINT = "checkpoint.safetensors"
-SECONDS = 120
-"""Between two checkpoints, at most, if an update does not take longer."""
+SECONDS = 120.0
+"""Between two checkpoints."""
 
 MEASUREMENTS = 8
-"""On held-out text, in a training for a given time."""
+"""On held-out text, in a training."""
 
 
 @dataclass(frozen=True)
 class Schedule:
     """How long and with what a drafter is trained.
 
-    steps: updates. minutes: of all, the target's work included, in place of `steps` and `evaluate`.
-    batch: windows of an update. learning_rate: its peak. loss: see `losses.divergence`. on_policy:
-    share of the updates on text that the drafter itself wrote. evaluate: updates between two
-    measurements on held-out text. checkpoint: between two snapshots.
+    steps: updates. minutes: of all, the target's work included, in place of `steps`. batch: windows
+    of an update. learning_rate: its peak. loss: see `losses.divergence`.
     """
 
     steps: int = 2000
     batch: int = 4
     learning_rate: float = 1e-3
     loss: str = "forward-kl"
-    on_policy: float = 0.0
-    evaluate: int = 500
-    checkpoint: int = 100
     seed: int = 0
     minutes: float | None = None
 
@@ -73,10 +68,6 @@ class Progress:
     curve: list[dict[str, Any]] = field(default_factory=list)
 
 
-Write = Callable[[mx.array, int], Batch]
-"""Windows [batch, window] and a seed -> a batch that the drafter wrote itself."""
-
-
 def fit(
     trainee: Trainee,
     trained: FeatureStore,
@@ -84,7 +75,6 @@ def fit(
     schedule: Schedule,
     work: Path,
     clock: Clock,
-    write: Write | None = None,
 ) -> tuple[Progress, Acceptance]:
     """Train, from the last checkpoint on if there is one.
 
@@ -95,7 +85,6 @@ def fit(
         schedule: how long.
         work: folder of the checkpoint.
         clock: of the training.
-        write: makes the drafter's own text, if some is asked for.
 
     Returns:
         The progress with its curve, and the acceptance at the end.
@@ -104,10 +93,10 @@ def fit(
     optimizer.init(trainee.module.trainable_parameters())
     progress = resume(work / CHECKPOINT, trainee.module, optimizer)
     progress.began = progress.began or clock.seconds()
-    total, every = schedule.steps, schedule.evaluate
+    total = schedule.steps
     if schedule.minutes is not None:  # a second takes the place of an update
         total = max(1, int(60 * schedule.minutes - progress.began))
-        every = max(1, total // MEASUREMENTS)
+    every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), divergence(schedule.loss)
     done = done_of(progress, schedule, clock)
     bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
@@ -115,7 +104,8 @@ def fit(
     losses: list[float] = []
     kept = clock.seconds()
     while done < total:
-        batch = batch_of(trained, schedule, progress.step, write)
+        indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
+        batch = trained.batch(indices)
         optimizer.learning_rate = rate(mx.array(done))
         value, gradients = loss_and_gradients(trainee, batch, compare)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
@@ -131,14 +121,14 @@ def fit(
             acceptance = measure(trainee, held_out, range(len(held_out)))
             note(progress, float(np.mean(losses)), acceptance, bar)
             losses = []
-        if progress.step % schedule.checkpoint == 0 or clock.seconds() - kept > SECONDS:
+        if clock.seconds() - kept > SECONDS:
             keep(work / CHECKPOINT, trainee.module, optimizer, progress)
             clock.keep()
             kept = clock.seconds()
     bar.close()
     acceptance = acceptance or measure(trainee, held_out, range(len(held_out)))
     same = measure(trainee, trained, range(min(len(held_out), len(trained))))
-    progress.curve.append({"trained": same.to_json()})
+    progress.curve.append({"trained": asdict(same)})
     tqdm.write(f"On text that it is trained on: {same}. {overfits(acceptance, same)}")
     return progress, acceptance
 
@@ -196,18 +186,9 @@ def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:
 def note(progress: Progress, loss: float, acceptance: Acceptance, bar: Any) -> None:
     """Add a measurement to the curve, and print it."""
     point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
-    progress.curve.append(point | acceptance.to_json())
+    progress.curve.append(point | asdict(acceptance))
     done = f"{progress.step} updates, {progress.tokens} tokens"
     bar.write(f"{done}: loss {loss:.3f}, held-out: {acceptance}")
-
-
-def batch_of(trained: FeatureStore, schedule: Schedule, step: int, write: Write | None) -> Batch:
-    """The batch of an update, which depends on the seed and its number."""
-    indices = batch_indices(step, schedule.batch, len(trained), schedule.seed)
-    draw = np.random.default_rng([schedule.seed, step]).random()
-    if write is not None and draw < schedule.on_policy:
-        return write(mx.array(trained.windows[indices]), step)
-    return trained.batch(indices)
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:

@@ -34,14 +34,6 @@ def forward_kl(
     return mx.sum(_times(mx.exp(target_logprobs), difference), axis=-1)
 
 
-def reverse_kl(
-    target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
-) -> Float[mx.array, "*n"]:
-    """KL(q || p), in nats: q keeps to the likeliest of what p does."""
-    difference = draft_logprobs - target_logprobs
-    return mx.sum(_times(mx.exp(draft_logprobs), difference), axis=-1)
-
-
 def total_variation(
     target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
 ) -> Float[mx.array, "*n"]:
@@ -57,7 +49,6 @@ def _times(probs: mx.array, logs: mx.array) -> mx.array:
 
 LOSSES: dict[str, Divergence] = {
     "forward-kl": forward_kl,
-    "reverse-kl": reverse_kl,
     "tv": total_variation,
 }
 """Name -> loss."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
@@ -32,11 +31,6 @@ class Acceptance:
     greedy: tuple[float, ...]
     num_drafts: int
 
-    @classmethod
-    def of(cls, stored: Mapping[str, Any]) -> Acceptance:
-        """As `to_json` gave it."""
-        return cls(tuple(stored["greedy"]), stored["num_drafts"])
-
     @property
     def kept(self) -> float:
         """Share of the drafted tokens."""
@@ -47,10 +41,6 @@ class Acceptance:
         by_position = " ".join(f"{x:.3f}" for x in self.greedy)
         tokens = 1 + sum(self.greedy)
         return f"{self.kept:.3f} of the drafted tokens kept ({by_position}), {tokens:.2f} a pass"
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
-        return {**asdict(self), "kept": self.kept}
 
 
 def measure(trainee: Trainee, store: FeatureStore, indices: Sequence[int]) -> Acceptance:
@@ -79,7 +69,7 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
             drafted = np.array(trainee.vocabulary)[drafted]
         behind = batch.best.shape[1] - first - len(drafted)
         hits.append(np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, behind)))
-    return np.stack(hits * (trainee.num_steps if trainee.writer() is not None else 1))
+    return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
 
 
 def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:

@@ -15,7 +15,7 @@ from mlx_lm.models import llama
 from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, ExitModel, final_norm
+from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, reading
@@ -76,10 +76,11 @@ class ExitTrainee(Trainee):
         size: of the MLP.
     """
 
+    reads_text = True
+
     def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, size: Size) -> None:
         """It begins as the target's own norm."""
-        self.shortened = first_layers(target, num_layers)
-        norm = final_norm(self.shortened)
+        norm = final_norm(first_layers(target, num_layers))
         self.num_layers = num_layers
         self.config = {
             "model_type": "early_exit",
@@ -103,10 +104,6 @@ class ExitTrainee(Trainee):
         """All that is trained."""
         return self.config, dict(tree_flatten(self.module.parameters()))
 
-    def writer(self) -> nn.Module:
-        """The first layers with this exit."""
-        return ExitModel(self.shortened, self.exit)
-
 
 class DraftTrainee(Trainee):
     """A draft model, which reads only the text.
@@ -117,6 +114,8 @@ class DraftTrainee(Trainee):
         ends: of the target.
         tokenizer: the target's, as mlx-lm loads it.
     """
+
+    reads_text = True
 
     def __init__(
         self, model: nn.Module, config: dict[str, Any], ends: TargetEnds, tokenizer: Any
@@ -181,7 +180,3 @@ class DraftTrainee(Trainee):
         """The tokenizer too."""
         super().save(folder, dtype)
         self.tokenizer.save_pretrained(str(folder))
-
-    def writer(self) -> nn.Module:
-        """The model."""
-        return self.module

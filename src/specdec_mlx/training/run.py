@@ -21,8 +21,8 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.answers import answers, write
-from specdec_mlx.training.features import Batch, FeatureStore, live_batch
+from specdec_mlx.training.answers import answers
+from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.files import (
     Clock,
     begin_or_resume,
@@ -30,7 +30,7 @@ from specdec_mlx.training.files import (
     save_arrays,
     save_json,
 )
-from specdec_mlx.training.fitting import CHECKPOINT, Schedule, Write, fit, within_memory
+from specdec_mlx.training.fitting import CHECKPOINT, Schedule, fit, within_memory
 from specdec_mlx.training.measuring import Acceptance
 from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
@@ -120,7 +120,7 @@ def train(
     work = out / "work" if work is None else work
     begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
-        return Acceptance.of(json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
+        return Acceptance(**json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
     begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
     clock = Clock(out / "seconds.json")
     trained, held_out = windows(plan, target, tokenizer, work, clock)
@@ -128,15 +128,14 @@ def train(
     trainee = KINDS[plan.kind](plan, target, tokenizer, trained[..., 0][trained[..., 1] > 0])
     if plan.init is not None and plan.kind != "draft":
         begin_with(plan.init, trainee, target)
-    writes = own_text(trainee, target, plan)
     learnt = FeatureStore(work / "trained", trained, trainee.features)
     measured = FeatureStore(work / "held-out", held_out, trainee.features)
     measured.fill(target)
     learnt.fill(target)
     schedule = within_memory(trainee, learnt, plan.schedule)
-    progress, acceptance = fit(trainee, learnt, measured, schedule, out, clock, writes)
+    progress, acceptance = fit(trainee, learnt, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
-    report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": acceptance.to_json()}
+    report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": asdict(acceptance)}
     save_json(out / REPORT, report)
     for path in (out / CHECKPOINT, clock.path):
         path.unlink(missing_ok=True)
@@ -258,30 +257,6 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
         )
     trainee.module.update(before.parameters())
     trainee.module.set_dtype(mx.float32)
-
-
-def own_text(trainee: Trainee, target: nn.Module, plan: Plan) -> Write | None:
-    """What has the drafter write its own text at temperature 1, if some is asked for.
-
-    Raises:
-        TrainingError: it is asked for of a head, which has no text of its own.
-    """
-    if not plan.schedule.on_policy:
-        return None
-    model = trainee.writer()
-    if model is None:
-        raise TrainingError(
-            f"On-policy text of kind {plan.kind}: such a head reads states of what the target has "
-            "read, and writes nothing alone. Leave it out, or train a draft or an exit."
-        )
-    opening = min(64, plan.data.window // 4)
-
-    def make(tokens: mx.array, seed: int) -> Batch:
-        openings = np.array(tokens[:, :opening])
-        own = write(model, openings, tokens.shape[1], [1.0] * len(openings), seed=seed)
-        return live_batch(target, trainee.features.layers, own, opening)
-
-    return make
 
 
 def _mtp(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:

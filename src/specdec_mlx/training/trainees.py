@@ -98,10 +98,12 @@ class Trainee(ABC):
         features: what it reads of the target.
         vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them.
 
-    num_steps: tokens of the drafts that it is measured on.
+    num_steps: tokens of the drafts that it is measured on. reads_text: whether it reads a draft's
+    tokens as it reads others, so that its one prediction is for all places of a draft.
     """
 
     num_steps = 3
+    reads_text = False
 
     def __init__(
         self,
@@ -134,10 +136,6 @@ class Trainee(ABC):
     @abstractmethod
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Configuration and tensors, by the names that other programs read."""
-
-    def writer(self) -> nn.Module | None:
-        """A model that writes text of its own with these weights; None for what cannot."""
-        return None
 
     def save(self, folder: Path, dtype: str) -> None:
         """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""
