@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.training.fitting import Schedule
-from specdec_mlx.training.losses import parse_loss
+from specdec_mlx.training.losses import LOSSES
 from specdec_mlx.training.run import KINDS, Data, Plan, train
 from specdec_mlx.training.trainees import TYPES, Size
 
@@ -27,15 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     count = argument(positive_int)
-    group.add_argument(
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--prompts",
         nargs="+",
         default=[],
         metavar="FILE",
-        help="questions that the target answers, to learn from: one a line, or .jsonl with turns, "
-        "messages or prompt",
+        help="what the target answers: a question a line, or .jsonl with turns, messages or prompt",
     )
-    group.add_argument(
+    source.add_argument(
         "--texts",
         nargs="+",
         default=[],
@@ -47,14 +48,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="prompts, or else texts, to measure on (default: a twentieth of the others)",
+        help="others of the kind to measure on (default: a twentieth of them)",
     )
     group.add_argument(
         "--temps",
         type=argument(_temps),
         default=Data().temps,
         metavar="T,T",
-        help="temperatures at which it answers, in turn, 0 for greedy (0,1)",
+        help="temperatures at which it answers each prompt, 0 for greedy (0,1)",
     )
     group.add_argument("--window", type=count, default=512, help="tokens of a window (%(default)s)")
     group.add_argument(
@@ -69,7 +70,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
     count, defaults = argument(positive_int), Schedule()
     group.add_argument(
         "--minutes",
-        type=argument(_minutes),
+        type=count,
         metavar="N",
         help="how long it may take in all: for as many answers and updates as there is time for",
     )
@@ -85,10 +86,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         help="its peak (%(default)s)",
     )
     group.add_argument(
-        "--loss",
-        type=argument(parse_loss),
-        default=defaults.loss,
-        help="forward-kl, tv, or their sum forward-kl+tv (%(default)s)",
+        "--loss", choices=LOSSES, default=defaults.loss, help="what it minimises (%(default)s)"
     )
     group.add_argument(
         "--draft-steps",
@@ -152,52 +150,19 @@ def main(args: argparse.Namespace) -> int:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """What the flags say."""
-    return Plan(
-        model=args.model,
-        kind=args.kind,
-        data=Data(
-            texts=tuple(args.texts),
-            prompts=tuple(args.prompts),
-            held_out=tuple(args.held_out),
-            window=args.window,
-            temps=args.temps,
-            seed=args.seed,
-        ),
-        size=Size(
-            width=args.width,
-            mlp=args.mlp,
-            heads=args.heads,
-            kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            layers=args.layers,
-            draft_vocab=args.draft_vocab,
-            guesses=args.guesses,
-        ),
-        schedule=Schedule(
-            steps=args.steps,
-            minutes=args.minutes,
-            batch=args.batch,
-            learning_rate=args.learning_rate,
-            loss=args.loss,
-            seed=args.seed,
-        ),
-        num_steps=args.draft_steps,
-        init=args.init,
-        dtype=args.dtype,
-    )
+    named = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
+    parts = {"data": _of(Data, args), "size": _of(Size, args), "schedule": _of(Schedule, args)}
+    return Plan(**named, **parts, num_steps=args.draft_steps)
+
+
+def _of(kind: type, args: argparse.Namespace) -> Any:
+    """A dataclass each of whose fields has a flag of its name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def _natural(text: str) -> int:
     """An int of at least 0; raises ValueError."""
     return 0 if text == "0" else positive_int(text)
-
-
-def _minutes(text: str) -> float:
-    """A number above 0; raises ValueError."""
-    minutes = float(text)
-    if not 0 < minutes < math.inf:
-        raise ValueError(f"{text!r}: expected a number of minutes, such as 60.")
-    return minutes
 
 
 def _temps(text: str) -> tuple[float, ...]:

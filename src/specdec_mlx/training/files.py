@@ -42,14 +42,9 @@ def save_numpy(path: Path, array: np.ndarray) -> None:
 
 def save_json(path: Path, value: Any) -> None:
     """Write a value as JSON."""
-    save_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def save_text(path: Path, text: str) -> None:
-    """Write a text."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{path.name}")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.files import Clock, save_arrays
-from specdec_mlx.training.losses import Divergence, divergence, loss_and_gradients
+from specdec_mlx.training.losses import LOSSES, Divergence, loss_of
 from specdec_mlx.training.measuring import Acceptance, measure, overfits
 from specdec_mlx.training.trainees import Trainee
 
@@ -43,7 +43,7 @@ class Schedule:
     """How long and with what a drafter is trained.
 
     steps: updates. minutes: of all, the target's work included, in place of `steps`. batch: windows
-    of an update. learning_rate: its peak. loss: see `losses.divergence`.
+    of an update. learning_rate: its peak. loss: see `losses.LOSSES`.
     """
 
     steps: int = 2000
@@ -51,7 +51,7 @@ class Schedule:
     learning_rate: float = 1e-3
     loss: str = "forward-kl"
     seed: int = 0
-    minutes: float | None = None
+    minutes: int | None = None
 
 
 @dataclass
@@ -75,7 +75,7 @@ def fit(
     schedule: Schedule,
     work: Path,
     clock: Clock,
-) -> tuple[Progress, Acceptance]:
+) -> tuple[list[dict[str, Any]], Acceptance, Acceptance]:
     """Train, from the last checkpoint on if there is one.
 
     Args:
@@ -87,7 +87,7 @@ def fit(
         clock: of the training.
 
     Returns:
-        The progress with its curve, and the acceptance at the end.
+        The curve, and the acceptance at the end, on held-out text and on what it is trained on.
     """
     optimizer = optim.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.01)
     optimizer.init(trainee.module.trainable_parameters())
@@ -97,7 +97,8 @@ def fit(
     if schedule.minutes is not None:  # a second takes the place of an update
         total = max(1, int(60 * schedule.minutes - progress.began))
     every = max(1, total // MEASUREMENTS)
-    rate, compare = rates(schedule.learning_rate, total), divergence(schedule.loss)
+    rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
+    step = nn.value_and_grad(trainee.module, lambda batch: loss_of(trainee, batch, compare))
     done = done_of(progress, schedule, clock)
     bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
     acceptance = None
@@ -107,7 +108,7 @@ def fit(
         indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
         batch = trained.batch(indices)
         optimizer.learning_rate = rate(mx.array(done))
-        value, gradients = loss_and_gradients(trainee, batch, compare)
+        value, gradients = step(batch)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         optimizer.update(trainee.module, gradients)
         mx.eval(trainee.module.parameters(), optimizer.state)
@@ -118,19 +119,27 @@ def fit(
         bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
         bar.update(min(done, total) - bar.n)
         if done // every > before // every or done >= total:
-            acceptance = measure(trainee, held_out, range(len(held_out)))
-            note(progress, float(np.mean(losses)), acceptance, bar)
+            acceptance = measure(trainee, held_out, len(held_out))
+            point = {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "loss": float(np.mean(losses)),
+            }
+            progress.curve.append(point | asdict(acceptance))
+            bar.write(
+                f"{progress.step} updates, {progress.tokens} tokens: loss {point['loss']:.3f}, "
+                f"held-out text: {acceptance}"
+            )
             losses = []
         if clock.seconds() - kept > SECONDS:
             keep(work / CHECKPOINT, trainee.module, optimizer, progress)
             clock.keep()
             kept = clock.seconds()
     bar.close()
-    acceptance = acceptance or measure(trainee, held_out, range(len(held_out)))
-    same = measure(trainee, trained, range(min(len(held_out), len(trained))))
-    progress.curve.append({"trained": asdict(same)})
+    acceptance = acceptance or measure(trainee, held_out, len(held_out))
+    same = measure(trainee, trained, len(held_out))
     tqdm.write(f"On text that it is trained on: {same}. {overfits(acceptance, same)}")
-    return progress, acceptance
+    return progress.curve, acceptance, same
 
 
 def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
@@ -139,39 +148,30 @@ def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -
     Raises:
         TrainingError: they do not fit.
     """
-    first, further = memory_of_updates(trainee, trained, divergence(schedule.loss))
+    first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = first + (schedule.batch - 1) * further
-    tqdm.write(
-        f"An update of {schedule.batch} windows takes about {needed / 1e9:.1f} GB of memory."
-    )
-    if needed <= there:
-        return schedule
     fits = 1 + int((there - first) // max(1, further))
-    if fits > 0 and schedule.minutes is not None:
-        tqdm.write(f"Of {there / 1e9:.1f} GB that may be used: {fits} windows an update instead.")
-        return replace(schedule, batch=fits)
-    what = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
-    raise TrainingError(
-        f"An update of {schedule.batch} windows would take about {needed / 1e9:.1f} GB of memory, "
-        f"of {there / 1e9:.1f} GB that may be used. Lower {what}."
-    )
+    what = f"An update of {schedule.batch} windows takes about {needed / 1e9:.1f} GB of memory"
+    tqdm.write(f"{what}.")
+    if fits >= schedule.batch or (fits > 0 and schedule.minutes is not None):
+        return replace(schedule, batch=min(fits, schedule.batch))
+    lower = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
+    raise TrainingError(f"{what}, and {there / 1e9:.1f} GB may be used. Lower {lower}.")
 
 
 def memory_of_updates(
     trainee: Trainee, trained: FeatureStore, compare: Divergence
 ) -> tuple[int, int]:
-    """Bytes in use while an update of the longest window is made, and for each further window.
-
-    They are seen while the gradients of one and of two windows are computed.
-    """
+    """Bytes in use for an update of the longest window, and for each further one, as measured."""
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
     weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
+    step = nn.value_and_grad(trainee.module, lambda batch: loss_of(trainee, batch, compare))
     peaks = []
     for count in (1, 2):
         batch = trained.batch((longest * 2)[:count])
         mx.reset_peak_memory()
-        mx.eval(loss_and_gradients(trainee, batch, compare))
+        mx.eval(step(batch))
         peaks.append(mx.get_peak_memory() + 2 * weights)  # which AdamW notes
     return peaks[0], max(0, peaks[1] - peaks[0])
 
@@ -181,14 +181,6 @@ def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:
     if schedule.minutes is None:
         return progress.step
     return int(clock.seconds() - progress.began)
-
-
-def note(progress: Progress, loss: float, acceptance: Acceptance, bar: Any) -> None:
-    """Add a measurement to the curve, and print it."""
-    point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
-    progress.curve.append(point | asdict(acceptance))
-    done = f"{progress.step} updates, {progress.tokens} tokens"
-    bar.write(f"{done}: loss {loss:.3f}, held-out: {acceptance}")
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:

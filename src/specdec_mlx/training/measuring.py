@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -10,7 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from specdec_mlx.training.features import Batch, FeatureStore
-from specdec_mlx.training.trainees import Trainee, rows_at_once
+from specdec_mlx.training.trainees import Trainee
 
 MUCH = 1.5
 """Times as much kept on texts that were trained on as on others, from which on it is overfitted."""
@@ -43,11 +42,11 @@ class Acceptance:
         return f"{self.kept:.3f} of the drafted tokens kept ({by_position}), {tokens:.2f} a pass"
 
 
-def measure(trainee: Trainee, store: FeatureStore, indices: Sequence[int]) -> Acceptance:
-    """Measure on some windows."""
+def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
+    """Measure on the first windows."""
     runs: list[int] = []
     length = 1
-    for i in tqdm(indices, "measuring", leave=False, mininterval=1):
+    for i in tqdm(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
         batch = store.batch([i])
         hits = hits_of(trainee, batch)
         length = len(hits)
@@ -61,8 +60,8 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
     hits = []
     for states, first in trainee.predictions(batch):
         ids = []
-        for start in range(0, states.shape[1], rows_at_once(trainee)):
-            logits = trainee.logits(states[0, start : start + rows_at_once(trainee)])
+        for start in range(0, states.shape[1], trainee.rows_at_once):
+            logits = trainee.logits(states[0, start : start + trainee.rows_at_once])
             ids.append(np.array(mx.argmax(logits, axis=-1)))
         drafted = np.concatenate(ids)
         if trainee.vocabulary is not None:

@@ -14,11 +14,11 @@ from mlx_lm.models import llama
 
 from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
-from specdec_mlx.training.features import Batch, reading
+from specdec_mlx.training.features import Batch
 from specdec_mlx.training.trainees import NORM_EPS, Prediction, Size, Trainee
 from specdec_mlx.types import Features
 
@@ -124,7 +124,6 @@ class DraftTrainee(Trainee):
         super().__init__(model, ends, Features())
         self.config = config
         self.tokenizer = tokenizer
-        self.taps = reading(model, ())
 
     @classmethod
     def new(cls, ends: TargetEnds, size: Size, tokenizer: Any) -> DraftTrainee:
@@ -156,21 +155,11 @@ class DraftTrainee(Trainee):
 
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """After every position, the next token."""
-        rows, length = batch.tokens.shape
-        self.taps.read(lambda: self.module(batch.tokens)[0])
-        features = self.taps.features
-        assert features is not None
-        assert features.head_input is not None
-        states = features.head_input.reshape(length, rows, -1)
-        yield Prediction(states.swapaxes(0, 1), 0)
+        yield Prediction(self.module(batch.tokens), 0)
 
     def logits(self, states: mx.array) -> mx.array:
-        """Of its own head."""
-        return target_ends(self.module).logits(states)
-
-    def head_parameters(self) -> Any:
-        """All, since the head may be tied to the embeddings."""
-        return self.module.trainable_parameters()
+        """They are the states: as a whole, since models do more with them behind their heads."""
+        return states
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """A model of mlx-lm's."""

@@ -89,8 +89,8 @@ class RecursiveTrainee(Trainee):
 
     def __init__(self, head: MTPHead | Eagle3, ends: TargetEnds, num_steps: int) -> None:
         """See the class."""
-        known = head.vocabulary
-        super().__init__(head, ends, head.features, None if known is None else known.ids)
+        self.vocabulary = None if head.vocabulary is None else head.vocabulary.ids
+        super().__init__(head, ends, head.features)
         self.head = head
         self.num_steps = num_steps
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from tqdm import tqdm
 
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
@@ -35,7 +33,8 @@ from specdec_mlx.training.measuring import Acceptance
 from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
 from specdec_mlx.training.texts import (
-    num_held_out,
+    learnt,
+    padded,
     read_documents,
     read_prompts,
     split,
@@ -55,9 +54,9 @@ ANSWERING = 0.4
 class Data:
     """What is learnt from.
 
-    texts: files, see `texts.read_documents`. prompts: files of prompts that the target answers, see
-    `texts.read_prompts`. held_out: files of the same kind to measure on, or else a part of the
-    prompts or windows is held out. window: tokens. temps: of the answers, taken in turn.
+    prompts: files of prompts that the target answers, see `texts.read_prompts`. texts: files of
+    texts instead, see `texts.read_documents`. held_out: others of the kind to measure on; without
+    them a part is held out. window: tokens. temps: at which each prompt is answered.
     """
 
     texts: tuple[str, ...] = ()
@@ -115,8 +114,6 @@ def train(
             a training with other settings.
         UnreadableError: the target does not show what such a head reads.
     """
-    if not plan.data.texts and not plan.data.prompts:
-        raise TrainingError("There is nothing to learn from. Give --prompts FILE, or --texts FILE.")
     work = out / "work" if work is None else work
     begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
@@ -133,10 +130,10 @@ def train(
     measured.fill(target)
     learnt.fill(target)
     schedule = within_memory(trainee, learnt, plan.schedule)
-    progress, acceptance = fit(trainee, learnt, measured, schedule, out, clock)
+    curve, acceptance, same = fit(trainee, learnt, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
-    report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": asdict(acceptance)}
-    save_json(out / REPORT, report)
+    report = {"curve": curve, "acceptance": asdict(acceptance), "trained": asdict(same)}
+    save_json(out / REPORT, {"plan": asdict(plan), **report})
     for path in (out / CHECKPOINT, clock.path):
         path.unlink(missing_ok=True)
     if not keep_work:
@@ -150,11 +147,11 @@ def windows(
     """Windows [n, window, 2] to train on, and those held out; see `texts` and `answers`."""
     path = work / "tokens.safetensors"
     if not path.exists():
-        found = [_of_texts(plan.data, tokenizer)] if plan.data.texts else []
         if plan.data.prompts:
-            found.append(_of_prompts(plan, target, tokenizer, work, clock))
-        trained, held_out = (mx.array(np.concatenate(rows)) for rows in zip(*found, strict=True))
-        save_arrays(path, {"trained": trained, "held_out": held_out})
+            trained, held_out = _of_prompts(plan, target, tokenizer, work, clock)
+        else:
+            trained, held_out = _of_texts(plan.data, tokenizer)
+        save_arrays(path, {"trained": mx.array(trained), "held_out": mx.array(held_out)})
     stored = load_arrays(path)
     return np.array(stored["trained"]), np.array(stored["held_out"])
 
@@ -167,13 +164,9 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
         rows = windows_of(stream, data.window, stride)
         return rows[rows[:, 1:, 1].any(axis=1)]
 
-    trained = read(data.texts, data.window)
-    if data.prompts:
-        return trained, trained[:0]
-    if data.held_out:
-        held_out = read(data.held_out, max(1, data.window // 2))
-    elif len(trained):
-        trained, held_out = split(trained, data.seed)
+    trained, held_out = read(data.texts, data.window), read(data.held_out, data.window // 2)
+    if not data.held_out:
+        trained, held_out = (trained[rows] for rows in split(len(trained), data.seed))
     if not len(trained) or not len(held_out):
         raise TrainingError(
             f"The texts are too short for a window of {data.window} tokens to train on and one "
@@ -186,41 +179,34 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 def _of_prompts(
     plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The target's answers, those that are held out first, and greedy."""
+    """The target's answers; those that are held out come first, and are greedy."""
     data, minutes = plan.data, plan.schedule.minutes
-
-    def read(paths: Sequence[str]) -> list[list[int]]:
-        prompts = read_prompts(paths, tokenizer)
-        short = [prompt for prompt in prompts if len(prompt) <= data.window // 2]
-        if len(short) < len(prompts):
-            tqdm.write(f"Left out: {len(prompts) - len(short)} prompts longer than half a window.")
-        order = np.random.default_rng(data.seed).permutation(len(short))
-        return [short[i] for i in order]
+    held_out, prompts = (read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
+    chosen, others = split(len(prompts), data.seed)
+    chosen += others if held_out else []
+    held_out = held_out or [prompts[i] for i in others]
+    prompts = held_out + [prompts[i] for i in chosen]
+    short = [i for i, prompt in enumerate(prompts) if len(prompt) <= data.window // 2]
 
     def is_time() -> bool:
         clock.keep()
         return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
 
-    def turns() -> Iterator[tuple[int, int, float]]:
-        yield from ((0, i, 0.0) for i in range(first))
-        rounds = count() if minutes is not None and any(data.temps) else range(len(data.temps))
-        for number in rounds:
-            temp = data.temps[number % len(data.temps)]
-            if temp or number < len(data.temps):  # a greedy answer would be the same again
-                yield from ((number, i, temp) for i in range(first, len(prompts)))
-
-    prompts, held_out = read(data.prompts), read(data.held_out)
-    first = len(held_out) or num_held_out(prompts)
-    prompts = held_out + prompts
+    turns = [(0, i, 0.0) for i in short if i < len(held_out)]
+    for number, temp in enumerate(data.temps):
+        turns += [(number, i, temp) for i in short if i >= len(held_out)]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
-    found = answers(target, tokenizer, prompts, data.window, turns(), path, is_time)
-    rows = [[row for turn, row in found.items() if (turn[1] < first) == held] for held in (0, 1)]
+    found = answers(target, tokenizer, prompts, data.window, turns, path, is_time)
+    rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    for (_, i, _), answer in found.items():
+        document = learnt(prompts[i] + answer, len(prompts[i]))
+        rows[i < len(held_out)].append(padded(document, data.window))
     if not all(rows):
         raise TrainingError(
-            f"There are {len(rows[0])} answers to train on and {len(rows[1])} held out, to prompts "
-            f"of at most {data.window // 2} tokens. Give more prompts, a larger window, or more "
-            "time."
+            f"Of {len(prompts)} prompts {len(short)} are no longer than half a window, and "
+            f"{len(rows[0])} were answered to train on and {len(rows[1])} to hold out. "
+            "Give more prompts, a larger window, or more time."
         )
     return np.stack(rows[0]), np.stack(rows[1])
 

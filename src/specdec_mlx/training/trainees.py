@@ -21,8 +21,8 @@ ROPE_THETA = 10000.0
 HEAD_DIM = 64
 """Width of an attention head where the number of heads is not said."""
 
-AT_ONCE = 2**23
-"""Logits that are made at a time: 32 MB, and some times that with what is made of them."""
+AT_ONCE = 2**22
+"""Logits that are made at a time, 16 MB for each position of a draft."""
 
 TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 """Name -> type of the weights in a file."""
@@ -96,30 +96,28 @@ class Trainee(ABC):
         module: what has the weights; float32.
         ends: of the target.
         features: what it reads of the target.
-        vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them.
 
-    num_steps: tokens of the drafts that it is measured on. reads_text: whether it reads a draft's
-    tokens as it reads others, so that its one prediction is for all places of a draft.
+    vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them. num_steps:
+    tokens of the drafts that it is measured on. reads_text: whether it reads a draft's tokens like
+    others, so that its one prediction is for all places of a draft.
     """
 
+    vocabulary: mx.array | None = None
     num_steps = 3
     reads_text = False
 
-    def __init__(
-        self,
-        module: nn.Module,
-        ends: TargetEnds,
-        features: Features,
-        vocabulary: mx.array | None = None,
-    ) -> None:
+    def __init__(self, module: nn.Module, ends: TargetEnds, features: Features) -> None:
         """Training begins with these weights."""
         module.set_dtype(mx.float32)
         self.module = module
         self.ends = ends
         self.features = features
-        self.vocabulary = vocabulary
+        vocabulary = self.vocabulary
         self.target_logits = (ends if vocabulary is None else ends.narrowed(vocabulary)).logits
         """[..., Vd] the target's own, of the input of its head."""
+        self.rows_at_once = max(
+            1, AT_ONCE // (ends.vocab_size if vocabulary is None else vocabulary.size)
+        )
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
@@ -148,12 +146,6 @@ class Trainee(ABC):
         _, tensors = self.files()
         cast = {name: _as(x, TYPES[dtype]) for name, x in tensors.items()}
         save_arrays(folder / "model.safetensors", cast, {"format": "mlx"})
-
-
-def rows_at_once(trainee: Trainee) -> int:
-    """Rows whose logits are held in memory at a time."""
-    vocabulary = trainee.vocabulary
-    return max(1, AT_ONCE // (trainee.ends.vocab_size if vocabulary is None else vocabulary.size))
 
 
 def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:
