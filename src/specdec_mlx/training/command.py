@@ -95,7 +95,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         metavar="K",
         help="tokens of the drafts that mtp and eagle3 are trained on (%(default)s)",
     )
-    group.add_argument("--seed", type=argument(_natural), default=0, help="(%(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="(%(default)s)")
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
@@ -158,11 +158,6 @@ def plan_of(args: argparse.Namespace) -> Plan:
 def _of(kind: type, args: argparse.Namespace) -> Any:
     """A dataclass each of whose fields has a flag of its name."""
     return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
-
-
-def _natural(text: str) -> int:
-    """An int of at least 0; raises ValueError."""
-    return 0 if text == "0" else positive_int(text)
 
 
 def _temps(text: str) -> tuple[float, ...]:

@@ -26,9 +26,6 @@ SHARD = 64
 HEAD_INPUT, BEST = "head_input", "best"
 LARGEST = float(np.finfo(np.float16).max)
 
-Rows = dict[str, mx.array]
-"""Arrays [n, ...] by name: BEST, the target's likeliest next tokens, and the states."""
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -81,31 +78,28 @@ class FeatureStore:
         Raises:
             UnreadableError: the target does not show what is wanted.
         """
-        shards = list(range(0, len(self), SHARD))
-        missing = [i for i in shards if not all(path.exists() for path in self._paths(i).values())]
-        if not missing:
-            return
         taps = reading(target, self.layers)
-        num_windows = sum(min(SHARD, len(self) - start) for start in missing)
-        with tqdm(total=num_windows, desc="features", leave=False, mininterval=1) as bar:
-            for start in missing:
+        bar = tqdm(total=len(self), desc="features", leave=False, mininterval=1)
+        for start in range(0, len(self), SHARD):
+            lengths = self.lengths[start : start + SHARD]
+            if not all(path.exists() for path in self._paths(start).values()):
                 rows = []
-                for i in range(start, min(start + SHARD, len(self))):
-                    rows.append(read(target, taps, self.windows[i, : self.lengths[i]]))
+                for window, length in zip(self.windows[start:], lengths, strict=False):
+                    rows.append(read(target, taps, window[:length]))
                     bar.update()
                 for name, path in self._paths(start).items():
                     save_numpy(path, _packed(self._side_by_side([row[name] for row in rows])))
+            bar.update(start + len(lengths) - bar.n)
+        bar.close()
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some of the windows, as long as the longest of them."""
         length = int(self.lengths[list(indices)].max())
-        arrays = {
-            name: mx.stack([self._unpacked(name, i)[:length] for i in indices])
-            for name in self._paths(0)
-        }
-        best = np.array(arrays.pop(BEST))
+        rows = [
+            {name: self._unpacked(name, i)[:length] for name in self._paths(0)} for i in indices
+        ]
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
-        return Batch(mx.array(tokens), _rows_of(arrays), answered, best)
+        return _batch(mx.array(tokens), answered, rows)
 
     def _side_by_side(self, rows: Sequence[mx.array]) -> mx.array:
         """[n, window, ...] of windows of any length."""
@@ -123,9 +117,7 @@ class FeatureStore:
         if path not in self._open:
             self._open[path] = np.load(path, mmap_mode="r")
         array = mx.array(self._open[path][index % SHARD])
-        if array.dtype == mx.uint16:
-            array = array.view(mx.bfloat16)
-        return array if name == BEST else array.astype(mx.float32)
+        return array.view(mx.bfloat16) if array.dtype == mx.uint16 else array
 
 
 def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
@@ -133,8 +125,8 @@ def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
     return Taps(target, Features(head_input=True, layers=tuple(layers)))
 
 
-def read(target: nn.Module, taps: Taps, window: np.ndarray) -> Rows:
-    """What a pass of its own over one window [window] shows."""
+def read(target: nn.Module, taps: Taps, window: np.ndarray) -> dict[str, mx.array]:
+    """What a pass of its own over one window [window] shows, by name."""
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     assert taps.features is not None
@@ -149,16 +141,16 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
     """Windows [batch, window] that no file holds, all of which is learnt."""
     taps = reading(target, layers)
     rows = [read(target, taps, window) for window in np.array(tokens)]
+    return _batch(tokens, np.ones(tokens.shape, bool), rows)
+
+
+def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
+    """Windows of what `read` gave of each."""
     arrays = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
     best = np.array(arrays.pop(BEST))
-    states = {name: x.astype(mx.float32) for name, x in arrays.items()}
-    return Batch(tokens, _rows_of(states), np.ones(tokens.shape, bool), best)
-
-
-def _rows_of(arrays: Rows) -> FeatureRows:
-    """States by name, as heads read them."""
-    layers = {int(n.removeprefix("layer-")): x for n, x in arrays.items() if n != HEAD_INPUT}
-    return FeatureRows(layers=layers, head_input=arrays[HEAD_INPUT])
+    head_input = arrays.pop(HEAD_INPUT).astype(mx.float32)
+    layers = {int(n.removeprefix("layer-")): x.astype(mx.float32) for n, x in arrays.items()}
+    return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
 
 
 def _packed(x: mx.array) -> np.ndarray:

@@ -11,9 +11,6 @@ from tqdm import tqdm
 from specdec_mlx.training.features import Batch, FeatureStore
 from specdec_mlx.training.trainees import Trainee
 
-MUCH = 1.5
-"""Times as much kept on texts that were trained on as on others, from which on it is overfitted."""
-
 
 @dataclass(frozen=True)
 class Acceptance:
@@ -89,13 +86,3 @@ def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarra
             runs.append(run)
         place += run + 1
     return runs
-
-
-def overfits(held_out: Acceptance, trained: Acceptance) -> str:
-    """A sentence on texts that were learnt by heart; empty where they were not."""
-    if trained.kept < MUCH * held_out.kept or trained.kept - held_out.kept < 0.02:
-        return ""
-    return (
-        f"It overfits: {trained.kept:.3f} of the drafted tokens are kept on the texts that it was "
-        f"trained on, and {held_out.kept:.3f} on others. More texts help; more updates do not."
-    )
