@@ -32,10 +32,10 @@ from specdec_mlx.models import load_model
 from specdec_mlx.training import answers as answering
 from specdec_mlx.training import fitting
 from specdec_mlx.training.answers import answers
-from specdec_mlx.training.features import FeatureStore, live_batch
+from specdec_mlx.training.features import Batch, FeatureStore, live_batch
 from specdec_mlx.training.files import Clock
 from specdec_mlx.training.fitting import Schedule, batch_indices, memory_of_updates, within_memory
-from specdec_mlx.training.losses import LOSSES, loss_of
+from specdec_mlx.training.losses import LOSSES, loss_and_gradients
 from specdec_mlx.training.measuring import Acceptance, accepted_in_a_row, measure
 from specdec_mlx.training.one_pass import DraftTrainee
 from specdec_mlx.training.online import Bounds, learning_on
@@ -484,7 +484,7 @@ def test_drafts_follow_each_other_along_the_answer() -> None:
     counted = np.array([0, 1, 1, 1, 1, 1, 1, 0], bool)
     assert accepted_in_a_row(hits, answered, counted) == [2, 2]
     hits[1, 3] = False
-    assert accepted_in_a_row(hits, answered, counted) == [1, 2, 0]
+    assert accepted_in_a_row(hits, answered, counted) == [1, 2]
 
 
 @pytest.mark.parametrize("kind", ["mtp", "medusa", "exit", "draft"])
@@ -524,12 +524,14 @@ def test_prompts_are_read_and_not_learnt(
     store = store_of(target, tmp_path, [learnt(ids, 12)], Features())
     trainee = DraftTrainee.new(target_ends(target), Size(), tokenizer)
     batch = store.batch([0])
-    honest = loss_of(trainee, batch, LOSSES["forward-kl"]).item()
+    honest = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])[0].item()
     states = batch.features.head_input
     for place, alike in ((10, True), (11, False)):  # which decides on the first token that is
         other = mx.concatenate([-states[:, : place + 1], states[:, place + 1 :]], axis=1)
         features = replace(batch.features, head_input=other)
-        changed = loss_of(trainee, replace(batch, features=features), LOSSES["forward-kl"])
+        changed, _ = loss_and_gradients(
+            trainee, replace(batch, features=features), LOSSES["forward-kl"]
+        )
         assert (changed.item() == pytest.approx(honest, abs=1e-5)) == alike
 
 
@@ -573,10 +575,7 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
     expected = nn.value_and_grad(trainee.module, formula)()
     for rows in (3, 1000):
         trainee.rows_at_once = rows
-        step = nn.value_and_grad(
-            trainee.module, lambda: loss_of(trainee, batch, LOSSES["forward-kl"])
-        )
-        value, gradients = step()
+        value, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
         assert value.item() == pytest.approx(expected[0].item(), abs=1e-5)
         theirs = dict(tree_flatten(expected[1]))
         for name, gradient in tree_flatten(gradients):
@@ -593,26 +592,25 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStor
         "intermediate_size": 32,
         "num_attention_heads": 2,
         "rms_norm_eps": 1e-5,
-        "vocab_size": 20_000,
+        "vocab_size": 5000,
     }
     mx.random.seed(0)
     target = llama.Model(llama.ModelArgs.from_dict(args))
-    ids = np.random.default_rng(0).integers(0, 20_000, (8, 200)).tolist()
+    ids = np.random.default_rng(0).integers(0, 5000, (8, 100)).tolist()
     documents = [learnt(row) for row in ids]
     store = store_of(target, tmp_path_factory.mktemp("wide"), documents, Features())
     trainee = MTPTrainee(target_ends(target), Size(mlp=32, heads=2), 3, np.zeros(0))
+    trainee.rows_at_once = 20
     return trainee, store
 
 
-def peak_of_an_update(trainee: Trainee, store: FeatureStore, windows: int) -> int:
+def peak_of_an_update(trainee: Trainee, batch: Batch) -> int:
     """Bytes in use while one is made, by all of it."""
     optimizer = optim.AdamW(1e-3)
     optimizer.init(trainee.module.trainable_parameters())
     mx.eval(trainee.module.parameters(), optimizer.state)
-    batch = store.batch(list(range(windows)))
     mx.reset_peak_memory()
-    step = nn.value_and_grad(trainee.module, lambda: loss_of(trainee, batch, LOSSES["forward-kl"]))
-    _, gradients = step()
+    _, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
     optimizer.update(trainee.module, gradients)
     mx.eval(trainee.module.parameters(), optimizer.state)
     return mx.get_peak_memory()
@@ -620,18 +618,23 @@ def peak_of_an_update(trainee: Trainee, store: FeatureStore, windows: int) -> in
 
 def test_the_memory_of_an_update_is_known_before(wide: tuple[Trainee, FeatureStore]) -> None:
     """What is said before the start is what is measured, within 30%."""
-    first, further = memory_of_updates(*wide, LOSSES["forward-kl"])
+    trainee, store = wide
+    first, further = memory_of_updates(trainee, store, LOSSES["forward-kl"])
     for windows in (2, 8):
         expected = first + (windows - 1) * further
-        assert peak_of_an_update(*wide, windows) == pytest.approx(expected, rel=0.3)
+        peak = peak_of_an_update(trainee, store.batch(list(range(windows))))
+        assert peak == pytest.approx(expected, rel=0.3)
 
 
 def test_logits_are_not_held_for_all_rows_of_an_update(
     wide: tuple[Trainee, FeatureStore],
 ) -> None:
-    """Four times the rows take far less than one more array of logits for them."""
-    more = peak_of_an_update(*wide, 8) - peak_of_an_update(*wide, 2)
-    assert more < 0.5 * 6 * 200 * 20_000 * 4
+    """To learn from 800 rows takes less than half the memory of their logits more than from 8."""
+    trainee, store = wide
+    batch = store.batch(list(range(8)))
+    few = replace(batch, answered=batch.answered & (np.arange(100) == 99))
+    more = peak_of_an_update(trainee, batch) - peak_of_an_update(trainee, few)
+    assert more < 0.5 * 800 * 5000 * 4
 
 
 def test_an_update_that_does_not_fit_is_lowered_or_refused(
@@ -656,17 +659,17 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(
 def test_minutes_are_for_all_of_it(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that strikes a second whenever it is looked at: answers first, then updates."""
-    now = iter(range(10_000))
-    monkeypatch.setattr(Clock, "seconds", lambda self: float(next(now)))
+    """By a clock that strikes whenever it is looked at: answers first, then updates."""
+    now = iter(np.arange(0, 1000, 0.5).tolist())
+    monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
     (tmp_path / "many.txt").write_text("\n".join(f"{WORDS} {i}" for i in range(300)))
-    plan = plan_of_prompts(folder, "medusa", minutes=4)
+    plan = plan_of_prompts(folder, "medusa", minutes=3)
     data = replace(plan.data, prompts=(str(tmp_path / "many.txt"),))
     train(replace(plan, data=data), *loaded, tmp_path / "out", work=tmp_path / "w", keep_work=True)
-    assert 240 <= next(now) < 260
-    assert 8 < len(answering.stored(tmp_path / "w" / "answers.jsonl")) < 300
+    assert 180 <= next(now) < 190
+    assert 30 < len(answering.stored(tmp_path / "w" / "answers.jsonl")) < 300
     report = json.loads((tmp_path / "out" / "training.json").read_text())
-    assert len(report["curve"]) >= 8
+    assert 7 <= len(report["curve"]) <= 9
     assert report["curve"][-1]["tokens"] > report["curve"][0]["tokens"] > 0
 
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.files import Clock, save_arrays
-from specdec_mlx.training.losses import LOSSES, Divergence, loss_of
+from specdec_mlx.training.losses import LOSSES, Divergence, loss_and_gradients
 from specdec_mlx.training.measuring import Acceptance, measure
 from specdec_mlx.training.trainees import Trainee
 
@@ -101,7 +101,6 @@ def fit(
         total = max(1, int(60 * schedule.minutes - progress.began))
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
-    step = nn.value_and_grad(trainee.module, lambda batch: loss_of(trainee, batch, compare))
     done = done_of(progress, schedule, clock)
     bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
     acceptance = None
@@ -111,7 +110,7 @@ def fit(
         indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
         batch = trained.batch(indices)
         optimizer.learning_rate = rate(mx.array(done))
-        value, gradients = step(batch)
+        value, gradients = loss_and_gradients(trainee, batch, compare)
         gradients, _ = optim.clip_grad_norm(gradients, 1.0)
         optimizer.update(trainee.module, gradients)
         mx.eval(trainee.module.parameters(), optimizer.state)
@@ -163,17 +162,20 @@ def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -
 def memory_of_updates(
     trainee: Trainee, trained: FeatureStore, compare: Divergence
 ) -> tuple[int, int]:
-    """Bytes in use for an update of the longest window, and for each further one, as measured."""
+    """Bytes in use for an update of the longest window, and for each further one, as measured.
+
+    The latter by updates with a single token to learn, since logits are not held for all rows.
+    """
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
-    weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
-    step = nn.value_and_grad(trainee.module, lambda batch: loss_of(trainee, batch, compare))
+    one, two = (trained.batch((longest * 2)[:count]) for count in (1, 2))
+    last = np.arange(one.answered.shape[1]) == one.answered.shape[1] - 1
     peaks = []
-    for count in (1, 2):
-        batch = trained.batch((longest * 2)[:count])
+    for batch in (one, *(replace(x, answered=x.answered & last) for x in (one, two))):
         mx.reset_peak_memory()
-        mx.eval(step(batch))
-        peaks.append(mx.get_peak_memory() + 2 * weights)  # which AdamW notes
-    return peaks[0], max(0, peaks[1] - peaks[0])
+        mx.eval(loss_and_gradients(trainee, batch, compare))
+        peaks.append(mx.get_peak_memory())
+    weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
+    return peaks[0] + 2 * weights, peaks[2] - peaks[1]  # AdamW notes as much as two of each
 
 
 def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:

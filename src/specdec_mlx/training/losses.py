@@ -7,13 +7,14 @@ tokens; the target's is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from jaxtyping import Float
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from specdec_mlx.training.features import Batch
 from specdec_mlx.training.trainees import Trainee
@@ -54,40 +55,56 @@ LOSSES: dict[str, Divergence] = {
 """Name -> loss."""
 
 
-def loss_of(trainee: Trainee, batch: Batch, compare: Divergence) -> mx.array:
-    """Mean divergence of each draft position, weighted by DECAY, where the next token is learnt.
+def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
+    """Mean divergence of each draft position, weighted by DECAY, and its gradients.
 
     Logits, many times as wide as the states that they come from, are made for a few rows at a time,
-    and made once more for the gradients instead of being kept.
+    and with them those states' gradients; from there on all rows go together.
     """
-    row, place = batch.counted.nonzero()
+    head, (states, inside) = trainee.head_parameters(), zip(*drafted(trainee, batch), strict=True)
+    decay = DECAY ** np.arange(len(states))
+    shares = [x / max(1, x.sum()) * d / decay.sum() for x, d in zip(inside, decay, strict=True)]
     assert batch.features.head_input is not None
-    given = [batch.features.head_input[mx.array(row), mx.array(place)]]
-    shares = []
+    read = batch.features.head_input[tuple(map(mx.array, batch.counted.nonzero()))]
+    slopes: list[list[mx.array]] = [[] for _ in states]
+    total, of_head = mx.array(0.0), tree_map(mx.zeros_like, head)
+    mx.eval(states, read)
+
+    def loss_of(given: Any, target: mx.array, weights: mx.array) -> mx.array:
+        trainee.module.update(given["head"])
+        logits = trainee.logits(given["states"]).astype(mx.float32)
+        size = min(logits.shape[-1], target.shape[-1])
+        each = compare(nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size]))
+        return mx.sum(weights * each)
+
+    for start in range(0, len(read), trainee.rows_at_once):
+        part = slice(start, start + trainee.rows_at_once)
+        target = trainee.target_logits(read[part]).astype(mx.float32)
+        for i, x in enumerate(states):
+            given, weights = (
+                {"states": x[part], "head": head},
+                mx.array(shares[i][part], mx.float32),
+            )
+            value, slope = mx.value_and_grad(loss_of)(given, target, weights)
+            of_head = tree_map(mx.add, of_head, slope["head"])
+            total += value
+            slopes[i].append(slope["states"])
+            mx.eval(total, slope["states"], of_head)
+    trainee.module.update(head)
+
+    def rest() -> mx.array:
+        rows = (x for x, _ in drafted(trainee, batch))
+        each = [mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)]
+        return mx.sum(mx.stack(each))
+
+    gradients = dict(tree_flatten(nn.value_and_grad(trainee.module, rest)()[1]))
+    gradients |= {name: gradients[name] + slope for name, slope in tree_flatten(of_head)}
+    return total, tree_unflatten(list(gradients.items()))
+
+
+def drafted(trainee: Trainee, batch: Batch) -> Iterator[tuple[mx.array, np.ndarray]]:
+    """States [n, D] of each draft position at the n places that count; which of them there are."""
+    row, place = batch.counted.nonzero()
     for states, first in trainee.predictions(batch):
         index = np.clip(place - first, 0, states.shape[1] - 1)
-        given.append(states[mx.array(row), mx.array(index)])
-        inside = index == place - first
-        shares.append(inside / max(1, inside.sum()))
-    decay = DECAY ** np.arange(len(shares))
-    weights = mx.array(np.stack(shares) * (decay / decay.sum())[:, None], mx.float32)
-    head = trainee.head_parameters()
-
-    @mx.checkpoint
-    def part(head: Any, given: list[mx.array], weights: mx.array) -> mx.array:
-        trainee.module.update(head)
-        target = mx.stop_gradient(trainee.target_logits(given[0]).astype(mx.float32))
-        total = mx.array(0.0)
-        for states, weight in zip(given[1:], weights, strict=True):
-            logits = trainee.logits(states).astype(mx.float32)
-            size = min(logits.shape[-1], target.shape[-1])
-            each = compare(nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size]))
-            total += mx.sum(weight * each)
-        return total
-
-    total = mx.array(0.0)
-    for start in range(0, len(row), trainee.rows_at_once):
-        rows = slice(start, start + trainee.rows_at_once)
-        total += part(head, [x[rows] for x in given], weights[:, rows])
-    trainee.module.update(head)
-    return total
+        yield states[mx.array(row), mx.array(index)], index == place - first

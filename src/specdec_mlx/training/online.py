@@ -38,7 +38,7 @@ from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.training.features import live_batch
 from specdec_mlx.training.files import load_arrays
-from specdec_mlx.training.losses import LOSSES, loss_of
+from specdec_mlx.training.losses import LOSSES, loss_and_gradients
 from specdec_mlx.training.one_pass import DraftTrainee
 from specdec_mlx.training.run import KINDS, PLAN, Data, Plan, begin_with
 from specdec_mlx.training.trainees import Size, Trainee
@@ -134,10 +134,10 @@ class OnlineTrainer:
         """
         self._has_new_text = False
         losses = []
-        step = nn.value_and_grad(self.trainee.module, self._loss)
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
-            value, gradients = step(mx.array(window)[None])
+            batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
+            value, gradients = loss_and_gradients(self.trainee, batch, self._compare)
             gradients, norm = optim.clip_grad_norm(gradients, 1.0)
             if math.isfinite(norm.item()):
                 self._optimizer.update(self.trainee.module, gradients)
@@ -145,10 +145,6 @@ class OnlineTrainer:
                 self.num_updates += 1
                 losses.append(value.item())
         return float(np.mean(losses)) if losses else None
-
-    def _loss(self, tokens: mx.array) -> mx.array:
-        batch = live_batch(self.target, self.trainee.features.layers, tokens)
-        return loss_of(self.trainee, batch, self._compare)
 
 
 class Lesson:
