@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> int:
         )
     except KeyboardInterrupt:
         print(
-            f"Stopped. What is done is kept in {args.out}: type the same command again, and it "
+            f"\nStopped. What is done is kept in {args.out}: type the same command again, and it "
             "goes on from the last checkpoint.",
             file=sys.stderr,
         )

@@ -17,11 +17,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.training.files import save_numpy
+from specdec_mlx.training.files import load_arrays, save_arrays
 from specdec_mlx.types import FeatureRows, Features
-
-SHARD = 64
-"""Windows in a file."""
 
 HEAD_INPUT, BEST = "head_input", "best"
 LARGEST = float(np.finfo(np.float16).max)
@@ -66,7 +63,6 @@ class FeatureStore:
         self.answered = windows[..., 1] > 0
         self.lengths = windows.shape[1] - np.argmax(self.answered[:, ::-1], axis=1)
         self.layers = tuple(wanted.layers)
-        self._open: dict[Path, np.ndarray] = {}
 
     def __len__(self) -> int:
         """How many windows."""
@@ -79,45 +75,20 @@ class FeatureStore:
             UnreadableError: the target does not show what is wanted.
         """
         taps = reading(target, self.layers)
-        bar = tqdm(total=len(self), desc="features", leave=False, mininterval=1)
-        for start in range(0, len(self), SHARD):
-            lengths = self.lengths[start : start + SHARD]
-            if not all(path.exists() for path in self._paths(start).values()):
-                rows = []
-                for window, length in zip(self.windows[start:], lengths, strict=False):
-                    rows.append(read(target, taps, window[:length]))
-                    bar.update()
-                for name, path in self._paths(start).items():
-                    save_numpy(path, _packed(self._side_by_side([row[name] for row in rows])))
-            bar.update(start + len(lengths) - bar.n)
-        bar.close()
+        for i in tqdm(range(len(self)), "features", leave=False, mininterval=1):
+            if not self._path(i).exists():
+                rows = read(target, taps, self.windows[i, : self.lengths[i]])
+                save_arrays(self._path(i), {name: _packed(x) for name, x in rows.items()})
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some of the windows, as long as the longest of them."""
         length = int(self.lengths[list(indices)].max())
-        rows = [
-            {name: self._unpacked(name, i)[:length] for name in self._paths(0)} for i in indices
-        ]
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
-        return _batch(mx.array(tokens), answered, rows)
+        return _batch(mx.array(tokens), answered, [load_arrays(self._path(i)) for i in indices])
 
-    def _side_by_side(self, rows: Sequence[mx.array]) -> mx.array:
-        """[n, window, ...] of windows of any length."""
-        window, no_more = self.windows.shape[1], [(0, 0)] * (rows[0].ndim - 1)
-        return mx.stack([mx.pad(x, [(0, window - x.shape[0]), *no_more]) for x in rows])
-
-    def _paths(self, start: int) -> dict[str, Path]:
-        """Name of an array -> its file, for the windows from `start` on."""
-        names = (BEST, HEAD_INPUT, *(f"layer-{layer}" for layer in self.layers))
-        return {name: self.folder / f"{name}-{start // SHARD:05}.npy" for name in names}
-
-    def _unpacked(self, name: str, index: int) -> mx.array:
-        """[window, D] of one window."""
-        path = self._paths(index)[name]
-        if path not in self._open:
-            self._open[path] = np.load(path, mmap_mode="r")
-        array = mx.array(self._open[path][index % SHARD])
-        return array.view(mx.bfloat16) if array.dtype == mx.uint16 else array
+    def _path(self, index: int) -> Path:
+        """File of a window, for these layers."""
+        return self.folder / f"{'-'.join(map(str, (index, *self.layers)))}.safetensors"
 
 
 def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
@@ -146,17 +117,19 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
 
 def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
     """Windows of what `read` gave of each."""
-    arrays = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
-    best = np.array(arrays.pop(BEST))
-    head_input = arrays.pop(HEAD_INPUT).astype(mx.float32)
-    layers = {int(n.removeprefix("layer-")): x.astype(mx.float32) for n, x in arrays.items()}
+    arrays = {}
+    for name, first in rows[0].items():
+        wide = mx.zeros((*tokens.shape, *first.shape[1:]))
+        for i, row in enumerate(rows):
+            wide[i, : row[name].shape[0]] = row[name]
+        arrays[name] = wide
+    best, head_input = np.array(arrays.pop(BEST)), arrays.pop(HEAD_INPUT)
+    layers = {int(name.removeprefix("layer-")): x for name, x in arrays.items()}
     return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
 
 
-def _packed(x: mx.array) -> np.ndarray:
-    """16 bits a number: float16 where it can hold them all, or else bfloat16 as its bits."""
-    if x.dtype == mx.int32:
-        return np.array(x)
-    if x.dtype == mx.bfloat16 or float(mx.abs(x).max()) > LARGEST:
-        return np.array(x.astype(mx.bfloat16).view(mx.uint16))
-    return np.array(x.astype(mx.float16))
+def _packed(x: mx.array) -> mx.array:
+    """16 bits a number: float16 where it can hold them all, or else bfloat16."""
+    if x.dtype in (mx.int32, mx.bfloat16):
+        return x
+    return x.astype(mx.float16 if float(mx.abs(x).max()) <= LARGEST else mx.bfloat16)

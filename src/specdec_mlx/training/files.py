@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from specdec_mlx.errors import TrainingError
 
@@ -29,15 +28,6 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
     """What `save_arrays` wrote."""
     loaded: Any = mx.load(str(path))
     return dict(loaded)
-
-
-def save_numpy(path: Path, array: np.ndarray) -> None:
-    """Write one array, so that parts of it can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with partial.open("wb") as file:
-        np.save(file, array)
-    os.replace(partial, path)
 
 
 def save_json(path: Path, value: Any) -> None:

@@ -101,7 +101,12 @@ def fit(
         total = max(1, int(60 * schedule.minutes - progress.began))
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
-    done = done_of(progress, schedule, clock)
+
+    def so_far() -> int:
+        seconds = clock.seconds() - progress.began
+        return progress.step if schedule.minutes is None else int(seconds)
+
+    done = so_far()
     bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
     acceptance = None
     losses: list[float] = []
@@ -117,7 +122,7 @@ def fit(
         losses.append(value.item())
         progress.step += 1
         progress.tokens += int(batch.counted.sum())
-        before, done = done, done_of(progress, schedule, clock)
+        before, done = done, so_far()
         bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
         bar.update(min(done, total) - bar.n)
         if done // every > before // every or done >= total:
@@ -176,13 +181,6 @@ def memory_of_updates(
         peaks.append(mx.get_peak_memory())
     weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
     return peaks[0] + 2 * weights, peaks[2] - peaks[1]  # AdamW notes as much as two of each
-
-
-def done_of(progress: Progress, schedule: Schedule, clock: Clock) -> int:
-    """How far a training is: updates, or seconds since the first one."""
-    if schedule.minutes is None:
-        return progress.step
-    return int(clock.seconds() - progress.began)
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
