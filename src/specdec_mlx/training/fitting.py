@@ -103,41 +103,41 @@ def fit(
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
 
     def so_far() -> int:
-        seconds = clock.seconds() - progress.began
-        return progress.step if schedule.minutes is None else int(seconds)
+        return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
     done = so_far()
-    bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
     acceptance = None
     losses: list[float] = []
     kept = clock.seconds()
-    while done < total:
-        indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
-        batch = trained.batch(indices)
-        optimizer.learning_rate = rate(mx.array(done))
-        value, gradients = loss_and_gradients(trainee, batch, compare)
-        gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-        optimizer.update(trainee.module, gradients)
-        mx.eval(trainee.module.parameters(), optimizer.state)
-        losses.append(value.item())
-        progress.step += 1
-        progress.tokens += int(batch.counted.sum())
-        before, done = done, so_far()
-        bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
-        bar.update(min(done, total) - bar.n)
-        if done // every > before // every or done >= total:
-            acceptance = measure(trainee, held_out, len(held_out))
-            loss = float(np.mean(losses))
-            point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
-            progress.curve.append(point | asdict(acceptance))
-            done_so_far = f"{progress.step} updates, {progress.tokens} tokens"
-            bar.write(f"{done_so_far}: loss {loss:.3f}, held-out text: {acceptance}")
-            losses = []
-        if clock.seconds() - kept > SECONDS:
-            keep(work / CHECKPOINT, trainee.module, optimizer, progress)
-            clock.keep()
-            kept = clock.seconds()
-    bar.close()
+    with tqdm(
+        total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0
+    ) as bar:
+        while done < total:
+            step = progress.step
+            batch = trained.batch(batch_indices(step, schedule.batch, len(trained), schedule.seed))
+            optimizer.learning_rate = rate(mx.array(done))
+            value, gradients = loss_and_gradients(trainee, batch, compare)
+            gradients, _ = optim.clip_grad_norm(gradients, 1.0)
+            optimizer.update(trainee.module, gradients)
+            mx.eval(trainee.module.parameters(), optimizer.state)
+            losses.append(value.item())
+            progress.step += 1
+            progress.tokens += int(batch.counted.sum())
+            before, done = done, so_far()
+            bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
+            bar.update(min(done, total) - bar.n)
+            if done // every > before // every or done >= total:
+                acceptance = measure(trainee, held_out, len(held_out))
+                loss = float(np.mean(losses))
+                point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
+                progress.curve.append(point | asdict(acceptance))
+                done_so_far = f"{progress.step} updates, {progress.tokens} tokens"
+                bar.write(f"{done_so_far}: loss {loss:.3f}, held-out text: {acceptance}")
+                losses = []
+            if clock.seconds() - kept > SECONDS:
+                keep(work / CHECKPOINT, trainee.module, optimizer, progress)
+                clock.keep()
+                kept = clock.seconds()
     acceptance = acceptance or measure(trainee, held_out, len(held_out))
     same = measure(trainee, trained, len(held_out))
     tqdm.write(f"On text that it is trained on: {same}.")
