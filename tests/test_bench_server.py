@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import server as bench
 from selection import FULL
-from specdec_mlx.bench import server as bench
-from specdec_mlx.bench.server import OURS, STOCK, Answer, Phase
+from server import OURS, STOCK, Answer, Phase
 from specdec_mlx.errors import MissingPackageError
 from tiny_model_folder import write_model_folder
 

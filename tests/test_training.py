@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import re
@@ -11,24 +12,31 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
 from selection import cases
 from specdec_mlx.bench.heads import compare, format_rows
+from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
-from specdec_mlx.training import fitting, losses
-from specdec_mlx.training.continuations import continuations, write
-from specdec_mlx.training.features import FeatureStore, live_batch
-from specdec_mlx.training.fitting import Schedule, batch_indices
-from specdec_mlx.training.measuring import measure
+from specdec_mlx.training import answers as answering
+from specdec_mlx.training import fitting
+from specdec_mlx.training.answers import answers
+from specdec_mlx.training.features import Batch, FeatureStore, live_batch
+from specdec_mlx.training.files import Clock
+from specdec_mlx.training.fitting import Schedule, batch_indices, memory_of_updates, within_memory
+from specdec_mlx.training.losses import LOSSES, loss_and_gradients
+from specdec_mlx.training.measuring import Acceptance, accepted_in_a_row, measure
 from specdec_mlx.training.one_pass import DraftTrainee
 from specdec_mlx.training.online import Bounds, learning_on
 from specdec_mlx.training.recursive import (
@@ -40,8 +48,8 @@ from specdec_mlx.training.recursive import (
     stored_ids,
 )
 from specdec_mlx.training.run import KINDS, Data, Plan, train
-from specdec_mlx.training.texts import read_documents, windows_of
-from specdec_mlx.training.trainees import Size
+from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts, windows_of
+from specdec_mlx.training.trainees import Size, Trainee
 from specdec_mlx.types import FeatureRows, Features
 from tiny_model_folder import write_model_folder
 
@@ -53,6 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny target as a folder, and a text beside it."""
     root = tmp_path_factory.mktemp("training")
     (root / "text.txt").write_text(WORDS * 40)
+    (root / "prompts.txt").write_text("\n".join(f"{WORDS[i:]}" for i in range(0, 60, 5)))
+    (root / "others.txt").write_text("\n".join(f"{WORDS[i:]}" for i in range(3, 60, 20)))
     return write_model_folder(root / "target", "qwen2")
 
 
@@ -67,10 +77,17 @@ def plan_for(folder: Path, kind: str, **schedule: Any) -> Plan:
     return Plan(
         str(folder),
         kind,
-        Data((str(folder.parent / "text.txt"),), window=32, continuations=3, opening=8),
+        Data(texts=(str(folder.parent / "text.txt"),), window=32),
         Size(mlp=16, heads=2, draft_vocab=64, width=16 if kind in ("eagle3", "draft") else None),
-        Schedule(**{"steps": 6, "batch": 2, "checkpoint": 2, "evaluate": 4, **schedule}),
+        Schedule(**{"steps": 6, "batch": 2, **schedule}),
     )
+
+
+def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
+    """The same on what the target answers."""
+    files = [(str(folder.parent / f"{name}.txt"),) for name in ("prompts", "others")]
+    data = Data(prompts=files[0], held_out=files[1], window=160)
+    return replace(plan_for(folder, kind, **schedule), data=data)
 
 
 # Losses
@@ -80,7 +97,6 @@ def plan_for(folder: Path, kind: str, **schedule: Any) -> Plan:
     ("name", "expected"),
     [
         ("forward-kl", 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
-        ("reverse-kl", 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)),
         ("tv", 0.25),
         ("forward-kl+tv", 0.5 * math.log(2) + 0.5 * math.log(2 / 3) + 0.25),
     ],
@@ -88,27 +104,21 @@ def plan_for(folder: Path, kind: str, **schedule: Any) -> Plan:
 def test_losses_are_what_the_formulas_give_by_hand(name: str, expected: float) -> None:
     """p = (1/2, 1/2), q = (1/4, 3/4)."""
     p, q = mx.log(mx.array([0.5, 0.5])), mx.log(mx.array([0.25, 0.75]))
-    assert losses.divergence(name)(p, q).item() == pytest.approx(expected, abs=1e-6)
+    assert LOSSES[name](p, q).item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", losses.LOSSES)
+@pytest.mark.parametrize("name", LOSSES)
 def test_losses_and_their_gradients_are_finite_where_a_distribution_is_zero(name: str) -> None:
     """A target with filters, or a draft that is sure, has log-probabilities of -inf."""
     p = nn.log_softmax(mx.array([[0.0, 1.0, -mx.inf], [0.0, 0.0, 0.0]]))
     logits = mx.array([[1.0, 0.0, 2.0], [200.0, 0.0, 0.0]])
 
     def loss(x: mx.array) -> mx.array:
-        return losses.divergence(name)(p, nn.log_softmax(x)).sum()
+        return LOSSES[name](p, nn.log_softmax(x)).sum()
 
     value, gradient = mx.value_and_grad(loss)(logits)
-    if name != "reverse-kl":  # which is infinite here: q has mass where p has none
-        assert math.isfinite(value.item())
+    assert math.isfinite(value.item())
     assert mx.isfinite(gradient[1]).all().item()
-
-
-def test_a_loss_that_is_not_known_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'js': expected forward-kl, reverse-kl, tv"):
-        losses.parse_loss("forward-kl+js")
 
 
 # Recursion
@@ -132,18 +142,18 @@ def test_training_sees_at_each_step_what_drafting_would_make(
     tokens = np.random.default_rng(0).integers(0, 200, (1, 7)).astype(np.int32)
     batch = live_batch(target, (1,), mx.array(tokens))
     ends = target_ends(target)
-    trainee: RecursiveTrainee = MTPTrainee(ends, Size(mlp=16, heads=2), 3)
+    trainee: RecursiveTrainee = MTPTrainee(ends, Size(mlp=16, heads=2), 3, tokens[0])
     if kind == "eagle3":
-        trainee = Eagle3Trainee(ends, Size(width=16, heads=2), 3, tokens)
+        trainee = Eagle3Trainee(ends, Size(width=16, heads=2), 3, tokens[0])
     predictions = list(trainee.predictions(batch))
     text = batch.tokens[0]
     rows = trainee.head.rows(batch.features)[0]
     for begin in range(4):
         caches = trainee.head.make_cache()
         states = trainee.head.step(rows[: begin + 1], text[1 : begin + 2], caches)[-1:]
-        for step, (logits, first) in enumerate(predictions):
+        for step, (predicted, first) in enumerate(predictions):
             assert first == 1 + step
-            seen = logits[0, begin]
+            seen = trainee.logits(predicted)[0, begin]
             assert mx.allclose(seen, trainee.logits(states)[0], atol=1e-4).item()
             if step + 1 < len(predictions):
                 place = begin + step + 2
@@ -210,9 +220,9 @@ def test_a_head_learns_a_simple_target_unless_its_features_are_shifted(
     plan = Plan(
         "pairs",
         "mtp",
-        Data((str(tmp_path / "a.txt"),), window=32),
+        Data(texts=(str(tmp_path / "a.txt"),), window=32),
         Size(mlp=24, heads=1),
-        Schedule(steps=250, learning_rate=1e-2, evaluate=1000),
+        Schedule(steps=250, learning_rate=1e-2),
         num_steps=1,
     )
     honest = MTPHead.rows
@@ -251,8 +261,12 @@ def test_a_training_that_is_killed_goes_on_to_the_same_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Killed behind a checkpoint, with an update lost: bit for bit what runs through gives."""
+    """Killed behind a checkpoint, with an update lost: bit for bit what runs through gives.
+
+    At the end the checkpoint is gone.
+    """
     plan = plan_for(folder, kind)
+    monkeypatch.setattr(fitting, "SECONDS", -1.0)
     train(plan, *loaded, tmp_path / "through")
     honest = fitting.keep
     kept = []
@@ -276,9 +290,9 @@ def test_a_training_that_is_killed_goes_on_to_the_same_weights(
         json.loads((tmp_path / name / "training.json").read_text())["curve"]
         for name in ("through", "killed")
     ]
-    assert (
-        [point["step"] for point in curves[0]] == [point["step"] for point in curves[1]] == [4, 6]
-    )
+    steps = [[point["step"] for point in curve] for curve in curves]
+    assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6]
+    assert not list(tmp_path.glob("*/checkpoint*"))
 
 
 def test_a_training_does_not_go_on_with_other_settings(
@@ -291,15 +305,26 @@ def test_a_training_does_not_go_on_with_other_settings(
         train(replace(plan, kind="medusa"), *loaded, tmp_path)
 
 
-def test_features_and_continuations_are_not_made_twice(
+def test_features_and_answers_are_not_made_twice(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two trainings share a folder of work: the second runs no pass of the target for it."""
-    train(plan_for(folder, "medusa"), *loaded, tmp_path / "a", work=tmp_path / "w", keep_work=True)
-    for name in ("training.features.read", "training.continuations.write"):
+    plan = plan_of_prompts(folder, "medusa", steps=1)
+    train(plan, *loaded, tmp_path / "a", work=tmp_path / "w", keep_work=True)
+    for name in ("training.features.read", "training.answers.BatchGenerator"):
         monkeypatch.setattr(f"specdec_mlx.{name}", refuse)
-    train(plan_for(folder, "medusa"), *loaded, tmp_path / "b", work=tmp_path / "w")
+    train(plan, *loaded, tmp_path / "b", work=tmp_path / "w")
     assert not (tmp_path / "w").exists()
+
+
+def test_a_training_that_has_ended_is_not_made_twice(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same command once more says again what came of it."""
+    plan = plan_for(folder, "medusa", steps=1)
+    found = train(plan, *loaded, tmp_path)
+    monkeypatch.setattr("specdec_mlx.training.run.fit", refuse)
+    assert str(train(plan, *loaded, tmp_path)) == str(found)
 
 
 def refuse(*args: Any, **kwargs: Any) -> None:
@@ -316,37 +341,103 @@ def test_every_window_is_seen_once_before_any_comes_again() -> None:
 
 
 def test_files_of_all_formats_become_documents(tmp_path: Path, loaded: tuple[Any, Any]) -> None:
-    """Plain text, and mlx-lm's lines for fine-tuning."""
+    """Plain text, and mlx-lm's lines for fine-tuning; what a user said is read and not learnt."""
     tokenizer = loaded[1]
-    lines = [
-        {"text": "the tin"},
-        {"prompt": "on ", "completion": "the"},
-        {"messages": [{"role": "user", "content": "tin"}]},
-    ]
+    chat = [{"role": "user", "content": "tin"}, {"role": "assistant", "content": "hat"}]
+    lines = [{"text": "the tin"}, {"prompt": "on ", "completion": "the"}, {"messages": chat}]
     (tmp_path / "a.txt").write_text("the hat")
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    read = list(read_documents([tmp_path / "a.txt", tmp_path / "b.jsonl"], tokenizer))
-    texts = [tokenizer.decode(ids) for ids in read]
+    files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    documents = list(read_documents(files, tokenizer))
+    texts = [tokenizer.decode([token for token, _ in pairs]) for pairs in documents]
     assert [text.replace("<s>", "") for text in texts[:3]] == ["the hat", "the tin", "on the"]
     assert "<|user|>tin" in texts[3]
+    taught = [tokenizer.decode([token for token, yes in pairs if yes]) for pairs in documents]
+    assert [text.replace("<s>", "") for text in taught[:3]] == ["the hat", "the tin", "the"]
+    assert "hat" in taught[3]
+    assert "tin" not in taught[3]
+
+
+def test_prompts_of_all_formats_end_where_the_answer_begins(
+    tmp_path: Path, loaded: tuple[Any, Any]
+) -> None:
+    """A question a line, first turns, prompts, conversations with and without their answer."""
+    tokenizer = loaded[1]
+    asked = [{"role": "user", "content": "the tin"}]
+    lines = [
+        {"turns": ["the tin", "on"], "id": "x"},
+        {"prompt": "the tin"},
+        {"messages": asked},
+        {"messages": [*asked, {"role": "assistant", "content": "no"}]},
+    ]
+    (tmp_path / "a.txt").write_text("the tin\n\n")
+    (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prompts = read_prompts([str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], tokenizer)
+    assert prompts == 5 * [tokenizer.apply_chat_template(asked, add_generation_prompt=True)]
 
 
 def test_windows_follow_each_other() -> None:
     assert windows_of(np.arange(7), 3, 2).tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
 
 
-def test_continuations_are_the_targets_own_text(
+def test_answers_are_the_targets_own_text_to_its_end(
     loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    """Greedy rows are its greedy text; each group of rows is drawn alike when made alone."""
-    target = loaded[0]
-    openings = np.array([[5, 6, 7]] * 34, np.int32)
-    rows = continuations(target, openings, 12, [0.0, 1.0], tmp_path)
-    greedy = sd.speculate(target, [5, 6, 7], max_tokens=9)
-    assert rows[0, 3:].tolist() == [token.token for token in greedy]
-    again = write(target, openings[32:], 12, [0.0, 1.0], seed=32)
-    assert rows[32:].tolist() == again.tolist()
-    assert rows[1].tolist() != rows[3].tolist()
+    """Greedy ones are its greedy text, which ends with an end-of-text token or with the window."""
+    target, tokenizer = loaded
+    prompts = [list(tokenizer.encode(WORDS[i:40])) for i in range(36)]
+    todo = [(0, i, 0.0) for i in range(36)]
+    found = answers(target, tokenizer, prompts, 60, todo, tmp_path / "a", lambda: False)
+    assert list(found) == todo
+    ends = set(tokenizer.eos_token_ids)
+    for (_, i, _), answer in found.items():
+        room = 60 - len(prompts[i])
+        greedy = [token.token for token in sd.speculate(target, prompts[i], max_tokens=room)]
+        stop = next((n for n, token in enumerate(greedy, 1) if token in ends), room)
+        assert answer == greedy[:stop]
+
+
+def test_answers_go_on_where_they_stopped(
+    loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed in the middle of a line: what is whole is kept, and only the others are written."""
+    target, tokenizer = loaded
+    prompts = [list(tokenizer.encode(WORDS[i:30])) for i in range(4)]
+    todo = [(0, i, 0.0) for i in range(4)]
+    whole = answers(target, tokenizer, prompts, 50, todo, tmp_path / "a", lambda: False)
+    lines = (tmp_path / "a").read_text().splitlines(keepends=True)
+    (tmp_path / "a").write_text(lines[0] + lines[1] + lines[2][:7])
+    inserted: list[list[int]] = []
+
+    class Watched(answering.BatchGenerator):  # type: ignore[misc]
+        def insert(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
+            inserted.extend(prompts)
+            return super().insert(prompts, *args, **kwargs)
+
+    monkeypatch.setattr(answering, "BatchGenerator", Watched)
+    assert whole == answers(target, tokenizer, prompts, 50, todo, tmp_path / "a", lambda: False)
+    assert len(inserted) == 2
+    assert whole == answering.stored(tmp_path / "a")
+
+
+def test_what_has_begun_when_the_time_is_over_is_finished(
+    loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No short answers for being short; the time is asked for at every token."""
+    target, tokenizer = loaded
+    monkeypatch.setattr(answering, "ROWS", 2)
+    prompts = [list(tokenizer.encode(WORDS[:9]))] * 6
+    asked: list[int] = []
+
+    def is_time() -> bool:
+        asked.append(0)
+        return len(asked) > 3
+
+    todo = [(0, i, 1.0) for i in range(6)]
+    found = answers(target, tokenizer, prompts, 40, todo, tmp_path / "a", is_time)
+    assert 2 <= len(found) < 6
+    ends = set(tokenizer.eos_token_ids)
+    assert all(9 + len(x) >= 40 or x[-1] in ends for x in found.values())
 
 
 def test_the_frequent_tokens_make_the_draft_vocabulary() -> None:
@@ -365,20 +456,255 @@ def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were() -> None:
 # Measuring
 
 
+def store_of(target: nn.Module, folder: Path, documents: list[Any], wanted: Features) -> Any:
+    """Windows of documents, with what the target shows of them."""
+    rows = np.stack([padded(document, max(map(len, documents))) for document in documents])
+    store = FeatureStore(folder, rows, wanted)
+    store.fill(target)
+    return store
+
+
 def test_a_draft_model_that_is_the_target_is_always_accepted(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    """Greedy 1, and sum(min(p, q)) = 1 but for 16 bits of the features; another model is not."""
+    """Along any text, whatever is only read; another model is not."""
     target, tokenizer = loaded
-    ids = np.random.default_rng(0).integers(0, 200, (3, 16)).astype(np.int32)
-    store = FeatureStore(tmp_path, ids, Features())
-    store.fill(target)
+    ids = np.random.default_rng(0).integers(0, 200, (3, 17)).tolist()
+    store = store_of(target, tmp_path, [learnt(row, 4) for row in ids], Features())
     ends = target_ends(target)
-    found = measure(DraftTrainee.of(str(folder), ends), store)
-    assert found.greedy[0] == 1
-    assert found.sampled[0] == pytest.approx(1, abs=0.01)
-    assert found.num_positions == 3 * 8
-    assert measure(DraftTrainee.new(ends, Size(), tokenizer), store).sampled[0] < 0.9
+    found = measure(DraftTrainee.of(str(folder), ends), store, 3)
+    assert found == Acceptance((1.0, 1.0, 1.0), 9)  # 13 tokens are the first, and 3 times 3 + 1
+    assert measure(DraftTrainee.new(ends, Size(), tokenizer), store, 3).kept < 0.5
+
+
+def test_drafts_follow_each_other_along_the_answer() -> None:
+    """Each begins behind the target's token, and keeps what is right in a row; by hand."""
+    hits = np.array([[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1, 1]], bool)
+    answered = np.array([0, 0, 1, 1, 1, 1, 1, 1], bool)
+    counted = np.array([0, 1, 1, 1, 1, 1, 1, 0], bool)
+    assert accepted_in_a_row(hits, answered, counted) == [2, 2]
+    hits[1, 3] = False
+    assert accepted_in_a_row(hits, answered, counted) == [1, 2]
+
+
+@pytest.mark.parametrize("kind", ["mtp", "medusa", "exit", "draft"])
+def test_what_is_printed_is_what_drafting_keeps(
+    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
+    target, tokenizer = loaded
+    plan = plan_of_prompts(folder, kind, steps=30)
+    printed = train(plan, *loaded, tmp_path)
+    drafter: Any = tmp_path
+    if kind == "draft":
+        drafter = load_model(tmp_path)[0]
+    prompts = read_prompts(plan.data.held_out, tokenizer)
+    drafted, kept = 0, 0
+    for prompt in prompts:
+        text = sd.generate(
+            target,
+            tokenizer,
+            prompt,
+            draft_model=drafter,
+            draft_length=3,
+            max_tokens=160 - len(prompt),
+        )
+        drafted += text.stats.drafted
+        kept += text.stats.accepted
+    assert printed.num_drafts > 20
+    assert kept / drafted == pytest.approx(printed.kept, abs=0.03)
+
+
+def test_prompts_are_read_and_not_learnt(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """Neither loss nor measurement depends on what the target says at places of the prompt."""
+    target, tokenizer = loaded
+    ids = np.random.default_rng(0).integers(0, 200, 20).tolist()
+    store = store_of(target, tmp_path, [learnt(ids, 12)], Features())
+    trainee = DraftTrainee.new(target_ends(target), Size(), tokenizer)
+    batch = store.batch([0])
+    honest = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])[0].item()
+    states = batch.features.head_input
+    for place, alike in ((10, True), (11, False)):  # which decides on the first token that is
+        other = mx.concatenate([-states[:, : place + 1], states[:, place + 1 :]], axis=1)
+        features = replace(batch.features, head_input=other)
+        changed, _ = loss_and_gradients(
+            trainee, replace(batch, features=features), LOSSES["forward-kl"]
+        )
+        assert (changed.item() == pytest.approx(honest, abs=1e-5)) == alike
+
+
+# Memory
+
+
+def trainee_of(kind: str, folder: Path, target: nn.Module, tokenizer: Any) -> Trainee:
+    """With random weights."""
+    mx.random.seed(1)
+    return KINDS[kind](plan_for(folder, kind), target, tokenizer, np.arange(40))
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, "mtp", "eagle3"))
+def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
+    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """And these are those of the formula, written down for all logits at once."""
+    target, tokenizer = loaded
+    trainee = trainee_of(kind, folder, target, tokenizer)
+    ids = np.random.default_rng(0).integers(0, 200, (2, 15)).tolist()
+    documents = [learnt(ids[0], 4), learnt(ids[1][:11], 6)]
+    batch = store_of(target, tmp_path, documents, trainee.features).batch([0, 1])
+
+    def formula() -> mx.array:
+        """Mean over the positions that count of KL(p || q), in the weights of the steps."""
+        logits = target_ends(target).logits(batch.features.head_input)
+        if trainee.vocabulary is not None:
+            logits = logits[..., trainee.vocabulary]
+        p = nn.log_softmax(logits)
+        each, weights = [], []
+        for step, (states, first) in enumerate(trainee.predictions(batch)):
+            size = states.shape[1]
+            q = nn.log_softmax(trainee.logits(states))
+            kl = mx.sum(mx.exp(p[:, first : first + size]) * (p[:, first : first + size] - q), -1)
+            counted = mx.array(batch.counted[:, first : first + size])
+            each.append(mx.sum(kl * counted) / counted.sum())
+            weights.append(0.8**step)
+        parts = [w * x for w, x in zip(weights, each, strict=True)]
+        return mx.sum(mx.stack(parts)) / sum(weights)
+
+    expected = nn.value_and_grad(trainee.module, formula)()
+    for rows in (3, 1000):
+        trainee.rows_at_once = rows
+        value, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
+        assert value.item() == pytest.approx(expected[0].item(), abs=1e-5)
+        theirs = dict(tree_flatten(expected[1]))
+        for name, gradient in tree_flatten(gradients):
+            assert mx.allclose(gradient, theirs[name], atol=1e-5, rtol=1e-4).item(), name
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStore]:
+    """A head for a target of many tokens, and windows for it."""
+    args = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "rms_norm_eps": 1e-5,
+        "vocab_size": 5000,
+    }
+    mx.random.seed(0)
+    target = llama.Model(llama.ModelArgs.from_dict(args))
+    ids = np.random.default_rng(0).integers(0, 5000, (8, 100)).tolist()
+    documents = [learnt(row) for row in ids]
+    store = store_of(target, tmp_path_factory.mktemp("wide"), documents, Features())
+    trainee = MTPTrainee(target_ends(target), Size(mlp=32, heads=2), 3, np.zeros(0))
+    trainee.rows_at_once = 20
+    return trainee, store
+
+
+def peak_of_an_update(trainee: Trainee, batch: Batch) -> int:
+    """Bytes in use while one is made, by all of it."""
+    optimizer = optim.AdamW(1e-3)
+    optimizer.init(trainee.module.trainable_parameters())
+    mx.eval(trainee.module.parameters(), optimizer.state)
+    mx.reset_peak_memory()
+    _, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
+    optimizer.update(trainee.module, gradients)
+    mx.eval(trainee.module.parameters(), optimizer.state)
+    return mx.get_peak_memory()
+
+
+def test_the_memory_of_an_update_is_known_before(wide: tuple[Trainee, FeatureStore]) -> None:
+    """What is said before the start is what is measured, within 30%."""
+    trainee, store = wide
+    first, further = memory_of_updates(trainee, store, LOSSES["forward-kl"])
+    for windows in (2, 8):
+        expected = first + (windows - 1) * further
+        peak = peak_of_an_update(trainee, store.batch(list(range(windows))))
+        assert peak == pytest.approx(expected, rel=0.3)
+
+
+def test_logits_are_not_held_for_all_rows_of_an_update(
+    wide: tuple[Trainee, FeatureStore],
+) -> None:
+    """To learn from 800 rows takes less than half the memory of their logits more than from 8."""
+    trainee, store = wide
+    batch = store.batch(list(range(8)))
+    few = replace(batch, answered=batch.answered & (np.arange(100) == 99))
+    more = peak_of_an_update(trainee, batch) - peak_of_an_update(trainee, few)
+    assert more < 0.5 * 800 * 5000 * 4
+
+
+def test_an_update_that_does_not_fit_is_lowered_or_refused(
+    wide: tuple[Trainee, FeatureStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For a given time there are fewer windows in it; else what to lower is said."""
+    monkeypatch.setattr(fitting, "memory_of_updates", lambda *_: (10 * 2**30, 2**30))
+    machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * 2**30 // 4096}
+    monkeypatch.setattr(fitting.os, "sysconf", machine.__getitem__)
+    assert within_memory(*wide, Schedule(batch=3)).batch == 3
+    assert within_memory(*wide, Schedule(batch=9, minutes=1)).batch == 3
+    with pytest.raises(TrainingError, match=r"takes about 19\.3 GB .*Lower --batch to 3"):
+        within_memory(*wide, Schedule(batch=9))
+    machine["SC_PHYS_PAGES"] //= 2
+    with pytest.raises(TrainingError, match="Lower --window or --draft-vocab"):
+        within_memory(*wide, Schedule(batch=9, minutes=1))
+
+
+# Time
+
+
+def test_minutes_are_for_all_of_it(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that strikes whenever it is looked at: answers first, then updates."""
+    now = iter(np.arange(0, 1000, 0.5).tolist())
+    monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
+    (tmp_path / "many.txt").write_text("\n".join(f"{WORDS} {i}" for i in range(300)))
+    plan = plan_of_prompts(folder, "medusa", minutes=3)
+    data = replace(plan.data, prompts=(str(tmp_path / "many.txt"),))
+    train(replace(plan, data=data), *loaded, tmp_path / "out", work=tmp_path / "w", keep_work=True)
+    assert 180 <= next(now) < 190
+    assert 30 < len(answering.stored(tmp_path / "w" / "answers.jsonl")) < 300
+    report = json.loads((tmp_path / "out" / "training.json").read_text())
+    assert 7 <= len(report["curve"]) <= 9
+    assert report["curve"][-1]["tokens"] > report["curve"][0]["tokens"] > 0
+
+
+def test_the_clock_goes_on_after_a_pause(tmp_path: Path) -> None:
+    """What was kept counts, and the time between two runs does not."""
+    (tmp_path / "seconds").write_text("100")
+    clock = Clock(tmp_path / "seconds")
+    assert 100 <= clock.seconds() < 110
+    clock.keep()
+    assert 100 <= Clock(tmp_path / "seconds").seconds() < 120
+
+
+def test_the_bar_moves_with_every_update(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while answers are written, at every token, and at least once a second."""
+    bars: list[Any] = []
+
+    class Bar(fitting.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
+            self.moved = 0
+            bars.append(self)
+
+        def update(self, n: float = 1) -> Any:
+            self.moved += 1
+            return super().update(n)
+
+    monkeypatch.setattr(fitting, "tqdm", Bar)
+    monkeypatch.setattr(answering, "tqdm", Bar)
+    train(plan_of_prompts(folder, "medusa"), *loaded, tmp_path)
+    assert [bar.desc.split(":")[0] for bar in bars] == ["answers", "training"]
+    assert all(bar.mininterval <= 1 and bar.miniters == 0 for bar in bars)
+    assert bars[0].moved > 100
+    assert bars[1].moved == 6
 
 
 # Saving
@@ -398,7 +724,22 @@ def test_saved_heads_load_and_are_lossless(
     assert account == plain
     assert str(tmp_path) in drafter.describe()
     assert sd.generate(target, tokenizer, prompt, draft_model=tmp_path, max_tokens=40) == plain
-    assert not (tmp_path / "work").exists()
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == 3 * [".json"] + [".safetensors"]
+
+
+def test_a_prediction_layer_may_choose_among_fewer_tokens(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    """It proposes those alone, when it is loaded too, and learns on with them."""
+    target = loaded[0]
+    train(plan_for(folder, "mtp"), *loaded, tmp_path)
+    ids = mx.load(str(tmp_path / "model.safetensors"))["d2t"] + mx.arange(64)
+    head = sd.load_head(tmp_path, target).head
+    assert "64 of 268 tokens" in head.notes()
+    logits = head.logits(mx.random.normal((3, head.width)))
+    assert sorted(mx.argsort(-logits[0])[:64].tolist()) == sorted(ids.tolist())
+    assert mx.isinf(logits).sum().item() == 3 * (268 - 64)
+    assert learning_on(tmp_path, target).trainer.trainee.vocabulary.tolist() == ids.tolist()
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
@@ -433,7 +774,7 @@ def test_an_exit_that_is_not_whole_is_refused(
     tensors = mx.load(str(tmp_path / "model.safetensors"))
     del tensors[missing]
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    with pytest.raises(HeadError, match=rf"(?s)no complete exit.*{re.escape(missing)}"):
+    with pytest.raises(HeadError, match=rf"(?s)make no head that runs.*{re.escape(missing)}"):
         sd.load_head(tmp_path, loaded[0])
 
 
@@ -464,9 +805,9 @@ def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
 def test_a_saved_draft_model_is_a_model_of_its_own(
     folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
-    """mlx-lm loads it with the target's tokenizer; what it learnt on its own text counts too."""
+    """mlx-lm loads it with the target's tokenizer."""
     target, tokenizer = loaded
-    train(plan_for(folder, "draft", on_policy=0.5), *loaded, tmp_path)
+    train(plan_for(folder, "draft"), *loaded, tmp_path)
     draft, theirs = load_model(tmp_path)
     assert theirs.get_vocab() == tokenizer.get_vocab()
     prompt = tokenizer.encode(WORDS)
@@ -590,17 +931,15 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
         folder,
         "--kind",
         "medusa",
-        "--texts",
-        folder.parent / "text.txt",
+        "--prompts",
+        folder.parent / "prompts.txt",
         "--out",
         tmp_path / "head",
         "--window",
-        "32",
+        "160",
         "--steps",
         "3",
         "--batch",
-        "2",
-        "--continuations",
         "2",
         "--temps",
         "1,0",
@@ -608,7 +947,9 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
         "forward-kl+tv",
     )
     assert done.returncode == 0, done.stderr
-    assert "accepted by position, greedy 0." in done.stdout
+    assert "on held-out text 0." in done.stdout
+    assert "On text that it is trained on: 0." in done.stdout
+    assert "windows takes about 0.0 GB of memory" in done.stdout
     report = json.loads((tmp_path / "head" / "training.json").read_text())
     assert len(report["acceptance"]["greedy"]) == 3
     assert (tmp_path / "head" / "model.safetensors").exists()
@@ -634,11 +975,11 @@ def test_online_learns_in_a_command_and_saves_at_its_end(
     ("flags", "expected"),
     [
         (["--texts", "missing.txt"], "There is no file missing.txt"),
-        (["--window", "4000"], "too few for 2 windows of 4000"),
-        (["--on-policy", "0.5"], "writes nothing alone"),
-        (["--on-policy", "2"], "expected a share from 0 to 1"),
+        (["--window", "4000"], "too short for a window of 4000"),
         (["--temps", "-1"], "expected temperatures of at least 0"),
-        (["--loss", "js"], "expected forward-kl, reverse-kl, tv"),
+        (["--loss", "js"], "invalid choice: 'js'"),
+        (["--minutes", "0"], "expected an int >= 1"),
+        (["--prompts", "x.txt"], "not allowed with argument"),
         (["--kind", "exit", "--layers", "9"], "Early exit after 9 layers: expected 1 to"),
         (["--kind", "eagle3", "--layers", "0,1,2"], "Layer 0 cannot be the first"),
     ],
@@ -660,10 +1001,55 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     assert expected in done.stderr
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}'])
+def test_ctrl_c_ends_in_a_sentence(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where what is done is kept, and how to go on; which then does."""
+    monkeypatch.setattr(fitting, "SECONDS", -1.0)
+    honest = fitting.keep
+
+    def interrupted(*args: Any) -> None:
+        honest(*args)
+        raise KeyboardInterrupt
+
+    text = folder.parent / "text.txt"
+    flags = ["train", "--model", folder, "--kind", "medusa", "--texts", text, "--steps", "2"]
+    arguments = [str(x) for x in (*flags, "--window", "32", "--out", tmp_path / "head")]
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "keep", interrupted)
+        assert main(arguments) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("type the same command again, and it goes on from the last checkpoint.")
+    assert str(tmp_path / "head") in said
+    assert (tmp_path / "head" / "checkpoint.safetensors").exists()
+    assert main(arguments) == 0
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
 def test_a_line_that_is_no_document_is_named(
     line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line + "\n")
     with pytest.raises(TrainingError, match=r"a\.jsonl, line 2"):
-        list(read_documents([tmp_path / "a.jsonl"], loaded[1]))
+        list(read_documents([str(tmp_path / "a.jsonl")], loaded[1]))
+
+
+@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
+def test_a_line_that_is_no_prompt_is_named(
+    line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(TrainingError, match=r"a\.jsonl, line 2"):
+        read_prompts([str(tmp_path / "a.jsonl")], loaded[1])
+
+
+def test_prompts_that_leave_no_room_for_an_answer_are_counted(
+    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
+) -> None:
+    plan = plan_of_prompts(folder, "medusa")
+    short = replace(plan, data=replace(plan.data, window=20))
+    with pytest.raises(TrainingError, match="Of 15 prompts 0 are no longer than half a window"):
+        train(short, *loaded, tmp_path)

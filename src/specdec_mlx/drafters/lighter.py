@@ -34,6 +34,9 @@ BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (64, 32)
 """Weights that share a scale; the first that divides a layer's width is taken."""
 
+HEADS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
+"""Modules that make logits, a row of their weights for each token."""
+
 OUTSIDE = -200.0
 """Logit of a token outside a sub-vocabulary: at temperature 1 its probability is 0 in float32.
 
@@ -278,7 +281,7 @@ class TiedHead(nn.Module):  # type: ignore[misc]
         """Take the embeddings [V, D], and the rows that are left [Vd]."""
         super().__init__()
         self.embedding = embedding
-        self.head = _rows(embedding, tokens)
+        self.head = some_rows(embedding, tokens)
 
     @property
     def weight(self) -> mx.array:
@@ -338,7 +341,7 @@ def _possible_heads(
     A model with a head of its own has embeddings of V rows as well.
     """
     for kinds, narrowed in (
-        (nn.Linear | nn.QuantizedLinear, _rows),
+        (nn.Linear | nn.QuantizedLinear, some_rows),
         (nn.Embedding | nn.QuantizedEmbedding, TiedHead),
     ):
         for path, module in model.named_modules():
@@ -346,7 +349,7 @@ def _possible_heads(
                 yield path, narrowed
 
 
-def _rows(module: nn.Module, tokens: mx.array) -> nn.Module:
+def some_rows(module: nn.Module, tokens: mx.array) -> nn.Module:
     """A layer or an embedding with some of its rows, quantized as it was."""
     narrowed = copy.copy(module)
     for name in ("weight", "scales", "biases", "bias"):

@@ -31,27 +31,13 @@ def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
         shares = [point["greedy"][i] for point in curve]
         style: Any = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         ax.plot(steps, shares, label=f"position {i + 1}", markersize=4, **style)
-    label_axes(ax, "Learning curve, held-out text", "updates", "likeliest token the same")
+    label_axes(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
     legend(ax)
     return figure_of(ax)
 
 
-def loss_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
-    """Loss over the updates, its mean since the measurement before.
-
-    Args:
-        report: contents of the `training.json` that a training writes.
-        ax: axes to draw into, a new plot if None.
-    """
-    ax = axes_or_new(ax)
-    curve = report["curve"]
-    ax.plot([p["step"] for p in curve], [p["loss"] for p in curve], "o-", color=COLOURS[0])
-    label_axes(ax, "Loss", "updates", report["plan"]["schedule"]["loss"])
-    return figure_of(ax)
-
-
 def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) -> Figure:
-    """Chance of acceptance at temperature 1 by position in the draft, for several trainings.
+    """Share of the drafts that is kept, by position, for several trainings.
 
     Args:
         reports: what each is called -> contents of its `training.json`.
@@ -59,10 +45,10 @@ def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) ->
     """
     ax = axes_or_new(ax)
     for i, (name, report) in enumerate(reports.items()):
-        chances = report["acceptance"]["sampled"]
+        chances = report["acceptance"]["greedy"]
         style: Any = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
         ax.plot(range(1, len(chances) + 1), chances, label=name, **style)
-    label_axes(ax, "Acceptance, held-out text", "position in the draft", "sum(min(p, q))")
+    label_axes(ax, "Acceptance, held-out text", "position in the draft", "kept, and all before it")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     legend(ax)
     return figure_of(ax)

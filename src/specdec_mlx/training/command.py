@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.training.fitting import Schedule
-from specdec_mlx.training.losses import parse_loss
+from specdec_mlx.training.losses import LOSSES
 from specdec_mlx.training.run import KINDS, Data, Plan, train
 from specdec_mlx.training.trainees import TYPES, Size
 
@@ -25,10 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_data(group: argparse._ArgumentGroup) -> None:
     count = argument(positive_int)
-    group.add_argument(
+    source = group.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--prompts",
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="what the target answers: a question a line, or .jsonl with turns, messages or prompt",
+    )
+    source.add_argument(
         "--texts",
         nargs="+",
-        required=True,
+        default=[],
         metavar="FILE",
         help="a document each, or .jsonl in mlx-lm's formats for fine-tuning",
     )
@@ -37,21 +48,14 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         nargs="+",
         default=[],
         metavar="FILE",
-        help="texts to measure on (default: a twentieth of the others)",
-    )
-    group.add_argument(
-        "--continuations",
-        type=argument(_natural),
-        default=0,
-        metavar="N",
-        help="windows of text that the target writes itself, to learn from (%(default)s)",
+        help="others of the kind to measure on (default: a twentieth of them)",
     )
     group.add_argument(
         "--temps",
         type=argument(_temps),
-        default=(1.0, 0.5),
+        default=Data().temps,
         metavar="T,T",
-        help="temperatures at which it writes them, 0 for greedy (1,0.5)",
+        help="temperatures at which it answers each prompt, 0 for greedy (0,1)",
     )
     group.add_argument("--window", type=count, default=512, help="tokens of a window (%(default)s)")
     group.add_argument(
@@ -64,6 +68,12 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 def _add_schedule(group: argparse._ArgumentGroup) -> None:
     count, defaults = argument(positive_int), Schedule()
+    group.add_argument(
+        "--minutes",
+        type=count,
+        metavar="N",
+        help="how long it may take in all: for as many answers and updates as there is time for",
+    )
     group.add_argument("--steps", type=count, default=defaults.steps, help="updates (%(default)s)")
     group.add_argument(
         "--batch", type=count, default=defaults.batch, help="windows an update (%(default)s)"
@@ -76,17 +86,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         help="its peak (%(default)s)",
     )
     group.add_argument(
-        "--loss",
-        type=argument(parse_loss),
-        default=defaults.loss,
-        help="forward-kl, reverse-kl, tv, or a sum such as forward-kl+tv (%(default)s)",
-    )
-    group.add_argument(
-        "--on-policy",
-        type=argument(_share),
-        default=0.0,
-        metavar="SHARE",
-        help="share of the updates on text that a draft model or exit wrote itself (%(default)s)",
+        "--loss", choices=LOSSES, default=defaults.loss, help="what it minimises (%(default)s)"
     )
     group.add_argument(
         "--draft-steps",
@@ -95,14 +95,7 @@ def _add_schedule(group: argparse._ArgumentGroup) -> None:
         metavar="K",
         help="tokens of the drafts that mtp and eagle3 are trained on (%(default)s)",
     )
-    group.add_argument(
-        "--evaluate",
-        type=count,
-        default=defaults.evaluate,
-        metavar="N",
-        help="updates between two measurements on held-out text (%(default)s)",
-    )
-    group.add_argument("--seed", type=argument(_natural), default=0, help="(%(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="(%(default)s)")
 
 
 def _add_size(group: argparse._ArgumentGroup) -> None:
@@ -121,7 +114,9 @@ def _add_size(group: argparse._ArgumentGroup) -> None:
         help="eagle3: layers it reads, from 0; exit: layers that draft; draft: its depth",
     )
     group.add_argument(
-        "--draft-vocab", type=count, help="eagle3: tokens it can propose (at most 32000)"
+        "--draft-vocab",
+        type=count,
+        help="tokens that it can propose (eagle3: at most 32000; mtp: all)",
     )
     group.add_argument("--guesses", type=count, default=3, help="medusa: heads (%(default)s)")
     group.add_argument(
@@ -138,61 +133,31 @@ def main(args: argparse.Namespace) -> int:
     """Train, and print the acceptance."""
     plan = plan_of(args)
     target, tokenizer = load_model(args.model)
-    acceptance = train(plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work)
-    print(f"{args.out}: {acceptance}, over {acceptance.num_positions} positions.")
+    try:
+        acceptance = train(
+            plan, target, tokenizer, args.out, work=args.work, keep_work=args.keep_work
+        )
+    except KeyboardInterrupt:
+        print(
+            f"\nStopped. What is done is kept in {args.out}: type the same command again, and it "
+            "goes on from the last checkpoint.",
+            file=sys.stderr,
+        )
+        return 130
+    print(f"{args.out}: on held-out text {acceptance}, in {acceptance.num_drafts} drafts.")
     return 0
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """What the flags say."""
-    return Plan(
-        model=args.model,
-        kind=args.kind,
-        data=Data(
-            texts=tuple(args.texts),
-            held_out=tuple(args.held_out),
-            window=args.window,
-            continuations=args.continuations,
-            temps=args.temps,
-            opening=min(64, args.window // 4),
-            seed=args.seed,
-        ),
-        size=Size(
-            width=args.width,
-            mlp=args.mlp,
-            heads=args.heads,
-            kv_heads=args.kv_heads,
-            head_dim=args.head_dim,
-            layers=args.layers,
-            draft_vocab=args.draft_vocab,
-            guesses=args.guesses,
-        ),
-        schedule=Schedule(
-            steps=args.steps,
-            batch=args.batch,
-            learning_rate=args.learning_rate,
-            loss=args.loss,
-            on_policy=args.on_policy,
-            evaluate=args.evaluate,
-            seed=args.seed,
-        ),
-        num_steps=args.draft_steps,
-        init=args.init,
-        dtype=args.dtype,
-    )
+    named = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
+    parts = {"data": _of(Data, args), "size": _of(Size, args), "schedule": _of(Schedule, args)}
+    return Plan(**named, **parts, num_steps=args.draft_steps)
 
 
-def _natural(text: str) -> int:
-    """An int of at least 0; raises ValueError."""
-    return 0 if text == "0" else positive_int(text)
-
-
-def _share(text: str) -> float:
-    """A number from 0 to 1; raises ValueError."""
-    share = float(text)
-    if not 0 <= share <= 1:
-        raise ValueError(f"{text!r}: expected a share from 0 to 1.")
-    return share
+def _of(kind: type, args: argparse.Namespace) -> Any:
+    """A dataclass each of whose fields has a flag of its name."""
+    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def _temps(text: str) -> tuple[float, ...]:

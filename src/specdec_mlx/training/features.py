@@ -6,7 +6,7 @@ work. 16 bits are kept of each number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,13 +17,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.training.files import save_numpy
+from specdec_mlx.training.files import load_arrays, save_arrays
 from specdec_mlx.types import FeatureRows, Features
 
-SHARD = 64
-"""Windows in a file."""
-
-HEAD_INPUT = "head_input"
+HEAD_INPUT, BEST = "head_input", "best"
 LARGEST = float(np.finfo(np.float16).max)
 
 
@@ -31,11 +28,20 @@ LARGEST = float(np.finfo(np.float16).max)
 class Batch:
     """Windows of text, and what the target showed of them.
 
-    tokens: [batch, window]. features: each array is [batch, window, D], float32.
+    tokens: [batch, window]. features: each array is [batch, window, D], float32. answered:
+    [batch, window] which tokens are learnt. best: [batch, window] the target's likeliest next one.
     """
 
     tokens: mx.array
     features: FeatureRows
+    answered: np.ndarray
+    best: np.ndarray
+
+    @property
+    def counted(self) -> np.ndarray:
+        """[batch, window] the positions whose next token is learnt."""
+        counted: np.ndarray = np.pad(self.answered[:, 1:], [(0, 0), (0, 1)])
+        return counted
 
 
 class FeatureStore:
@@ -43,16 +49,20 @@ class FeatureStore:
 
     Args:
         folder: where the files are.
-        windows: int32 [n, window].
+        windows: int32 [n, window, 2], see `texts`; what is behind the last token that is learnt is
+            left out.
         wanted: what is kept; the head's input always is, for the target's own distribution.
+
+    lengths: [n] tokens of each window.
     """
 
     def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
         """Nothing is computed yet."""
         self.folder = folder
-        self.windows = windows
+        self.windows = windows[..., 0]
+        self.answered = windows[..., 1] > 0
+        self.lengths = windows.shape[1] - np.argmax(self.answered[:, ::-1], axis=1)
         self.layers = tuple(wanted.layers)
-        self._open: dict[Path, np.ndarray] = {}
 
     def __len__(self) -> int:
         """How many windows."""
@@ -64,42 +74,21 @@ class FeatureStore:
         Raises:
             UnreadableError: the target does not show what is wanted.
         """
-        shards = list(range(0, len(self), SHARD))
-        missing = [i for i in shards if not all(path.exists() for path in self._paths(i).values())]
-        if not missing:
-            return
         taps = reading(target, self.layers)
-        for start in tqdm(missing, "features", leave=False):
-            rows = [read(target, taps, window) for window in self.windows[start : start + SHARD]]
-            for name, path in self._paths(start).items():
-                save_numpy(path, _packed(mx.stack([_named(row, name) for row in rows])))
+        for i in tqdm(range(len(self)), "features", leave=False, mininterval=1):
+            if not self._path(i).exists():
+                rows = read(target, taps, self.windows[i, : self.lengths[i]])
+                save_arrays(self._path(i), {name: _packed(x) for name, x in rows.items()})
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of the windows."""
-        arrays = {
-            name: mx.stack([self._unpacked(name, i) for i in indices]) for name in self._names()
-        }
-        layers = {layer: arrays[f"layer-{layer}"] for layer in self.layers}
-        tokens = mx.array(self.windows[list(indices)])
-        return Batch(tokens, FeatureRows(layers=layers, head_input=arrays[HEAD_INPUT]))
+        """Some of the windows, as long as the longest of them."""
+        length = int(self.lengths[list(indices)].max())
+        tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
+        return _batch(mx.array(tokens), answered, [load_arrays(self._path(i)) for i in indices])
 
-    def _names(self) -> Iterator[str]:
-        yield HEAD_INPUT
-        yield from (f"layer-{layer}" for layer in self.layers)
-
-    def _paths(self, start: int) -> dict[str, Path]:
-        """Name of an array -> its file, for the windows from `start` on."""
-        return {name: self.folder / f"{name}-{start // SHARD:05}.npy" for name in self._names()}
-
-    def _unpacked(self, name: str, index: int) -> mx.array:
-        """[window, D] of one window."""
-        path = self._paths(index)[name]
-        if path not in self._open:
-            self._open[path] = np.load(path, mmap_mode="r")
-        array = mx.array(self._open[path][index % SHARD])
-        if array.dtype == mx.uint16:
-            array = array.view(mx.bfloat16)
-        return array.astype(mx.float32)
+    def _path(self, index: int) -> Path:
+        """File of a window, for these layers."""
+        return self.folder / f"{'-'.join(map(str, (index, *self.layers)))}.safetensors"
 
 
 def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
@@ -107,37 +96,40 @@ def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
     return Taps(target, Features(head_input=True, layers=tuple(layers)))
 
 
-def read(target: nn.Module, taps: Taps, window: np.ndarray) -> FeatureRows:
-    """Features of one window [window], from a pass of its own."""
+def read(target: nn.Module, taps: Taps, window: np.ndarray) -> dict[str, mx.array]:
+    """What a pass of its own over one window [window] shows, by name."""
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     assert taps.features is not None
-    mx.eval(logits, taps.features.head_input, *taps.features.layers.values())
-    return taps.features
+    assert taps.features.head_input is not None
+    rows = {BEST: mx.argmax(logits, axis=-1).astype(mx.int32), HEAD_INPUT: taps.features.head_input}
+    rows |= {f"layer-{layer}": states for layer, states in taps.features.layers.items()}
+    mx.eval(rows)
+    return rows
 
 
 def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
-    """Windows [batch, window] that no file holds."""
+    """Windows [batch, window] that no file holds, all of which is learnt."""
     taps = reading(target, layers)
     rows = [read(target, taps, window) for window in np.array(tokens)]
-    arrays = {
-        name: mx.stack([_named(row, name).astype(mx.float32) for row in rows])
-        for name in (HEAD_INPUT, *(f"layer-{layer}" for layer in layers))
-    }
-    named = {layer: arrays[f"layer-{layer}"] for layer in layers}
-    return Batch(tokens, FeatureRows(layers=named, head_input=arrays[HEAD_INPUT]))
+    return _batch(tokens, np.ones(tokens.shape, bool), rows)
 
 
-def _named(rows: FeatureRows, name: str) -> mx.array:
-    """The array [window, D] of a name."""
-    if name == HEAD_INPUT:
-        assert rows.head_input is not None
-        return rows.head_input
-    return rows.layers[int(name.removeprefix("layer-"))]
+def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
+    """Windows of what `read` gave of each."""
+    arrays = {}
+    for name, first in rows[0].items():
+        wide = mx.zeros((*tokens.shape, *first.shape[1:]))
+        for i, row in enumerate(rows):
+            wide[i, : row[name].shape[0]] = row[name]
+        arrays[name] = wide
+    best, head_input = np.array(arrays.pop(BEST)), arrays.pop(HEAD_INPUT)
+    layers = {int(name.removeprefix("layer-")): x for name, x in arrays.items()}
+    return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
 
 
-def _packed(x: mx.array) -> np.ndarray:
-    """16 bits a number: float16 where it can hold them all, or else bfloat16 as its bits."""
-    if x.dtype == mx.bfloat16 or float(mx.abs(x).max()) > LARGEST:
-        return np.array(x.astype(mx.bfloat16).view(mx.uint16))
-    return np.array(x.astype(mx.float16))
+def _packed(x: mx.array) -> mx.array:
+    """16 bits a number: float16 where it can hold them all, or else bfloat16."""
+    if x.dtype in (mx.int32, mx.bfloat16):
+        return x
+    return x.astype(mx.float16 if float(mx.abs(x).max()) <= LARGEST else mx.bfloat16)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from specdec_mlx.errors import TrainingError
 
@@ -30,21 +30,33 @@ def load_arrays(path: Path) -> dict[str, mx.array]:
     return dict(loaded)
 
 
-def save_numpy(path: Path, array: np.ndarray) -> None:
-    """Write one array, so that parts of it can be read."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    with partial.open("wb") as file:
-        np.save(file, array)
-    os.replace(partial, path)
-
-
 def save_json(path: Path, value: Any) -> None:
     """Write a value as JSON."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"partial-{path.name}")
     partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     os.replace(partial, path)
+
+
+class Clock:
+    """Seconds that a training has taken, over all runs of it.
+
+    Args:
+        path: file that keeps them.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Go on from what was kept."""
+        self.path = path
+        self._began = time.monotonic() - (json.loads(path.read_text()) if path.exists() else 0)
+
+    def seconds(self) -> float:
+        """So far."""
+        return time.monotonic() - self._began
+
+    def keep(self) -> None:
+        """Write them."""
+        save_json(self.path, self.seconds())
 
 
 def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:

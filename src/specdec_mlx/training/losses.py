@@ -7,10 +7,20 @@ tokens; the target's is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 from jaxtyping import Float
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+
+from specdec_mlx.training.features import Batch
+from specdec_mlx.training.trainees import Trainee
+
+DECAY = 0.8
+"""Weight of a draft's next position, of that of the one before: later tokens matter less often."""
 
 Divergence = Callable[[mx.array, mx.array], mx.array]
 """Log-probabilities [..., V] of p and of q -> a number [...] for each position."""
@@ -22,14 +32,6 @@ def forward_kl(
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
     difference = target_logprobs - draft_logprobs
     return mx.sum(_times(mx.exp(target_logprobs), difference), axis=-1)
-
-
-def reverse_kl(
-    target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
-) -> Float[mx.array, "*n"]:
-    """KL(q || p), in nats: q keeps to the likeliest of what p does."""
-    difference = draft_logprobs - target_logprobs
-    return mx.sum(_times(mx.exp(draft_logprobs), difference), axis=-1)
 
 
 def total_variation(
@@ -47,26 +49,62 @@ def _times(probs: mx.array, logs: mx.array) -> mx.array:
 
 LOSSES: dict[str, Divergence] = {
     "forward-kl": forward_kl,
-    "reverse-kl": reverse_kl,
     "tv": total_variation,
+    "forward-kl+tv": lambda p, q: forward_kl(p, q) + total_variation(p, q),
 }
 """Name -> loss."""
 
 
-def parse_loss(text: str) -> str:
-    """The names of losses with `+` between them, as they are; raises ValueError."""
-    unknown = [name for name in text.split("+") if name not in LOSSES]
-    if unknown:
-        raise ValueError(f"loss {unknown[0]!r}: expected {', '.join(LOSSES)}, or a sum with '+'.")
-    return text
+def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
+    """Mean divergence of each draft position, weighted by DECAY, and its gradients.
+
+    Logits, many times as wide as the states that they come from, are made for a few rows at a time,
+    and with them those states' gradients; from there on all rows go together.
+    """
+    head, (states, inside) = trainee.head_parameters(), zip(*drafted(trainee, batch), strict=True)
+    decay = DECAY ** np.arange(len(states))
+    shares = [x / max(1, x.sum()) * d / decay.sum() for x, d in zip(inside, decay, strict=True)]
+    assert batch.features.head_input is not None
+    read = batch.features.head_input[tuple(map(mx.array, batch.counted.nonzero()))]
+    slopes: list[list[mx.array]] = [[] for _ in states]
+    total, of_head = mx.array(0.0), tree_map(mx.zeros_like, head)
+    mx.eval(states, read)
+
+    def loss_of(given: Any, target: mx.array, weights: mx.array) -> mx.array:
+        trainee.module.update(given["head"])
+        logits = trainee.logits(given["states"]).astype(mx.float32)
+        size = min(logits.shape[-1], target.shape[-1])
+        each = compare(nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size]))
+        return mx.sum(weights * each)
+
+    for start in range(0, len(read), trainee.rows_at_once):
+        part = slice(start, start + trainee.rows_at_once)
+        target = trainee.target_logits(read[part]).astype(mx.float32)
+        for i, x in enumerate(states):
+            given, weights = (
+                {"states": x[part], "head": head},
+                mx.array(shares[i][part], mx.float32),
+            )
+            value, slope = mx.value_and_grad(loss_of)(given, target, weights)
+            of_head = tree_map(mx.add, of_head, slope["head"])
+            total += value
+            slopes[i].append(slope["states"])
+            mx.eval(total, slope["states"], of_head)
+    trainee.module.update(head)
+
+    def rest() -> mx.array:
+        rows = (x for x, _ in drafted(trainee, batch))
+        each = [mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)]
+        return mx.sum(mx.stack(each))
+
+    gradients = dict(tree_flatten(nn.value_and_grad(trainee.module, rest)()[1]))
+    gradients |= {name: gradients[name] + slope for name, slope in tree_flatten(of_head)}
+    return total, tree_unflatten(list(gradients.items()))
 
 
-def divergence(text: str) -> Divergence:
-    """The loss of a name, or the sum of several as in "forward-kl+tv"; raises ValueError."""
-    parts = [LOSSES[name] for name in parse_loss(text).split("+")]
-
-    def total(target_logprobs: mx.array, draft_logprobs: mx.array) -> mx.array:
-        each = [part(target_logprobs, draft_logprobs) for part in parts]
-        return mx.sum(mx.stack(each), axis=0)
-
-    return total
+def drafted(trainee: Trainee, batch: Batch) -> Iterator[tuple[mx.array, np.ndarray]]:
+    """States [n, D] of each draft position at the n places that count; which of them there are."""
+    row, place = batch.counted.nonzero()
+    for states, first in trainee.predictions(batch):
+        index = np.clip(place - first, 0, states.shape[1] - 1)
+        yield states[mx.array(row), mx.array(index)], index == place - first

@@ -1,81 +1,88 @@
-"""How many draft tokens would be accepted, by their position in the draft, on held-out text."""
+"""What drafting would keep: tokens of a draft accepted in a row, greedy, along a text."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
+from tqdm import tqdm
 
-from specdec_mlx.training.features import FeatureStore
+from specdec_mlx.training.features import Batch, FeatureStore
 from specdec_mlx.training.trainees import Trainee
 
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Chance of acceptance of each token of a draft, those before it being those of the text.
+    """What is kept of the drafts, if they are made one after the other along a text.
 
-    Over the second half of each held-out window, so that all have read at least half a window, and
-    all kinds are measured at the same positions.
+    As in greedy drafting each begins behind the token that the target made where the one before
+    ended. Prompts are read, and not drafted; along a text that the target did not write greedily,
+    what counts is its likeliest token at each place.
 
-    greedy: share where the likeliest token is the target's. sampled: mean of sum(min(p, q)), the
-    chance at temperature 1 (Leviathan et al. 2023, corollary 3.6). num_positions: of the text.
+    greedy: share of the drafts whose token at a position was kept, which takes that all before it
+    were. num_drafts: that were made.
     """
 
     greedy: tuple[float, ...]
-    sampled: tuple[float, ...]
-    num_positions: int
+    num_drafts: int
+
+    @property
+    def kept(self) -> float:
+        """Share of the drafted tokens."""
+        return sum(self.greedy) / len(self.greedy)
 
     def __str__(self) -> str:
-        """Both by position."""
-        greedy, sampled = (" ".join(f"{x:.3f}" for x in row) for row in (self.greedy, self.sampled))
-        return f"accepted by position, greedy {greedy}; at temperature 1 {sampled}"
-
-    def to_json(self) -> dict[str, Any]:
-        """As a dictionary."""
-        return asdict(self)
+        """The share, by position too, and what it brings."""
+        by_position = " ".join(f"{x:.3f}" for x in self.greedy)
+        tokens = 1 + sum(self.greedy)
+        return f"{self.kept:.3f} of the drafted tokens kept ({by_position}), {tokens:.2f} a pass"
 
 
-def measure(trainee: Trainee, held_out: FeatureStore) -> Acceptance:
-    """Measure on held-out windows."""
-    sums: list[np.ndarray] = []
-    count = 0
-    for i in range(len(held_out)):
-        batch = held_out.batch([i])
-        window = batch.tokens.shape[1]
-        begin = window // 2
-        target_logits = target_logits_of(trainee, batch.features.head_input)
-        rows = []
-        for logits, first in trainee.predictions(batch):
-            wide = widened(logits[0, max(0, begin - first) :], trainee)
-            rows.append(_compare(target_logits[0, max(begin, first) :][: wide.shape[0]], wide))
-        sums.append(np.array(mx.stack(rows)))
-        count += window - begin
-    total = np.sum(sums, axis=0) / max(1, count)
-    return Acceptance(tuple(total[:, 0].tolist()), tuple(total[:, 1].tolist()), count)
+def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
+    """Measure on the first windows."""
+    runs: list[int] = []
+    length = 1
+    for i in tqdm(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
+        batch = store.batch([i])
+        hits = hits_of(trainee, batch)
+        length = len(hits)
+        runs += accepted_in_a_row(hits, batch.answered[0], batch.counted[0])
+    kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(length)]
+    return Acceptance(tuple(kept), len(runs))
 
 
-def target_logits_of(trainee: Trainee, head_input: mx.array | None) -> mx.array:
-    """The target's own logits [..., V], of the input of its head."""
-    assert head_input is not None
-    return trainee.ends.logits(head_input).astype(mx.float32)
+def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
+    """[k, window] whether the token that is drafted k-th, behind each position, is the target's."""
+    hits = []
+    for states, first in trainee.predictions(batch):
+        ids = []
+        for start in range(0, states.shape[1], trainee.rows_at_once):
+            logits = trainee.logits(states[0, start : start + trainee.rows_at_once])
+            ids.append(np.array(mx.argmax(logits, axis=-1)))
+        drafted = np.concatenate(ids)
+        if trainee.vocabulary is not None:
+            drafted = np.array(trainee.vocabulary)[drafted]
+        behind = batch.best.shape[1] - first - len(drafted)
+        hits.append(np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, behind)))
+    return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
 
 
-def widened(logits: mx.array, trainee: Trainee) -> mx.array:
-    """Logits [n, V] of logits [n, Vd]: -inf for what cannot be proposed."""
-    if trainee.vocabulary is None:
-        return logits
-    wide = mx.full((logits.shape[0], trainee.ends.vocab_size), -mx.inf, logits.dtype)
-    wide[:, trainee.vocabulary] = logits
-    return wide
+def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
+    """How many tokens of each draft are kept.
 
-
-def _compare(target_logits: mx.array, draft_logits: mx.array) -> mx.array:
-    """[2]: how often the likeliest token is the same, and the sum of sum(min(p, q))."""
-    size = min(target_logits.shape[-1], draft_logits.shape[-1])
-    same = mx.argmax(target_logits, axis=-1) == mx.argmax(draft_logits, axis=-1)
-    p, q = (mx.exp(nn.log_softmax(x))[:, :size] for x in (target_logits, draft_logits))
-    overlap = mx.minimum(p, q).sum()
-    return mx.stack([same.sum().astype(mx.float32), overlap])
+    Args:
+        hits: [k, window] see `hits_of`.
+        answered: [window] tokens that the target wrote, behind which drafts may begin.
+        counted: [window] positions behind which it wrote one more.
+    """
+    runs = []
+    place = 0
+    while place < len(counted):
+        run = 0
+        if answered[place] and counted[place]:
+            while run < len(hits) and counted[place + run] and hits[run, place + run]:
+                run += 1
+            runs.append(run)
+        place += run + 1
+    return runs

@@ -15,7 +15,7 @@ from mlx_lm.models import llama
 from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, ExitModel, final_norm
+from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch
@@ -41,6 +41,7 @@ class MedusaTrainee(Trainee):
             blocks[0].weight = mx.zeros_like(blocks[0].weight)
             blocks[0].bias = mx.zeros_like(blocks[0].bias)
         super().__init__(self.head, ends, self.head.features)
+        self.num_steps = size.guesses
         self.config = {
             "model_type": "medusa",
             "architectures": ["MedusaModel"],
@@ -54,7 +55,7 @@ class MedusaTrainee(Trainee):
         """Head i guesses what follows i + 1 tokens that it has not seen."""
         states = self.head.rows(batch.features)
         for i in range(len(self.head.blocks)):
-            yield Prediction(self.head.logits(states[:, : -1 - i], i), 1 + i)
+            yield Prediction(self.head.state(states[:, : -1 - i], i), 1 + i)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """As Medusa's authors have it, without matrices of their own."""
@@ -75,10 +76,11 @@ class ExitTrainee(Trainee):
         size: of the MLP.
     """
 
+    reads_text = True
+
     def __init__(self, target: nn.Module, ends: TargetEnds, num_layers: int, size: Size) -> None:
         """It begins as the target's own norm."""
-        self.shortened = first_layers(target, num_layers)
-        norm = final_norm(self.shortened)
+        norm = final_norm(first_layers(target, num_layers))
         self.num_layers = num_layers
         self.config = {
             "model_type": "early_exit",
@@ -96,15 +98,11 @@ class ExitTrainee(Trainee):
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """After every position, the next token."""
         states = batch.features.layers[self.num_layers - 1]
-        yield Prediction(self.ends.logits(self.exit(states)), 0)
+        yield Prediction(self.exit(states), 0)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """All that is trained."""
         return self.config, dict(tree_flatten(self.module.parameters()))
-
-    def writer(self) -> nn.Module:
-        """The first layers with this exit."""
-        return ExitModel(self.shortened, self.exit)
 
 
 class DraftTrainee(Trainee):
@@ -116,6 +114,8 @@ class DraftTrainee(Trainee):
         ends: of the target.
         tokenizer: the target's, as mlx-lm loads it.
     """
+
+    reads_text = True
 
     def __init__(
         self, model: nn.Module, config: dict[str, Any], ends: TargetEnds, tokenizer: Any
@@ -157,6 +157,10 @@ class DraftTrainee(Trainee):
         """After every position, the next token."""
         yield Prediction(self.module(batch.tokens), 0)
 
+    def logits(self, states: mx.array) -> mx.array:
+        """They are the states: as a whole, since models do more with them behind their heads."""
+        return states
+
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """A model of mlx-lm's."""
         return self.config, dict(tree_flatten(self.module.parameters()))
@@ -165,7 +169,3 @@ class DraftTrainee(Trainee):
         """The tokenizer too."""
         super().save(folder, dtype)
         self.tokenizer.save_pretrained(str(folder))
-
-    def writer(self) -> nn.Module:
-        """The model."""
-        return self.module

@@ -38,8 +38,7 @@ from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.training.features import live_batch
 from specdec_mlx.training.files import load_arrays
-from specdec_mlx.training.fitting import loss_of
-from specdec_mlx.training.losses import divergence
+from specdec_mlx.training.losses import LOSSES, loss_and_gradients
 from specdec_mlx.training.one_pass import DraftTrainee
 from specdec_mlx.training.run import KINDS, PLAN, Data, Plan, begin_with
 from specdec_mlx.training.trainees import Size, Trainee
@@ -75,7 +74,7 @@ class OnlineTrainer:
     Args:
         trainee: what is trained.
         target: what wrote the texts.
-        loss: see `losses.divergence`.
+        loss: see `losses.LOSSES`.
         bounds: what it may cost.
 
     num_updates: made so far.
@@ -99,7 +98,7 @@ class OnlineTrainer:
         self._has_new_text = False
         self._optimizer = optim.AdamW(bounds.learning_rate, weight_decay=0)
         self._optimizer.init(trainee.module.trainable_parameters())
-        self._compare = divergence(loss)
+        self._compare = LOSSES[loss]
         self._rng = np.random.default_rng(0)
 
     def begin(self, lesson: Lesson) -> None:
@@ -135,10 +134,10 @@ class OnlineTrainer:
         """
         self._has_new_text = False
         losses = []
-        step = nn.value_and_grad(self.trainee.module, self._loss)
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
-            value, gradients = step(mx.array(window)[None])
+            batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
+            value, gradients = loss_and_gradients(self.trainee, batch, self._compare)
             gradients, norm = optim.clip_grad_norm(gradients, 1.0)
             if math.isfinite(norm.item()):
                 self._optimizer.update(self.trainee.module, gradients)
@@ -146,10 +145,6 @@ class OnlineTrainer:
                 self.num_updates += 1
                 losses.append(value.item())
         return float(np.mean(losses)) if losses else None
-
-    def _loss(self, tokens: mx.array) -> mx.array:
-        batch = live_batch(self.target, tuple(self.trainee.features.layers), tokens)
-        return loss_of(self.trainee, batch, self._compare)
 
 
 class Lesson:
@@ -370,7 +365,7 @@ def _with_its_vocabulary(
     """What makes the trainee, with the tokens that the head proposes in place of windows."""
     offsets = load_arrays(folder / "model.safetensors").get("d2t")
     if offsets is None:
-        return plan, target, None, np.zeros((0, 0), np.int32)
+        return plan, target, None, np.zeros(0, np.int32)
     ids = np.array(offsets) + np.arange(offsets.shape[0])
     size = replace(plan.size, draft_vocab=len(ids))
-    return replace(plan, size=size), target, None, ids[None]
+    return replace(plan, size=size), target, None, ids

@@ -89,6 +89,7 @@ class RecursiveTrainee(Trainee):
 
     def __init__(self, head: MTPHead | Eagle3, ends: TargetEnds, num_steps: int) -> None:
         """See the class."""
+        self.vocabulary = None if head.vocabulary is None else head.vocabulary.ids
         super().__init__(head, ends, head.features)
         self.head = head
         self.num_steps = num_steps
@@ -100,20 +101,37 @@ class RecursiveTrainee(Trainee):
         caches = [StepCache() for _ in self.head.make_cache()]
         for step in range(self.num_steps):
             states = self.head.forward(states, tokens, caches)
-            yield Prediction(self.logits(states)[:, step:], 1 + step)
+            yield Prediction(states[:, step:], 1 + step)
             states = mx.concatenate([states[:, :1], states[:, :-1]], axis=1)
 
     def logits(self, states: mx.array) -> mx.array:
         """[..., Vd] of states [..., D]."""
-        return self.head.logits(states)
+        return self.head.draft_logits(states)
+
+    def head_parameters(self) -> Any:
+        """Its norm and matrix over the vocabulary, if it has them."""
+        parameters = self.module.trainable_parameters()
+        return {name: parameters[name] for name in ("norm", "lm_head") if name in parameters}
+
+    def offsets(self) -> dict[str, mx.array]:
+        """The tensor of its draft vocabulary, by the name that other programs read."""
+        known = self.vocabulary
+        return {} if known is None else {"d2t": (known - mx.arange(known.size)).astype(mx.int64)}
 
 
 class MTPTrainee(RecursiveTrainee):
-    """A multi-token prediction layer: one decoder layer of Llama's kind."""
+    """A multi-token prediction layer: one decoder layer of Llama's kind.
+
+    Args:
+        ends: of the target.
+        size: how large it becomes.
+        num_steps: tokens of the drafts that it is trained on.
+        tokens: [n] what its draft vocabulary is counted on, if it is to have one.
+    """
 
     head: MTPHead
 
-    def __init__(self, ends: TargetEnds, size: Size, num_steps: int) -> None:
+    def __init__(self, ends: TargetEnds, size: Size, num_steps: int, tokens: np.ndarray) -> None:
         """Random weights."""
         size = size.for_width(ends.width)
         self.config = {
@@ -122,14 +140,17 @@ class MTPTrainee(RecursiveTrainee):
             "num_hidden_layers": 1,
             **size.llama(ends.vocab_size),
         }
-        super().__init__(MTPHead(FAMILIES[MTP_TYPE], self.config, ends), ends, num_steps)
+        head = MTPHead(FAMILIES[MTP_TYPE], self.config, ends)
+        if size.draft_vocab is not None and size.draft_vocab < ends.vocab_size:
+            head.choose_among(frequent_vocabulary(tokens, size.draft_vocab, ends))
+        super().__init__(head, ends, num_steps)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """As MLX copies of such layers have it: names without a prefix."""
         names = FAMILIES[MTP_TYPE].names
         ours = {f"body.{LAYER}": LAYER, "body.norm.": f"{names['norm']}."}
         ours |= {f"{name}.": f"{theirs}." for name, theirs in names.items() if name != "norm"}
-        return self.config, _renamed(self.module, ours)
+        return self.config, _renamed(self.module, ours) | self.offsets()
 
 
 class Eagle3Trainee(RecursiveTrainee):
@@ -139,7 +160,7 @@ class Eagle3Trainee(RecursiveTrainee):
         ends: of the target.
         size: how large it becomes.
         num_steps: tokens of the drafts that it is trained on.
-        tokens: [n, window] what its draft vocabulary is counted on.
+        tokens: [n] what its draft vocabulary is counted on.
     """
 
     head: Eagle3
@@ -148,14 +169,13 @@ class Eagle3Trainee(RecursiveTrainee):
         """Random weights."""
         size = size.for_width(size.width or ends.width)
         layers = size.layers or spread(ends.num_layers)
-        ids = frequent_tokens(tokens, min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size))
-        self.offsets = mx.array(ids - np.arange(len(ids)), mx.int64)
+        num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
         self.config = {
             "model_type": "llama",
             "architectures": ["LlamaForCausalLMEagle3"],
             "num_hidden_layers": 1,
             **size.llama(ends.vocab_size),
-            "draft_vocab_size": len(ids),
+            "draft_vocab_size": num,
             "target_hidden_size": ends.width,
             "tie_word_embeddings": False,
             "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
@@ -163,16 +183,11 @@ class Eagle3Trainee(RecursiveTrainee):
         head = Eagle3(
             Eagle3Config.read(self.config, ends.num_layers),
             ends,
-            DraftVocabulary(self.offsets, ends.vocab_size),
+            frequent_vocabulary(tokens, num, ends),
             own_embeddings=ends.vocab_size if size.width != ends.width else 0,
-            own_head=len(ids),
+            own_head=num,
         )
         super().__init__(head, ends, num_steps)
-        self.vocabulary = mx.array(ids)
-
-    def logits(self, states: mx.array) -> mx.array:
-        """[..., Vd] over the draft vocabulary."""
-        return self.head.draft_logits(states)
 
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """As SafeAILab and SpecForge have it."""
@@ -180,7 +195,7 @@ class Eagle3Trainee(RecursiveTrainee):
         tensors = _renamed(self.module, ours)
         known = np.zeros(self.ends.vocab_size, bool)
         known[np.array(self.vocabulary)] = True
-        return self.config, tensors | {"d2t": self.offsets, "t2d": mx.array(known)}
+        return self.config, tensors | self.offsets() | {"t2d": mx.array(known)}
 
 
 def spread(num_layers: int) -> tuple[int, ...]:
@@ -201,6 +216,12 @@ def stored_ids(layers: tuple[int, ...]) -> list[int]:
             "from one that names outputs. Begin with layer 1."
         )
     return [layer if layers[0] == 1 else layer + 1 for layer in layers]
+
+
+def frequent_vocabulary(tokens: np.ndarray, count: int, ends: TargetEnds) -> DraftVocabulary:
+    """The `count` most frequent of the target's tokens."""
+    ids = frequent_tokens(tokens, count)
+    return DraftVocabulary(mx.array(ids - np.arange(count)), ends.vocab_size)
 
 
 def frequent_tokens(tokens: np.ndarray, count: int) -> np.ndarray:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -18,38 +19,51 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.continuations import continuations, write
-from specdec_mlx.training.features import Batch, FeatureStore, live_batch
-from specdec_mlx.training.files import begin_or_resume, load_arrays, save_arrays, save_json
-from specdec_mlx.training.fitting import Schedule, Write, fit
+from specdec_mlx.training.answers import answers
+from specdec_mlx.training.features import FeatureStore
+from specdec_mlx.training.files import (
+    Clock,
+    begin_or_resume,
+    load_arrays,
+    save_arrays,
+    save_json,
+)
+from specdec_mlx.training.fitting import CHECKPOINT, Schedule, fit, within_memory
 from specdec_mlx.training.measuring import Acceptance
 from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
 from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
-from specdec_mlx.training.texts import read_documents, split, stream_of, windows_of
+from specdec_mlx.training.texts import (
+    learnt,
+    padded,
+    read_documents,
+    read_prompts,
+    split,
+    stream_of,
+    windows_of,
+)
 from specdec_mlx.training.trainees import Size, Trainee
 
 PLAN, REPORT = "plan.json", "training.json"
 """What was asked for, and what came of it."""
 
-LEAST_WINDOWS = 2
-"""Windows without which there is nothing to train on and nothing to hold out."""
+ANSWERING = 0.4
+"""Part of a given time in which the target begins new answers."""
 
 
 @dataclass(frozen=True)
 class Data:
     """What is learnt from.
 
-    texts, held_out: files, see `texts.read_documents`; without held-out ones a part of the windows
-    is held out. window: tokens. continuations: windows of text that the target writes. temps: its
-    temperatures, taken in turn. opening: tokens of the texts before what it writes.
+    prompts: files of prompts that the target answers, see `texts.read_prompts`. texts: files of
+    texts instead, see `texts.read_documents`. held_out: others of the kind to measure on; without
+    them a part is held out. window: tokens. temps: at which each prompt is answered.
     """
 
-    texts: tuple[str, ...]
+    texts: tuple[str, ...] = ()
+    prompts: tuple[str, ...] = ()
     held_out: tuple[str, ...] = ()
     window: int = 512
-    continuations: int = 0
-    temps: tuple[float, ...] = (1.0, 0.5)
-    opening: int = 64
+    temps: tuple[float, ...] = (0.0, 1.0)
     seed: int = 0
 
 
@@ -93,76 +107,108 @@ def train(
         keep_work: whether it stays afterwards.
 
     Returns:
-        The acceptance by position on held-out text.
+        The acceptance on held-out text; that of a training which has ended is not found anew.
 
     Raises:
-        TrainingError: the texts cannot be used, or `out` holds a training with other settings.
+        TrainingError: the texts cannot be used, an update does not fit into memory, or `out` holds
+            a training with other settings.
         UnreadableError: the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
     begin_or_resume(out / PLAN, asdict(plan))
+    if (out / REPORT).exists():
+        return Acceptance(**json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
     begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
-    trained, held_out = windows(plan.data, target, tokenizer, work)
+    clock = Clock(out / "seconds.json")
+    trained, held_out = windows(plan, target, tokenizer, work, clock)
     mx.random.seed(plan.schedule.seed)
-    trainee = KINDS[plan.kind](plan, target, tokenizer, trained)
+    trainee = KINDS[plan.kind](plan, target, tokenizer, trained[..., 0][trained[..., 1] > 0])
     if plan.init is not None and plan.kind != "draft":
         begin_with(plan.init, trainee, target)
-    writes = own_text(trainee, target, plan)
     learnt = FeatureStore(work / "trained", trained, trainee.features)
     measured = FeatureStore(work / "held-out", held_out, trainee.features)
-    learnt.fill(target)
     measured.fill(target)
-    progress, acceptance = fit(trainee, learnt, measured, plan.schedule, out, writes)
+    learnt.fill(target)
+    schedule = within_memory(trainee, learnt, plan.schedule)
+    curve, acceptance, same = fit(trainee, learnt, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
-    report = {"plan": asdict(plan), "curve": progress.curve, "acceptance": acceptance.to_json()}
-    save_json(out / REPORT, report)
+    report = {"curve": curve, "acceptance": asdict(acceptance), "trained": asdict(same)}
+    save_json(out / REPORT, {"plan": asdict(plan), **report})
+    for path in (out / CHECKPOINT, clock.path):
+        path.unlink(missing_ok=True)
     if not keep_work:
         shutil.rmtree(work)
     return acceptance
 
 
 def windows(
-    data: Data, target: nn.Module, tokenizer: Any, work: Path
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [n, window] to train on, continuations behind the texts, and those held out."""
+    """Windows [n, window, 2] to train on, and those held out; see `texts` and `answers`."""
     path = work / "tokens.safetensors"
     if not path.exists():
-        save_arrays(path, {k: mx.array(x) for k, x in _of_texts(data, tokenizer).items()})
-    stored = {name: np.array(x) for name, x in load_arrays(path).items()}
-    trained, openings = stored["trained"], stored["openings"]
-    if len(openings):
-        own = continuations(target, openings, data.window, data.temps, work)
-        trained = np.concatenate([trained, own])
-    return trained, stored["held_out"]
+        if plan.data.prompts:
+            trained, held_out = _of_prompts(plan, target, tokenizer, work, clock)
+        else:
+            trained, held_out = _of_texts(plan.data, tokenizer)
+        save_arrays(path, {"trained": mx.array(trained), "held_out": mx.array(held_out)})
+    stored = load_arrays(path)
+    return np.array(stored["trained"]), np.array(stored["held_out"])
 
 
-def _of_texts(data: Data, tokenizer: Any) -> dict[str, np.ndarray]:
-    """Windows of the texts, and openings for the target to go on from."""
-    end = tokenizer.eos_token_id
+def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Windows of the texts; those held out are measured in their second half."""
 
-    def read(paths: Sequence[str]) -> np.ndarray:
-        return stream_of(read_documents([Path(path) for path in paths], tokenizer), end)
+    def read(paths: Sequence[str], stride: int) -> np.ndarray:
+        stream = stream_of(read_documents(paths, tokenizer), tokenizer.eos_token_id)
+        rows = windows_of(stream, data.window, stride)
+        return rows[rows[:, 1:, 1].any(axis=1)]
 
-    stream = read(data.texts)
-    trained = windows_of(stream, data.window, data.window)
-    if data.held_out:
-        held_out = windows_of(read(data.held_out), data.window, max(1, data.window // 2))
-    else:
-        trained, held_out = split(trained, data.seed)
-        stream = trained.ravel()
-    if len(trained) < LEAST_WINDOWS or not len(held_out):
+    trained, held_out = read(data.texts, data.window), read(data.held_out, data.window // 2)
+    if not data.held_out:
+        trained, held_out = (trained[rows] for rows in split(len(trained), data.seed))
+    if not len(trained) or not len(held_out):
         raise TrainingError(
-            f"The texts have {len(stream)} tokens, too few for {LEAST_WINDOWS} windows of "
-            f"{data.window} and one that is held out. Give more text, or smaller windows."
+            f"The texts are too short for a window of {data.window} tokens to train on and one "
+            "that is held out. Give more text, or smaller windows."
         )
-    rng = np.random.default_rng(data.seed)
-    starts = rng.integers(0, len(stream) - data.opening, size=data.continuations)
-    openings = np.array([stream[i : i + data.opening] for i in starts], np.int32)
-    return {
-        "trained": trained,
-        "held_out": held_out,
-        "openings": openings.reshape(-1, data.opening),
-    }
+    held_out[:, : data.window // 2, 1] = 0
+    return trained, held_out
+
+
+def _of_prompts(
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
+) -> tuple[np.ndarray, np.ndarray]:
+    """The target's answers; those that are held out come first, and are greedy."""
+    data, minutes = plan.data, plan.schedule.minutes
+    held_out, prompts = (read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
+    chosen, others = split(len(prompts), data.seed)
+    chosen += others if held_out else []
+    held_out = held_out or [prompts[i] for i in others]
+    prompts = held_out + [prompts[i] for i in chosen]
+    short = [i for i, prompt in enumerate(prompts) if len(prompt) <= data.window // 2]
+
+    def is_time() -> bool:
+        clock.keep()
+        return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
+
+    turns = [(0, i, 0.0) for i in short if i < len(held_out)]
+    for number, temp in enumerate(data.temps):
+        turns += [(number, i, temp) for i in short if i >= len(held_out)]
+    mx.random.seed(data.seed)
+    path = work / "answers.jsonl"
+    found = answers(target, tokenizer, prompts, data.window, turns, path, is_time)
+    rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
+    for (_, i, _), answer in found.items():
+        document = learnt(prompts[i] + answer, len(prompts[i]))
+        rows[i < len(held_out)].append(padded(document, data.window))
+    if not all(rows):
+        raise TrainingError(
+            f"Of {len(prompts)} prompts {len(short)} are no longer than half a window, and "
+            f"{len(rows[0])} were answered to train on and {len(rows[1])} to hold out. "
+            "Give more prompts, a larger window, or more time."
+        )
+    return np.stack(rows[0]), np.stack(rows[1])
 
 
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
@@ -199,32 +245,8 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
     trainee.module.set_dtype(mx.float32)
 
 
-def own_text(trainee: Trainee, target: nn.Module, plan: Plan) -> Write | None:
-    """What has the drafter write its own text at temperature 1, if some is asked for.
-
-    Raises:
-        TrainingError: it is asked for of a head, which has no text of its own.
-    """
-    if not plan.schedule.on_policy:
-        return None
-    model = trainee.writer()
-    if model is None:
-        raise TrainingError(
-            f"On-policy text of kind {plan.kind}: such a head reads states of what the target has "
-            "read, and writes nothing alone. Leave it out, or train a draft or an exit."
-        )
-    opening, layers = plan.data.opening, tuple(trainee.features.layers)
-
-    def make(tokens: mx.array, seed: int) -> Batch:
-        openings = np.array(tokens[:, :opening])
-        own = write(model, openings, tokens.shape[1], [1.0] * len(openings), seed=seed)
-        return live_batch(target, layers, own)
-
-    return make
-
-
 def _mtp(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    return MTPTrainee(target_ends(target), plan.size, plan.num_steps)
+    return MTPTrainee(target_ends(target), plan.size, plan.num_steps, trained)
 
 
 def _eagle3(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
@@ -253,4 +275,4 @@ KINDS: Mapping[str, Callable[[Plan, nn.Module, Any, np.ndarray], Trainee]] = {
     "exit": _exit,
     "draft": _draft,
 }
-"""Name -> what makes it, of the plan, the target, its tokenizer and the windows."""
+"""Name -> what makes it, of the plan, the target, its tokenizer and the tokens that are learnt."""

@@ -21,18 +21,21 @@ ROPE_THETA = 10000.0
 HEAD_DIM = 64
 """Width of an attention head where the number of heads is not said."""
 
+AT_ONCE = 2**22
+"""Logits that are made at a time, 16 MB for each position of a draft."""
+
 TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 """Name -> type of the weights in a file."""
 
 
 class Prediction(NamedTuple):
-    """Logits for the next draft token of many drafts at once.
+    """States whose logits are for the next draft token of many drafts at once.
 
-    logits: [batch, n, Vd]. first: position in the window after which the first of the n stands:
+    states: [batch, n, D]. first: position in the window after which the first of the n stands:
     row i is held against the target's own logits at position first + i.
     """
 
-    logits: mx.array
+    states: mx.array
     first: int
 
 
@@ -43,7 +46,8 @@ class Size:
     width: of the states inside, for EAGLE-3 and draft models. mlp: width of the MLP. heads,
     kv_heads: of attention. head_dim: width of each of them. layers: of the target that EAGLE-3
     reads, from 0; as a number, the layer after which an early exit leaves, or the depth of a draft
-    model. draft_vocab: tokens that EAGLE-3 can propose. guesses: Medusa heads.
+    model. draft_vocab: tokens that EAGLE-3 or a prediction layer can propose. guesses: Medusa
+    heads.
     """
 
     width: int | None = None
@@ -93,10 +97,14 @@ class Trainee(ABC):
         ends: of the target.
         features: what it reads of the target.
 
-    vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them.
+    vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them. num_steps:
+    tokens of the drafts that it is measured on. reads_text: whether it reads a draft's tokens like
+    others, so that its one prediction is for all places of a draft.
     """
 
     vocabulary: mx.array | None = None
+    num_steps = 3
+    reads_text = False
 
     def __init__(self, module: nn.Module, ends: TargetEnds, features: Features) -> None:
         """Training begins with these weights."""
@@ -104,18 +112,28 @@ class Trainee(ABC):
         self.module = module
         self.ends = ends
         self.features = features
+        vocabulary = self.vocabulary
+        self.target_logits = (ends if vocabulary is None else ends.narrowed(vocabulary)).logits
+        """[..., Vd] the target's own, of the input of its head."""
+        self.rows_at_once = max(
+            1, AT_ONCE // (ends.vocab_size if vocabulary is None else vocabulary.size)
+        )
 
     @abstractmethod
     def predictions(self, batch: Batch) -> Iterator[Prediction]:
         """What it predicts as the first token of a draft, as the second, and so on."""
 
+    def logits(self, states: mx.array) -> mx.array:
+        """[..., Vd] of states [..., D] that it predicts from."""
+        return self.target_logits(states)
+
+    def head_parameters(self) -> Any:
+        """Those of its parameters that `logits` uses, by the module's names."""
+        return {}
+
     @abstractmethod
     def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
         """Configuration and tensors, by the names that other programs read."""
-
-    def writer(self) -> nn.Module | None:
-        """A model that writes text of its own with these weights; None for what cannot."""
-        return None
 
     def save(self, folder: Path, dtype: str) -> None:
         """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""

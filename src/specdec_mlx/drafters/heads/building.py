@@ -267,6 +267,9 @@ def _mtp(files: HeadFiles, ends: TargetEnds, variant: Variant) -> Built:
     layers = [_mtp_layer(files, family, config, prefix, variant) for prefix in prefixes]
     head = mtp_head(family, config, ends, len(layers))
     if isinstance(head, MTPHead):
+        vocabulary = _vocabulary(files.read(files.names & {"d2t"})[0], ends)
+        if vocabulary is not None:
+            head.choose_among(vocabulary)
         return head, layers[0]
     return head, {f"layers.{i}.{n}": x for i, layer in enumerate(layers) for n, x in layer.items()}
 

@@ -30,6 +30,7 @@ from specdec_mlx.drafters.heads.variations import (
     otherwise,
     shifted_norms,
 )
+from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.target.strategies import leaves
 
 LAYER = "layers.0."
@@ -48,6 +49,7 @@ class MTPHead(FinalStateHead, RecurrentHead):
     """
 
     kind = "multi-token prediction"
+    vocabulary: DraftVocabulary | None = None
 
     def __init__(
         self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, depth: int = 0
@@ -93,8 +95,18 @@ class MTPHead(FinalStateHead, RecurrentHead):
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of the target's head, or of its own."""
+        logits = self.draft_logits(states)
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
+
+    def draft_logits(self, states: mx.array) -> mx.array:
+        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
         states = self.norm(states)
         return self.head(states) if "head" in self else self.ends.logits(states)
+
+    def choose_among(self, vocabulary: DraftVocabulary) -> None:
+        """Propose only these of the target's tokens, so that there are fewer logits to make."""
+        self.vocabulary = vocabulary
+        self.ends = self.ends.narrowed(vocabulary.ids)
 
     def make_cache(self) -> list[Any]:
         """As the target makes it for such a layer."""
@@ -126,6 +138,8 @@ class MTPHead(FinalStateHead, RecurrentHead):
         """What kind of layer, and what it reads."""
         where = "before" if self.pre_norm else "after"
         notes = [f"{self.family.architecture} layer", f"reads the state {where} the final norm"]
+        if self.vocabulary is not None:
+            notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
         return notes + (["the state comes first"] if self.family.hidden_first else [])
 
 

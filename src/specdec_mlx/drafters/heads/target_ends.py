@@ -8,13 +8,14 @@ states into logits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.errors import HeadError
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.keys_values import READABLE
@@ -53,6 +54,14 @@ class TargetEnds:
     num_layers: int
     dtype: mx.Dtype
     last_caches: Mapping[str, LastCache] = field(default_factory=dict)
+
+    def narrowed(self, ids: mx.array) -> TargetEnds:
+        """The same with logits [..., Vd] of some tokens alone."""
+        head: Any = getattr(self.logits, "__self__", self.logits)
+        if not isinstance(head, HEADS):
+            return replace(self, logits=lambda states: self.logits(states)[..., ids])
+        narrow = some_rows(head, ids)
+        return replace(self, logits=getattr(narrow, "as_linear", narrow))
 
 
 class _Call(NamedTuple):
