@@ -78,16 +78,6 @@ class Staircase:
             self.ratios[rows] = samples  # the latest stands last
             self._fitted = None
 
-    def add_rows(self, rows: int, plain_rows: int, seconds: float) -> None:
-        """Add a pass over several texts; plain_rows: rows of one in which nothing is drafted.
-
-        Plain ones say what a pass over one row would take, by what is believed of the two.
-        """
-        if rows == plain_rows:
-            self.add(1, seconds / self(rows))
-        else:
-            self.add(rows, seconds)
-
     def _forget(self) -> None:
         """Drop the oldest measurement of the width that was not used for longest."""
         if self.ratios:

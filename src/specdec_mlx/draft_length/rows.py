@@ -17,7 +17,8 @@ import mlx.core as mx
 from specdec_mlx.draft_length.auto import RATE_MEMORY
 from specdec_mlx.draft_length.chances import Chances, Scored, told
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, SURE
-from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.costs import median
+from specdec_mlx.draft_length.store import Account, Tuning
 from specdec_mlx.types import Draft, DraftLength, RoundRecord
 
 PATIENCE = 1.0
@@ -33,6 +34,7 @@ class SharedLength:
 
     tuning: Tuning
     num_rows: int = 1
+    account: Account = field(default_factory=Account)
     _tokens: float = 0.0
     _cost: float = 0.0
     _kind: str = ""
@@ -48,13 +50,11 @@ class SharedLength:
 
     def cost(self, width: int) -> float:
         """Cost of a pass over drafts of so many tokens, in plain passes over as many texts."""
-        stairs = self.tuning.batches
-        return stairs(self.num_rows * (1 + width)) / stairs(self.num_rows)
+        return self.tuning.batch_stairs(self.num_rows)(1 + width)
 
     def most(self) -> int:
         """Longest drafts that may be tried."""
-        stairs = self.tuning.batches
-        return 0 if stairs.needs_plain else max(1, stairs.most_rows() // self.num_rows - 1)
+        return self.tuning.batch_stairs(self.num_rows).most_rows() - 1
 
     def limit_of_model(self, part: str, chances: Chances) -> int:
         """The length that a draft model is asked for in every row; 0 if it cannot be afforded."""
@@ -107,6 +107,8 @@ class SharedLength:
         width = max(map(len, reaches))
         if not self._kind and width:  # else it is paid for already
             width = self.best(reaches, lags=[row.lag for row, _, _ in rows])
+            while width and not self.account.stands((self.cost(width) - 1.0) / 2):
+                width -= 1
         for row, part, draft in rows:
             if width and len(draft):
                 row.score(part, draft)
@@ -130,14 +132,18 @@ class SharedLength:
             steady: whether those are the seconds of one pass with all its rows.
             lengths: of each row, of those that may fall behind.
         """
-        stairs, rows = self.tuning.batches, len(tokens) * (1 + width)
         if steady:
-            stairs.add_rows(rows, len(tokens), seconds)
+            self.tuning.batch_stairs(len(tokens)).add(1 + width, seconds)
         cost = self.cost(width)
         if self._kind and width:
             learned = self.tuning.of(self._kind)
             cost += learned.steps(width)
             learned.account.add(sum(tokens) / len(tokens) - cost)
+        self.account.earn()
+        if width:
+            plain = self.tuning.batch_stairs(len(tokens)).plain
+            real = seconds / median(plain) if plain and steady else cost
+            self.account.add(sum(tokens) / len(tokens) - real)
         for length, num_tokens in zip(lengths, tokens, strict=bool(lengths)):
             if isinstance(length, RowLength):
                 length.lag += cost - num_tokens

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.chances import Chances, numbers
-from specdec_mlx.draft_length.chips import MILDEST, Curve, prior_for
+from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve, prior_for
 from specdec_mlx.draft_length.costs import Staircase, Steps, finite
 from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
@@ -140,7 +140,7 @@ class Tuning:
 
     prior: Curve = MILDEST
     costs: dict[int, Staircase] = field(default_factory=dict)
-    batches: Staircase = field(default_factory=Staircase)
+    batches: dict[int, Staircase] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
     tokens: float = 0.0
     cost: float = 0.0
@@ -149,7 +149,7 @@ class Tuning:
     def for_model(cls, model: nn.Module) -> Tuning:
         """Nothing learned yet, with a prior for the machine and the kind of model."""
         prior = prior_for(model)
-        return cls(prior, batches=Staircase(prior))
+        return cls(prior)
 
     def stairs(self, context: int) -> Staircase:
         """Costs at a context length; at first, those of the next shorter class.
@@ -162,6 +162,17 @@ class Tuning:
             known = copy.deepcopy(self.costs[max(shorter)].ratios) if shorter else {}
             self.costs[kind] = Staircase(self.prior, ratios=known)
         return self.costs[kind]
+
+    def batch_stairs(self, num_rows: int) -> Staircase:
+        """Costs of passes over so many texts by the rows of each; at first, those of the nearest number."""
+        if num_rows not in self.batches:
+            prior, known = self.prior, {}
+            if self.batches:
+                nearest = min(self.batches, key=lambda n: abs(n - num_rows))
+                known = copy.deepcopy(self.batches[nearest].ratios)
+            points = tuple((m, prior(m * num_rows) / prior(num_rows)) for m in (1, *WIDTHS))
+            self.batches[num_rows] = Staircase(Curve(points), ratios=known)
+        return self.batches[num_rows]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
         """What was learned with a drafter; the same object, which goes on learning, for a key."""
@@ -188,7 +199,7 @@ class Tuning:
     @classmethod
     def load(cls, path: Path | str, prior: Curve = MILDEST) -> Tuning:
         """Read what `save` wrote. Raises ValueError for another kind of file."""
-        tuning = cls(prior, batches=Staircase(prior))
+        tuning = cls(prior)
         try:
             saved = json.loads(Path(path).read_text())
             for kind, stairs in saved["costs"].items():
