@@ -240,6 +240,12 @@ HEADS_HERE = ("eagle3", "medusa")
 WAYS = ("none", "chains", "trees", "model", *HEADS_HERE)
 
 
+def in_a_probe(error: BaseException | None) -> bool:
+    """Whether it was raised while a model was measured, where it is a verdict on the model."""
+    frames = traceback.extract_tb(error.__traceback__ if error else None)
+    return any(frame.filename.endswith("exactness.py") for frame in frames)
+
+
 def one_text(way: str, coins: random.Random) -> None:
     name = coins.choice(NAMES if way in ("none", "chains", "trees") else ("llama", "gemma3_text"))
     if way in HEADS:
@@ -276,7 +282,7 @@ def one_text(way: str, coins: random.Random) -> None:
         throws=coins.random() < 0.5,
     )
     place, told = Fault.disarm(), notes(error)
-    is_probed = fresh and place == "layer"  # an error there is a verdict on the model
+    is_probed = place == "layer" and (fresh or in_a_probe(Fault.raised))
     has_left = len(tokens) == left_at  # before he was told of a failure
     assert is_probed or has_left or (Fault.raised is not None) == ("the fault" in told), told
     text = [*held, *prompt]

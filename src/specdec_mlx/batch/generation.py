@@ -37,7 +37,7 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.shared import SharedLength
 from specdec_mlx.draft_length.shared_costs import shared_costs_for
 from specdec_mlx.draft_length.tuning import tuning_for
-from specdec_mlx.loop import Generation
+from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -424,14 +424,18 @@ class BatchGeneration:
     def _run_alone(self) -> Generator[RowToken, None, None]:
         """The texts one by one, each by the loop."""
         while self._waiting:
-            row = self.begin_row(*self._waiting.popleft())
-            self._rows = [row]
+            uid, request = self._waiting.popleft()
+            with self._alone(uid):
+                self._rows = [self.begin_row(uid, request)]
+            if not self._rows:
+                continue
+            (row,) = self._rows
             if self.returns_caches:
                 row.prompt_cache = list(row.verifier.rollback.caches)
                 row.generation.callers_cache = row.prompt_cache
             last: RowToken | None = None
             with closing(row.generation.run(row.context)) as tokens:
-                for token in tokens:
+                while (token := self._next_of(row, tokens)) is not None:
                     if last is not None:
                         yield last
                     is_stop = token.token in self.stop_tokens
@@ -444,3 +448,9 @@ class BatchGeneration:
             if last is not None:
                 reason = last.finish_reason or "length"
                 yield RowToken(row.uid, last.token, reason, row.prompt_cache)
+
+    def _next_of(self, row: Row, tokens: Iterator[Token]) -> Token | None:
+        """The next token of a text that is written alone; None at its end."""
+        with self._alone(row.uid, row):
+            return next(tokens, None)
+        return None
