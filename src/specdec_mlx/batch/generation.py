@@ -73,11 +73,10 @@ class BatchGeneration:
 
     model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
     `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
-    end a text. max_rows: texts that are written at a time; more of them wait. returns_caches:
-    whether a text's caches are handed out with its last token; completes_caches: with all of it
-    fed, and not as its last pass left them. is_open: whether more texts may come at any time, so
-    that nothing is known of when all have ended. on_error: told of a text, by its uid, that cannot
-    go on, while the others do; None to raise what happened.
+    end a text. max_rows: texts written at a time; more of them wait. returns_caches: True to hand
+    out a text's caches with its last token; completes_caches: with all of it fed. is_open: True if
+    more texts may come at any time. on_error: told of a text, by its uid, that cannot go on, while
+    the others do; None to raise what happened.
     """
 
     model: nn.Module
@@ -101,8 +100,7 @@ class BatchGeneration:
     num_rounds: int = 0
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
     _rows: list[Row] = field(default_factory=list)
-    _leaving: list[Row] = field(default_factory=list)
-    """Rows that have ended, and whose last tokens are being handed out."""
+    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being handed out
     _num_inserted: int = 0
     _is_pipelined: bool = False
 
@@ -205,7 +203,6 @@ class BatchGeneration:
 
     @property
     def _has_place(self) -> bool:
-        """Whether there is one for another text."""
         return len(self._rows) + len(self._reading.rows) < self.max_rows
 
     @property
@@ -429,10 +426,9 @@ class BatchGeneration:
                 self._rows = [self.begin_row(uid, request)]
             if not self._rows:
                 continue
-            (row,) = self._rows
+            row = self._rows[0]
             if self.returns_caches:
-                row.prompt_cache = list(row.verifier.rollback.caches)
-                row.generation.callers_cache = row.prompt_cache
+                row.prompt_cache = row.generation.callers_cache = [*row.verifier.rollback.caches]
             last: RowToken | None = None
             with closing(row.generation.run(row.context)) as tokens:
                 while (token := self._next_of(row, tokens)) is not None:
@@ -446,11 +442,9 @@ class BatchGeneration:
             self._note_read([row])
             self.num_rounds += row.generation.stats.target_passes
             if last is not None:
-                reason = last.finish_reason or "length"
-                yield RowToken(row.uid, last.token, reason, row.prompt_cache)
+                yield RowToken(uid, last.token, last.finish_reason or "length", row.prompt_cache)
 
     def _next_of(self, row: Row, tokens: Iterator[Token]) -> Token | None:
-        """The next token of a text that is written alone; None at its end."""
         with self._alone(row.uid, row):
             return next(tokens, None)
         return None
