@@ -274,7 +274,7 @@ def test_states_are_chosen_while_the_target_is_read() -> None:
     model_pass = ModelPass(model, Rollback(make_prompt_cache(model)))
     model_pass.tap(Features(layers=(0,), head_input=True))
     model_pass.feed(mx.array(PROMPT[:-1]))
-    assert model_pass.widest() is None
+    assert (model_pass.widest() or MOST_POSITIONS) >= MOST_POSITIONS
     model_pass.rollback.checkpoint()
     model_pass.feed(mx.array(DRAFT[:5]))
     rows, num_rows = model_pass.fed_features()

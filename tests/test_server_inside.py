@@ -18,11 +18,11 @@ import tiny
 from selection import FULL
 from serving import serving
 from specdec_mlx.mlx_lm_plugin.conversation import (
-    ConversationCache,
     Kept,
     continued,
     keeping_caches,
 )
+from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"

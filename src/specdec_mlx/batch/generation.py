@@ -35,7 +35,7 @@ from specdec_mlx.batch.rows import (
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.loop import Generation
+from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -71,11 +71,10 @@ class BatchGeneration:
 
     model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
     `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
-    end a text. max_rows: texts that are written at a time; more of them wait. returns_caches:
-    whether a text's caches are handed out with its last token; completes_caches: with all of it
-    fed, and not as its last pass left them. is_open: whether more texts may come at any time, so
-    that nothing is known of when all have ended. on_error: told of a text, by its uid, that cannot
-    go on, while the others do; None to raise what happened.
+    end a text. max_rows: texts written at a time; more of them wait. returns_caches: True to hand
+    out a text's caches with its last token; completes_caches: with all of it fed. is_open: True if
+    more texts may come at any time. on_error: told of a text, by its uid, that cannot go on, while
+    the others do; None to raise what happened.
     """
 
     model: nn.Module
@@ -99,8 +98,7 @@ class BatchGeneration:
     num_rounds: int = 0
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
     _rows: list[Row] = field(default_factory=list)
-    _leaving: list[Row] = field(default_factory=list)
-    """Rows that have ended, and whose last tokens are being handed out."""
+    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being handed out
     _num_inserted: int = 0
     _is_pipelined: bool = False
 
@@ -203,7 +201,6 @@ class BatchGeneration:
 
     @property
     def _has_place(self) -> bool:
-        """Whether there is one for another text."""
         return len(self._rows) + len(self._reading.rows) < self.max_rows
 
     @property
@@ -418,14 +415,17 @@ class BatchGeneration:
     def _run_alone(self) -> Generator[RowToken, None, None]:
         """The texts one by one, each by the loop."""
         while self._waiting:
-            row = self.begin_row(*self._waiting.popleft())
-            self._rows = [row]
+            uid, request = self._waiting.popleft()
+            with self._alone(uid):
+                self._rows = [self.begin_row(uid, request)]
+            if not self._rows:
+                continue
+            row = self._rows[0]
             if self.returns_caches:
-                row.prompt_cache = list(row.verifier.rollback.caches)
-                row.generation.callers_cache = row.prompt_cache
+                row.prompt_cache = row.generation.callers_cache = [*row.verifier.rollback.caches]
             last: RowToken | None = None
             with closing(row.generation.run(row.context)) as tokens:
-                for token in tokens:
+                while (token := self._next_of(row, tokens)) is not None:
                     if last is not None:
                         yield last
                     is_stop = token.token in self.stop_tokens
@@ -436,5 +436,9 @@ class BatchGeneration:
             self._note_read([row])
             self.num_rounds += row.generation.stats.target_passes
             if last is not None:
-                reason = last.finish_reason or "length"
-                yield RowToken(row.uid, last.token, reason, row.prompt_cache)
+                yield RowToken(uid, last.token, last.finish_reason or "length", row.prompt_cache)
+
+    def _next_of(self, row: Row, tokens: Iterator[Token]) -> Token | None:
+        with self._alone(row.uid, row):
+            return next(tokens, None)
+        return None

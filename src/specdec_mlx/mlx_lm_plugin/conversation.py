@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
-from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf
@@ -66,26 +66,6 @@ def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
     if cache is not None:
         with suppress(TypeError):
             _held[cache] = list(tokens)
-
-
-class ConversationCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt caches of earlier turns, with the tokens that they hold.
-
-    At least one token of a prompt is left to be fed, also if it was fed before to its end.
-    """
-
-    def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
-        """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if cache is not None and not rest:
-            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-            rest = [*rest, tokens[-1]]
-        if len(rest) == len(tokens):  # a cache that was trimmed to nothing
-            return None, rest
-        if cache is not None:
-            held = tokens[: len(tokens) - len(rest)]
-            remember(cache, held if all(isinstance(token, int) for token in held) else [])
-        return cache, rest
 
 
 def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsProcessor:
@@ -219,7 +199,7 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     return together(Predicted(PromptLookupDrafter(), prediction), *parts)
 
 
-def keeping_caches(drafter: Drafter, store: LRUPromptCache) -> Drafter:
+def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     """The drafter, with the caches of the draft models in it kept in `store`."""
     if isinstance(drafter, ModelDrafter):
         return Kept(drafter, store)
@@ -242,7 +222,7 @@ class Kept(Wrapper):
     """
 
     drafter: ModelDrafter
-    store: LRUPromptCache
+    store: Any
 
     @property
     def place(self) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Models that the server loads when it is asked to, and drafters made for each of them.
+"""Models that the server loads when asked to, their prompt caches, and drafters made for them.
 
 Such drafters are trained heads, and what learns on.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load_tokenizer
 
@@ -22,6 +22,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.errors import HeadError
+from specdec_mlx.mlx_lm_plugin.conversation import remember
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
 from specdec_mlx.models import explained
@@ -110,6 +111,26 @@ def longest_in_memory(model: nn.Module) -> int:
 
 longest_text: PerModel[int] = PerModel(longest_in_memory)
 """Positions that there are for a text of a model."""
+
+
+class ConversationCache(LRUPromptCache):  # type: ignore[misc]
+    """mlx-lm's prompt caches of earlier turns, with the tokens that they hold.
+
+    At least one token of a prompt is left to be fed, also if it was fed before to its end.
+    """
+
+    def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
+        """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
+        cache, rest = super().fetch_nearest_cache(model, tokens)
+        if cache is not None and not rest:
+            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+            rest = [*rest, tokens[-1]]
+        if len(rest) == len(tokens):  # a cache that was trimmed to nothing
+            return None, rest
+        if cache is not None:
+            held = tokens[: len(tokens) - len(rest)]
+            remember(cache, held if all(isinstance(token, int) for token in held) else [])
+        return cache, rest
 
 
 class CheckingProvider(ModelProvider):  # type: ignore[misc]

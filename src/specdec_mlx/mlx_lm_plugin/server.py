@@ -39,7 +39,6 @@ from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, Incoming, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation, ServerEndingError
 from specdec_mlx.mlx_lm_plugin.conversation import (
-    ConversationCache,
     continued,
     keeping_caches,
     predicting,
@@ -55,6 +54,7 @@ from specdec_mlx.mlx_lm_plugin.flags import (
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.heads import (
     CheckingProvider,
+    ConversationCache,
     longest_in,
     longest_in_memory,
     longest_text,
