@@ -387,6 +387,7 @@ def several_texts(coins: random.Random) -> None:
         and place in ("begin", "propose", "observe", "sampler")
     ):
         assert (len(told_of), error) == (1, None)
+    assert not {*told_of} & {*ended}, "a text that failed was handed out as one that has ended"
     for uid, request in enumerate(requests):
         whole = [*held, *request.prompt]
         assert texts[uid] == plain(name, tuple(whole))[: len(texts[uid])]

@@ -435,7 +435,7 @@ class BatchGeneration:
             self._rows = []
             self._note_read([row])
             self.num_rounds += row.generation.stats.target_passes
-            if last is not None:
+            if last is not None and row.finish_reason != "removed":
                 yield RowToken(uid, last.token, last.finish_reason or "length", row.prompt_cache)
 
     def _next_of(self, row: Row, tokens: Iterator[Token]) -> Token | None:
