@@ -10,7 +10,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.beams.steps import Beam, Tokens
-from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.rows import SharedLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.options import whole
@@ -101,11 +100,10 @@ class GuessLength:
     """
 
     shared: SharedLength
-    chances: Chances = field(default_factory=lambda: Chances.of("model"))
 
     def limit(self) -> int:
         """Steps to guess now."""
-        return self.shared.limit_of_model("", self.chances)
+        return self.shared.limit_of_model("")
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
         """Learn from a pass.
@@ -116,8 +114,9 @@ class GuessLength:
             seconds: from the reading of the pass before.
             steady: whether it had the rows of the one before it.
         """
+        unseen = self.shared.tuning.of("").unseen
         for i in range(min(num_steps, num_guessed)):
-            self.chances.learn(0, i, i < num_steps - 1)
+            unseen.learn(0, i, i < num_steps - 1)
         self.shared.record(num_guessed, [num_steps], seconds, steady=steady)
 
 

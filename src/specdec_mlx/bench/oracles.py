@@ -12,6 +12,7 @@ from specdec_mlx.types import (
     Closes,
     Drafter,
     DraftSession,
+    OffersSeveral,
     ProposesTrees,
     SeesTarget,
     session_parts,
@@ -71,15 +72,10 @@ def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
     if not isinstance(session, ProposesTrees):
         return num_matching(to_list(session.propose(most).tokens), coming)
-    chains = [to_list(part.propose(most).tokens) for _, part in session_parts(session, "")]
-    for n, token in enumerate(coming[:most]):
-        path = list(coming[:n])
-        known = [chain[n] for chain in chains if chain[:n] == path and len(chain) > n]
-        for _, guesser in session.guessers:
-            known += [guess.token for guess in guesser.guesses_after(path)]
-        if token not in known:
-            return n
-    return most
+    drafts = [part.propose(most) for _, part in session_parts(session, "")]
+    for _, part in session_parts(session, ""):
+        drafts += part.candidates(most) if isinstance(part, OffersSeveral) else ()
+    return max(num_matching(to_list(draft.tokens), coming) for draft in drafts)
 
 
 def _show(readers: Sequence[SeesTarget], text: RecordedText, places: Sequence[int | None]) -> None:

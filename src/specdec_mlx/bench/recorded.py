@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -13,6 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Generation
@@ -29,7 +31,6 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
-    DraftsAtOnce,
     DraftSession,
     Evidence,
     FeatureRows,
@@ -41,7 +42,6 @@ from specdec_mlx.types import (
     SeesTarget,
     Step,
     Stepwise,
-    ValuesDrafts,
 )
 from specdec_mlx.types.trees import children_of
 
@@ -191,14 +191,14 @@ class ModelledLength:
     """
 
     def __init__(self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0) -> None:
-        """Wrap `inner`."""
+        """Wrap `inner`; one that values drafts has its clock replaced."""
         self.cut: Callable[..., int] = inner.cut
         self.seconds = 0.0
         self.num_steps = 0
         self._cheap: set[str] = set()
-        if isinstance(inner, ValuesDrafts):
-            self._begin = inner.begin
-            self.begin = self._begin_modelled
+        if isinstance(inner, Auto):
+            inner.prices.clock = lambda: self.draft_seconds * self.num_steps
+            self.begin = partial(self._begin, inner)
             self.choose, self.outbids, self.grow = inner.choose, inner.outbids, inner.grow
             self.extra_price, self.wants_timing = inner.extra_price, inner.wants_timing
         self._inner = inner
@@ -211,13 +211,13 @@ class ModelledLength:
             self._cheap.add(part)
         return self._inner.limit(part, cheap)
 
-    def _begin_modelled(
-        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+    def _begin(
+        self, inner: Auto, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """A step takes what it is said to take, and reading takes nothing."""
         if isinstance(session, Stepwise):
             session = ModelledSteps(session, self)
-        return self._begin(part, session, may_fork)
+        return inner.begin(part, session, may_fork)
 
     def record(self, round_: RoundRecord) -> None:
         """Pass a round on, with what it would have cost."""
@@ -237,12 +237,11 @@ class ModelledLength:
 
 
 class ModelledSteps:
-    """A session whose steps are counted, and take what they are said to take."""
+    """A session whose steps are counted."""
 
     def __init__(self, session: Stepwise, length: ModelledLength) -> None:
         """Pass on what it can do."""
         self._session, self._length = session, length
-        self.at_once = isinstance(session, DraftsAtOnce) and session.at_once
         if isinstance(session, SeesTarget):
             self.see = session.see
 
@@ -262,14 +261,6 @@ class ModelledSteps:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Nothing: the loop tells the session itself."""
-
-    def time_step(self) -> float:
-        """Of a step."""
-        return self._length.draft_seconds
-
-    def time_reading(self) -> float:
-        """Reading the text is not charged."""
-        return 0.0
 
 
 def replay_text(

@@ -1,20 +1,21 @@
 """How likely a draft token is accepted, by what speaks for it: a logistic regression, online.
 
 The chance of a token, given that those before it are accepted, is 1 / (1 + exp(-z)); z adds up one
-weight for each feature: the class of its match, of its votes or its confidence, of its place in the
-draft and of recent acceptance. Each weight is believed to be normally distributed around its prior;
-an outcome moves mean and variance as the extended Kalman filter does, so that the first trials of a
-class tell much and later ones less. Tokens that are copied have weights of their own beside these:
-some are easy to guess, and after some anything may follow.
+weight for each feature: the class of its match, of its votes or its confidence, of its rank, of its
+place in the draft and of recent acceptance. Each weight is believed to be normally distributed
+around its prior; an outcome moves mean and variance as the extended Kalman filter does, so that the
+first trials of a class tell much and later ones less. Copied tokens have weights of their own
+beside these: some are easy to guess, and after some anything may follow.
 """
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from math import exp
+from pathlib import Path
 from typing import Any
 
 from specdec_mlx.draft_length.costs import finite
@@ -23,81 +24,77 @@ from specdec_mlx.types import Draft, Evidence
 
 EDGES: dict[str, tuple[float, ...]] = {
     "match": (1, 2, 3, 4, 5, 7, 10, 16, 32, 64),
+    "share": tuple(range(1, 9)),
+    "places": tuple(range(1, 5)),
+    "rank": tuple(range(1, 8)),
+    "confidence": (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995),
+    "of a draw": (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995),
     "place": (1, 2, 4, 8, 16, 32),
     "recent": (0.2, 0.4, 0.6, 0.8, 0.95),
-    "confidence": (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995),
 }
-"""Lower ends of the classes of what is a number; class 0 is below the first."""
+"""Features, and the lower ends of their classes; class 0 is below the first one."""
 
-RECENT_MEMORY = 0.7
-"""Decay of the moving average of "this token was right", a token: texts turn quickly."""
+START = {name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i]) for i, name in enumerate(EDGES)}
+"""Where the classes of each feature begin in the list of weights."""
+
+NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
+
+RECENT_DECAY = 0.7
+"""Decay of the moving average of "this token was right", per token: texts turn quickly."""
 
 VARIANCE = 0.07
-"""Of each prior log-odds around what it is for one model and one kind of text."""
+"""Variance of each weight around its prior, over models and kinds of text."""
 
 TOKEN_VARIANCE = 1.0
-"""The same of what a token that is copied says by itself, and with the one before it."""
+"""Variance of the weight of a copied token, and of it after the one before it."""
 
 LEAST_VARIANCE = 0.015
-"""What is left of a variance after any number of trials: texts change."""
+"""Variance after any number of trials: texts change."""
 
 MOST_TOKENS = 100_000
-"""Tokens and pairs that are remembered, 24 MB; those not seen for longest are forgotten."""
+"""Tokens and pairs that are remembered, 24 MB; the least recently seen are dropped."""
 
-PRIORS: dict[str, dict[str, tuple[float, ...]]] = {
-    "look-up": {
-        "match": (0.0, -0.79, -0.54, -0.15, -0.04, -0.6, -0.27, -0.18, 0.39, 1.05, 1.66),
-        "place": (-0.54, -0.12, 0.16, 0.42, 0.59, 1.65, 2.16),
-        "recent": (-0.11, -0.11, -0.04, 0.19, 0.35, 0.25),
-        "share": (0.4, -1.47, -0.88, -0.51, -0.02, 0.73, 0.75, 0.78, 1.16),
-        "places": (0.0, -0.33, -0.12, 0.18, 0.81),
-        "rank": (0.0, -1.5, -2.0, -2.3, -2.5, -2.8, -2.9, -3.0),
-    },
-    "model": {
-        "match": (0.85,) * 11,
-        "place": (0.42, 0.35, 0.46, 0.13, 0.15, 0.15, 0.15),
-        "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
-    },
-    "confidence": {
-        "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.6, 2.0),
-        "place": (0.42, 0.35, 0.46, 0.13, 0.15, 0.15, 0.15),
-        "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
-        "confidence": (0.0, -1.8, -1.5, -0.9, -0.2, 0.35, 1.1, 2.0, 2.4, 3.3, 4.2),
-        "of a draw": (0.0, 0.0, 0.1, 0.2, 0.3, 0.5, 0.9, 1.4, 1.9, 2.4, 3.0),
-    },
-    "one token later": {
-        "match": (0.0, -0.45, -0.26, 0.1, 0.12, 0.12, 0.19, 0.62, 1.13, 1.6, 2.0),
-        "place": (0.42, 0.35, 0.46, 0.13, 0.15, 0.15, 0.15),
-        "recent": (0.07, 0.18, 0.13, 0.2, 0.92, 0.92),
-        "confidence": (0.0, -1.2, -0.6, -0.3, 0.2, 0.4, 0.6, 0.8, 1.2, 2.0, 2.8),
-        "of a draw": (0.0, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 1.0, 1.2, 1.5),
-    },
-}
-"""Log-odds by feature and class that are believed at first: of look-ups, of a draft model whose
-distribution is not known, of one where it is, and of the token after that one."""
 
-SIZES = {"match": 11, "share": 9, "places": 5, "rank": 8, "confidence": 11, "of a draw": 11}
-"""Classes of what speaks for a token."""
+def class_of(feature: str, value: float) -> int:
+    """Index of the weight for a feature's value."""
+    return START[feature] + bisect_right(EDGES[feature], value)
 
-PLACE = sum(SIZES.values())
-RECENT = PLACE + 1 + len(EDGES["place"])
-NUM_WEIGHTS = RECENT + 1 + len(EDGES["recent"])
-"""Where the classes of the place and of recent acceptance begin in the list of weights; its end."""
 
-START = {name: sum(list(SIZES.values())[:i]) for i, name in enumerate(SIZES)} | {
-    "place": PLACE,
-    "recent": RECENT,
-}
+PLACES = [class_of("place", place) for place in range(33)]
+"""The same for places in a draft; the last one is of all further ones."""
 
-PLACE_CLASSES = [PLACE + bisect_right(EDGES["place"], n) for n in range(33)]
+
+def _read_priors() -> dict[str, list[float]]:
+    priors: dict[str, list[float]] = {}
+    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[2:]:
+        kind, name, odds = line.split("\t")
+        weights = priors.setdefault(kind, [0.0] * NUM_WEIGHTS)
+        weights[START[name] : START[name] + len(EDGES[name]) + 1] = map(float, odds.split())
+    return priors
+
+
+PRIORS = _read_priors()
+"""First weights of look-ups, of models whose distribution is known, and of tokens yet unseen."""
+
+
+@lru_cache(maxsize=4096)
+def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
+    """Indices of the weights that what speaks for a token selects; a plain int is its match."""
+    told = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
+    found = [class_of("match", told.match)]
+    if told.confidence is not None:
+        found.append(class_of("of a draw" if told.is_drawn else "confidence", told.confidence))
+    else:
+        found += [class_of("share", told.share), class_of("places", told.places)]
+    return (*found, class_of("rank", told.rank)) if told.rank else tuple(found)
 
 
 @dataclass
 class Chances:
     """How likely the tokens of one drafter are accepted; the same for chains and for trees.
 
-    odds, variances: of the weights. tokens: key of a token or a pair -> [log-odds, variance]. They
-    are of what users wrote, and kept in the process alone. recent: moving average of "right".
+    odds, variances: of the weights. tokens: a token, or one after another, -> [log-odds, variance];
+    they are of what users wrote, and stay in the process. recent: moving average of "right".
     """
 
     odds: list[float]
@@ -108,50 +105,46 @@ class Chances:
     @classmethod
     def of(cls, kind: str) -> Chances:
         """What is believed at first; kind: out of `PRIORS`."""
-        odds = [0.0] * NUM_WEIGHTS
-        for name, prior in PRIORS[kind].items():
-            odds[START[name] : START[name] + len(prior)] = prior
-        return cls(odds)
+        return cls(list(PRIORS[kind]))
 
-    def begin_text(self) -> None:
-        """Doubt how predictable the last text was."""
-        self.recent = 0.5 + (self.recent - 0.5) / 2
-
-    def idle(self) -> None:
-        """Let a round go by in which nothing was tried."""
-        self.recent += (1 - RECENT_MEMORY) / 2 * (0.5 - self.recent)
+    def doubt(self, share: float) -> None:
+        """Move recent acceptance towards 0.5: by half for a new text, by less for an idle round."""
+        self.recent += share * (0.5 - self.recent)
 
     def of_draft(
         self,
         evidence: Iterable[Evidence | int],
-        tokens: Sequence[int] | None = None,
+        tokens: Sequence[int] = (),
         before: int | None = None,
         first: int = 0,
-    ) -> Iterator[float]:
-        """The chance of each token of a draft, given those before it, as far as it is asked for.
+    ) -> list[float]:
+        """Chance of each token of a draft, given those before it.
 
         Args:
             evidence: [K] what speaks for each token.
-            tokens: [K] of a draft that was copied; None: not to be looked at.
+            tokens: [K] of a copied draft; () if they may not be looked at.
             before: the token that the draft continues.
-            first: place of the first of them in the draft.
+            first: place of the first token in the draft.
         """
-        odds, exp, known = self.odds, math.exp, self.tokens.get
-        recent = odds[RECENT + bisect_right(EDGES["recent"], self.recent)]
+        odds, known, chances = self.odds, self.tokens, []
+        recent = odds[class_of("recent", self.recent)]
         latest: Evidence | int | None = None
         base = 0.0
         for place, told in enumerate(evidence, start=first):
             if told is not latest:
-                latest = told
-                base = recent + sum([odds[i] for i in classes_of(told)])
-            z = base + odds[PLACE_CLASSES[place] if place < 32 else PLACE_CLASSES[32]]
-            if tokens is not None:
+                latest, base = told, recent
+                for i in classes_of(told):
+                    base += odds[i]
+            z = base + odds[PLACES[place if place < 32 else 32]]
+            if tokens:
                 token = tokens[place - first]
-                for key in (token, ~before << 32 | token) if before is not None else (token,):
-                    if (effect := known(key)) is not None:
-                        z += effect[0]
+                if token in known:
+                    z += known[token][0]
+                if before is not None and (pair := ~before << 32 | token) in known:
+                    z += known[pair][0]
                 before = token
-            yield 1 / (1 + exp(-z))
+            chances.append(1 / (1 + exp(-z)))
+        return chances
 
     def learn(
         self,
@@ -161,23 +154,30 @@ class Chances:
         token: int | None = None,
         before: int | None = None,
     ) -> None:
-        """Learn from a token that was verified, or could be scored afterwards.
+        """Learn from a token that was verified, or scored afterwards.
 
         Args:
             evidence: what spoke for it.
             place: in its draft, from 0.
-            right: whether it was the token that came.
+            right: True if it was the token that came.
             token: itself, where it was copied.
-            before: the one before it.
+            before: the token before it.
         """
         odds, variances = self.odds, self.variances
         active = self.active(evidence, place)
-        z, spread = sum([odds[i] for i in active]), sum([variances[i] for i in active])
-        effects = [] if token is None else self._effects(token, before)
+        effects = []
+        if token is not None:
+            for key in (token, ~before << 32 | token) if before is not None else (token,):
+                effect = self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
+                effects.append(effect)
+            while len(self.tokens) > MOST_TOKENS:
+                del self.tokens[next(iter(self.tokens))]
+        z = spread = 0.0
+        for i in active:
+            z, spread = z + odds[i], spread + variances[i]
         for effect in effects:
-            z += effect[0]
-            spread += effect[1]
-        chance = 1 / (1 + math.exp(-z))
+            z, spread = z + effect[0], spread + effect[1]
+        chance = 1 / (1 + exp(-z))
         information = chance * (1 - chance)
         gain = 1 / (1 + information * spread)
         step, shrinkage = gain * (right - chance), gain * information
@@ -189,75 +189,28 @@ class Chances:
             variance = effect[1]
             effect[0] += variance * step
             effect[1] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
-        self.recent += (1 - RECENT_MEMORY) * (right - self.recent)
+        self.recent += (1 - RECENT_DECAY) * (right - self.recent)
 
     def active(self, evidence: Evidence | int, place: int) -> tuple[int, ...]:
-        """The weights that count."""
-        recent = RECENT + bisect_right(EDGES["recent"], self.recent)
-        return (*classes_of(evidence), PLACE_CLASSES[min(place, 32)], recent)
-
-    def _effects(self, token: int, before: int | None) -> list[list[float]]:
-        """What is known of a token that was copied, and of it after another; held from now on."""
-        found, tokens = [], self.tokens
-        for key in (token, ~before << 32 | token) if before is not None else (token,):
-            effect = tokens.pop(key, None)
-            if effect is None:
-                if len(tokens) >= MOST_TOKENS:
-                    del tokens[next(iter(tokens))]
-                effect = [0.0, TOKEN_VARIANCE]
-            tokens[key] = effect  # the latest stand at the end
-            found.append(effect)
-        return found
+        """Indices of the weights that count for a token."""
+        recent = class_of("recent", self.recent)
+        return (*classes_of(evidence), PLACES[place if place < 32 else 32], recent)
 
     def as_dict(self) -> dict[str, Any]:
         """What was learned of evidence, ready for JSON."""
         return {"odds": self.odds, "variances": self.variances}
 
     def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `as_dict` gave; ValueError for other numbers of classes."""
-        self.odds = numbers(saved["odds"], NUM_WEIGHTS)
-        self.variances = numbers(saved["variances"], NUM_WEIGHTS)
-
-
-def numbers(values: Sequence[Any], length: int) -> list[float]:
-    """`length` finite numbers. Raises ValueError for anything else."""
-    if len(values) != length:
-        raise ValueError(f"expected {length} numbers, got {len(values)}")
-    return finite(values)
-
-
-def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
-    """The weights of what speaks for a token; a plain int is its match."""
-    if not isinstance(evidence, Evidence):
-        return _classes(evidence)
-    confidence = evidence.confidence
-    if confidence is None:
-        return _classes(evidence.match, evidence.share, evidence.places, evidence.rank)
-    known = bisect_right(EDGES["confidence"], confidence)
-    return _classes(evidence.match, confidence=known, is_drawn=evidence.is_drawn)
-
-
-@lru_cache(maxsize=4096)
-def _classes(
-    match: int,
-    share: int = 0,
-    places: int = 0,
-    rank: int = 0,
-    confidence: int = 0,
-    is_drawn: bool = False,
-) -> tuple[int, ...]:
-    found = [bisect_right(EDGES["match"], match)]
-    if confidence:
-        return (found[0], START["of a draw" if is_drawn else "confidence"] + confidence)
-    found += [START["share"] + share, START["places"] + places]
-    return tuple([*found, START["rank"] + min(rank, 7)] if rank else found)
+        """Take over what `as_dict` gave. Raises ValueError for other numbers of classes."""
+        self.odds = finite(saved["odds"], NUM_WEIGHTS)
+        self.variances = finite(saved["variances"], NUM_WEIGHTS)
 
 
 @dataclass(slots=True)
 class Scored:
-    """A draft, verified or not, that is held against what comes.
+    """A draft, verified or not, that is compared with the tokens that come.
 
-    before: the token before the one at `place`. copied: whether its tokens may be looked at.
+    before: the token before the one at `place`. copied: True if its tokens may be looked at.
     """
 
     tokens: Sequence[int]
@@ -272,10 +225,9 @@ class Scored:
         for token in emitted:
             if self.place == len(self.tokens):
                 return True
-            own = self.tokens[self.place]
-            told = self.evidence[self.place]
+            own, evidence = self.tokens[self.place], self.evidence[self.place]
             copied = own if self.copied else None
-            self.chances.learn(told, self.place, own == token, copied, self.before)
+            self.chances.learn(evidence, self.place, own == token, copied, self.before)
             self.before = token
             self.place += 1
             if own != token:

@@ -1,4 +1,4 @@
-"""What a pass over m rows costs by machine, out of `chips.tsv`: where `Staircase` begins.
+"""Priors by machine: what a pass over m rows costs on Apple chips, out of `chips.tsv`.
 
 A quantized product reads the weights once for a few rows and then in tiles, of 32 rows, or of 64 on
 chips with neural accelerators: a staircase.
@@ -14,8 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
-"""Rows of the passes that are chosen from: each is the last one before a step of some curve, 20 and
-48 for machines whose passes have no tiles. A draft of K tokens is K + 1 rows."""
+"""Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
+for machines without tiles. A draft of K tokens is K + 1 rows."""
 
 
 class Curve(NamedTuple):
@@ -37,15 +37,21 @@ class Curve(NamedTuple):
         (m0, c0), (m1, c1) = self.points[i - 1 : i + 1]
         return c0 + (c1 - c0) * (rows - m0) / (m1 - m0)
 
+    def steps(self) -> list[int]:
+        """Rows at which a line begins or ends."""
+        tiles = [self.tile + 1, 2 * self.tile + 1] if self.tile else []
+        return [*(rows for rows, _ in self.points), *tiles]
+
 
 def _read() -> dict[str, Curve]:
     lines = Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()
-    rows = [line.split("\t") for line in lines if not line.startswith(("#", "name\t"))]
-    pairs = {name: [pair.split(":") for pair in costs.split()] for name, costs, *_ in rows}
-    return {
-        name: Curve(tuple((int(m), float(cost)) for m, cost in pairs[name]), int(tile))
-        for name, _, tile, *_ in rows
-    }
+    curves = {}
+    for line in lines:
+        if not line.startswith(("#", "name\t")):
+            name, costs, tile, *_ = line.split("\t")
+            pairs = [pair.split(":") for pair in costs.split()]
+            curves[name] = Curve(tuple((int(m), float(cost)) for m, cost in pairs), int(tile))
+    return curves
 
 
 CURVES = _read()

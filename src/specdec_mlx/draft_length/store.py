@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -18,7 +17,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.draft_length.chances import Chances, numbers
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve, prior_for
 from specdec_mlx.draft_length.costs import Staircase, Steps, finite
 from specdec_mlx.folders import cache_root
@@ -36,6 +35,9 @@ LARGEST_BUDGET = 20.0
 SHORT_CONTEXT = 2048
 """Positions below which all contexts are of one class; then a class for each doubling."""
 
+IDLE_DOUBT = 0.15
+"""Share by which recent acceptance moves to 0.5 in a round in which nothing was tried."""
+
 LONGEST_NAME = 64
 """Letters of a drafter's key that are kept as they are; longer ones are shortened by a digest."""
 
@@ -44,8 +46,8 @@ LONGEST_NAME = 64
 class Account:
     """What a drafter that costs time may still lose, in plain rounds.
 
-    budget: what its rounds brought beyond what they cost, and a share of the time. above: that of
-    all texts, for the account of one.
+    budget: what its rounds brought beyond what they cost, and a share of the time; below 0 where
+    more was lost than expected. above: that of all texts, for the account of one.
     """
 
     budget: float = FIRST_BUDGET
@@ -60,8 +62,8 @@ class Account:
         return loss <= self.budget and (self.above is None or self.above.stands(loss))
 
     def add(self, amount: float) -> None:
-        """Book an amount; a loss beyond the budget is forgotten."""
-        self.budget = min(max(0.0, self.budget + amount), LARGEST_BUDGET)
+        """Book what a round brought beyond its cost."""
+        self.budget = min(max(-FIRST_BUDGET, self.budget + amount), LARGEST_BUDGET)
         if self.above is not None:
             self.above.add(amount)
 
@@ -74,27 +76,26 @@ class Account:
 class Learned:
     """What was learned about one drafter on one model.
 
-    chances: of its tokens. Of one that costs time: later: of the token after one whose confidence
-    is known; blind: by the place alone; steps: what drafting costs; account: what it may lose;
-    shares: what the n-th node of its trees adds to the expected tokens.
+    chances: of its tokens. Of one that costs time: unseen: of tokens that are not drafted yet, by
+    their places; steps: cost of drafting; account: what it may lose; shares: what the n-th node of
+    its trees adds to the expected tokens.
     """
 
     chances: Chances
-    later: Chances = field(default_factory=lambda: Chances.of("one token later"))
-    blind: Chances = field(default_factory=lambda: Chances.of("model"))
+    unseen: Chances = field(default_factory=lambda: Chances.of("unseen"))
     steps: Steps = field(default_factory=Steps)
     account: Account = field(default_factory=Account)
     shares: list[float] = field(default_factory=lambda: [0.8**n for n in range(1, 15)])
 
     def begin_text(self) -> None:
         """Doubt how predictable the last text was."""
-        for chances in (self.chances, self.later, self.blind):
-            chances.begin_text()
+        self.chances.doubt(0.5)
+        self.unseen.doubt(0.5)
 
     def idle(self) -> None:
         """Let a round go by in which nothing was tried."""
-        for chances in (self.chances, self.later, self.blind):
-            chances.idle()
+        self.chances.doubt(IDLE_DOUBT)
+        self.unseen.doubt(IDLE_DOUBT)
 
     def learn_shares(self, size: int, accepted: int) -> None:
         """Learn from a tree of `size` nodes of which so many were kept."""
@@ -108,39 +109,40 @@ class Learned:
         steps = self.steps
         return {
             "chances": self.chances.as_dict(),
-            "later": self.later.as_dict(),
-            "blind": self.blind.as_dict(),
-            "steps": [steps.price, steps.reading, *steps.measured],
+            "unseen": self.unseen.as_dict(),
+            "first": list(steps.first),
+            "further": list(steps.further),
+            "reading": [] if steps.reading is None else [steps.reading],
             "budget": self.account.budget,
             "shares": self.shares,
         }
 
-    def restore(self, saved: dict[str, Any]) -> None:
-        """Take over what `as_dict` gave."""
-        for name in ("chances", "later", "blind"):
-            getattr(self, name).restore(saved[name])
-        price, reading, *measured = saved["steps"]
-        self.steps.price = None if price is None else finite([price])[0]
-        self.steps.reading = None if reading is None else finite([reading])[0]
-        self.steps.measured.extend(finite(measured))
-        (self.account.budget,) = numbers([saved["budget"]], 1)
-        self.shares = [max(share, 0.001) for share in numbers(saved["shares"], len(self.shares))]
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `as_dict` gave. Raises ValueError for anything else."""
+        self.chances.restore(saved["chances"])
+        self.unseen.restore(saved["unseen"])
+        self.steps.first.extend(finite(saved["first"]))
+        self.steps.further.extend(finite(saved["further"]))
+        self.steps.reading = next(iter(finite(saved["reading"])), None)
+        (self.account.budget,) = finite([saved["budget"]])
+        self.shares = [max(share, 0.001) for share in finite(saved["shares"], len(self.shares))]
 
 
 @dataclass
 class Tuning:
     """What was learned about one loaded model, for `draft_length="auto"`.
 
-    prior: costs of passes that are believed at first. costs: by class of context length. batches:
-    of passes over several texts. drafters: short form of a drafter's key -> what was learned with
-    it. tokens, cost: what the latest rounds have brought, and cost in plain rounds; they end with
-    the process. Pass the same object to several generations to go on learning; `save` and `load`
-    keep it as JSON.
+    Pass the same object to several generations to go on learning; `save` and `load` keep it as
+    JSON.
+
+    prior: costs of passes that are believed at first. costs: (texts in a pass, class of context
+    length) -> costs of its passes. drafters: short form of a drafter's key -> what was learned with
+    it. tokens, cost: what the latest rounds have brought, and their cost in plain rounds; they end
+    with the process.
     """
 
     prior: Curve = MILDEST
-    costs: dict[int, Staircase] = field(default_factory=dict)
-    batches: dict[int, Staircase] = field(default_factory=dict)
+    costs: dict[tuple[int, int], Staircase] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
     tokens: float = 0.0
     cost: float = 0.0
@@ -148,52 +150,41 @@ class Tuning:
     @classmethod
     def for_model(cls, model: nn.Module) -> Tuning:
         """Nothing learned yet, with a prior for the machine and the kind of model."""
-        prior = prior_for(model)
-        return cls(prior)
+        return cls(prior_for(model))
 
-    def stairs(self, context: int) -> Staircase:
-        """Costs at a context length; at first, those of the next shorter class.
+    def stairs(self, context: int = 0, num_texts: int = 1) -> Staircase:
+        """Costs at a context length, by the rows of each text; at first, those of the nearest.
 
-        Its plain rounds are measured anew in any case.
+        Plain rounds are measured anew in any case.
         """
-        kind = (context // SHORT_CONTEXT).bit_length()
+        kind = num_texts, (context // SHORT_CONTEXT).bit_length()
         if kind not in self.costs:
-            shorter = [k for k in self.costs if k < kind]
-            known = copy.deepcopy(self.costs[max(shorter)].ratios) if shorter else {}
-            self.costs[kind] = Staircase(self.prior, ratios=known)
+            points = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
+            prior = self.prior if num_texts == 1 else Curve(tuple(points))
+            self.costs[kind] = Staircase(prior)
+            near = [k for k in self.costs if k != kind and (k[0] > 1) == (num_texts > 1)]
+            if near:
+                nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
+                self.costs[kind].restore(self.costs[nearest].as_dict())
         return self.costs[kind]
-
-    def batch_stairs(self, num_rows: int) -> Staircase:
-        """Costs of passes over so many texts by the rows of each; at first, those of the nearest number."""
-        if num_rows not in self.batches:
-            prior, known = self.prior, {}
-            if self.batches:
-                nearest = min(self.batches, key=lambda n: abs(n - num_rows))
-                known = copy.deepcopy(self.batches[nearest].ratios)
-            points = tuple((m, prior(m * num_rows) / prior(num_rows)) for m in (1, *WIDTHS))
-            self.batches[num_rows] = Staircase(Curve(points), ratios=known)
-        return self.batches[num_rows]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
         """What was learned with a drafter; the same object, which goes on learning, for a key."""
         name = short_name(key)
         if name not in self.drafters:
-            self.drafters[name] = Learned(Chances.of("look-up" if look_up else "confidence"))
+            self.drafters[name] = Learned(Chances.of("look-up" if look_up else "model"))
         return self.drafters[name]
-
-    def as_dict(self) -> dict[str, Any]:
-        """All that was learned, ready for JSON."""
-        return {
-            "costs": {str(kind): stairs.as_dict() for kind, stairs in self.costs.items()},
-            "drafters": {name: learned.as_dict() for name, learned in self.drafters.items()},
-        }
 
     def save(self, path: Path | str) -> None:
         """Write as JSON; the file appears whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
+        saved = {
+            "costs": {kind: stairs.as_dict() for (n, kind), stairs in self.costs.items() if n == 1},
+            "drafters": {name: learned.as_dict() for name, learned in self.drafters.items()},
+        }
         part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps(self.as_dict(), indent=1))
+        part.write_text(json.dumps(saved, indent=1))
         part.replace(path)
 
     @classmethod
@@ -202,9 +193,9 @@ class Tuning:
         tuning = cls(prior)
         try:
             saved = json.loads(Path(path).read_text())
-            for kind, stairs in saved["costs"].items():
-                tuning.costs[int(kind)] = Staircase(prior)
-                tuning.costs[int(kind)].restore(stairs)
+            for kind, ratios in saved["costs"].items():
+                tuning.costs[1, int(kind)] = Staircase(prior)
+                tuning.costs[1, int(kind)].restore(ratios)
             for name, learned in saved["drafters"].items():
                 tuning.of(name).restore(learned)
         except (KeyError, TypeError, AttributeError, ValueError) as error:

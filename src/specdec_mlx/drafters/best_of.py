@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.draft_length.auto import Unpriced
-from specdec_mlx.draft_length.parts import LENGTHS
-from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
 
@@ -17,10 +14,10 @@ class BestOf(FirstOf):
     """The draft that is worth most: its expected tokens less what its pass costs.
 
     Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    what speaks for it; with a fixed length the most tokens that are expected win. One that costs
-    time, such as a draft model, is asked where it promises more than the best of the others. What
-    was not chosen is scored all the same against what came, so that drafters that agree learn from
-    each other's verdicts.
+    what speaks for it; with a fixed length the longest match wins. One that costs time, such as a
+    draft model, is asked where it promises more than the best of the others. What was not chosen is
+    scored all the same against what came, so that drafters that agree learn from each other's
+    verdicts.
 
     The text stays the target's own: only drafts that this text would always have led to are
     compared, and whether a draft model is asked is decided before it draws; what it has drawn is
@@ -46,26 +43,17 @@ class BestOfSession(FirstOfSession):
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
-        self._choice = Unpriced(Fixed(LENGTHS[-1]))
-        self._free = [(key, part) for key, part in self.parts if is_cheap(part)]
+        self._free = [part for _, part in self.parts if is_cheap(part)]
         self._expensive = [part for _, part in self.parts if not is_cheap(part)]
 
     def propose(self, limit: int) -> Draft:
-        """The draft of which most is expected; those that cost time are asked if there is none."""
-        proposed = [
-            (key, part.propose(min(limit, self._choice.limit(key, cheap=True))))
-            for key, part in self._free
-        ]
-        certain = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
+        """The draft of the longest match; those that cost time are asked if there is none."""
+        proposed = [draft for part in self._free if len(draft := part.propose(limit))]
+        certain = [draft for draft in proposed if draft.logprobs is None]
         if certain:
-            return certain[self._choice.choose(certain)[0]][1]
+            return max(certain, key=lambda draft: draft.match)
         for session in self._expensive:
             draft = session.propose(limit)
             if len(draft):
                 return draft
-        return next((draft for _, draft in proposed if len(draft)), Draft())
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell all of them, and score what they have proposed."""
-        super().observe(tokens)
-        self._choice.score(tokens)
+        return proposed[0] if proposed else Draft()

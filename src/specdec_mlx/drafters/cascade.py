@@ -30,7 +30,6 @@ from specdec_mlx.types import (
     DraftContext,
     Drafter,
     DrafterParts,
-    DraftsAtOnce,
     DraftSession,
     DraftsOnEveryRank,
     Evidence,
@@ -41,8 +40,6 @@ from specdec_mlx.types import (
     SeesTarget,
     Step,
     Stepwise,
-    TimesReading,
-    TimesSteps,
     key_of,
 )
 
@@ -150,12 +147,6 @@ class CascadeSession:
         self.num_first = num_first
         if isinstance(first, Stepwise):
             self.propose_while = self._stepwise(first)
-        if isinstance(first, TimesSteps):
-            self.time_step = first.time_step
-        if isinstance(first, TimesReading):
-            self.time_reading = first.time_reading
-        if isinstance(first, DraftsAtOnce):
-            self.at_once = first.at_once
         if isinstance(first, SeesTarget):
             self.see = first.see
         if isinstance(first, SeesRejected):

@@ -9,7 +9,7 @@ from math import ldexp
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
-from specdec_mlx.types import Draft, Evidence, Guess
+from specdec_mlx.types import Draft, Evidence
 
 LENGTH_LOG2 = 5
 """A match longer by one token weighs 2^5 as much; 2^3 and 2^6 differ by 0.1% at most."""
@@ -90,26 +90,6 @@ def paths_of(
         (weights[i], match, source.following(end, length, more))
         for i in heaviest
         for match, end, source in (places[i],)
-    ]
-
-
-def guesses(paths: Sequence[Path], path: Sequence[int]) -> list[Guess]:
-    """All tokens that some place votes for after a path, the weightiest first.
-
-    Args:
-        paths: of each place, which has a vote while what followed it is the path.
-        path: tokens that come after the text's end.
-    """
-    at, so_far = len(path), tuple(path)
-    votes: dict[int, list[Path]] = {}
-    for one in paths:
-        if len(one[2]) > at and one[2][:at] == so_far:
-            votes.setdefault(one[2][at], []).append(one)
-    weights = {token: sum([weight for weight, _, _ in of_it]) for token, of_it in votes.items()}
-    total = sum(weights.values())
-    return [
-        Guess(token, _evidence(votes[token], weights[token] / total))
-        for token in sorted(weights, key=weights.__getitem__, reverse=True)
     ]
 
 

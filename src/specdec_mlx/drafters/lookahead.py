@@ -35,7 +35,6 @@ from specdec_mlx.types import (
     Evidence,
     FeatureRows,
     Features,
-    Guess,
     ValuesDrafts,
 )
 from specdec_mlx.types.trees import chain, first_path
@@ -194,10 +193,7 @@ class _Proposal:
 
 
 class LookaheadSession:
-    """One generation: the text, the pool, the window, and what was shown and is not noted yet.
-
-    guessers: itself, for an automatic length that grows trees.
-    """
+    """One generation: the text, the pool, the window, and what was shown and is not noted yet."""
 
     cheap = True
 
@@ -211,7 +207,6 @@ class LookaheadSession:
         self._rejected: tuple[list[int], list[int]] = ([], [])
         self._key = drafter.key
         self._chain_key = f"{drafter.key} as a chain"
-        self.guessers = [(self._key, self)]
 
     # --- what it proposes -----------------------------------------------------------------------
 
@@ -231,17 +226,10 @@ class LookaheadSession:
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """What is worth verifying of the pool, and rows where they cost little."""
-        last = self._tokens[-1] if self._tokens else -1
         longest = min(limit, values.limit(self._chain_key, True))
-        latest = self._pool.after(last)[:1] if longest else []
-        chains = [
-            (
-                self._chain_key,
-                Draft(path[:longest], None, [Evidence(times)] * min(longest, len(path))),
-            )
-            for path, times in latest
-        ]
-        draft = values.grow(self._key, chains, self.guessers, limit, may_fork)
+        draft = values.grow(
+            self._key, [(self._chain_key, c) for c in self.candidates(longest)], may_fork
+        )
         self._proposal = _Proposal()
         for path in _paths(draft):
             self._proposal.add(path)
@@ -262,14 +250,13 @@ class LookaheadSession:
                 return rows
         return self._proposal
 
-    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        """What the pool's n-grams have after the longest ends of the text and the path."""
-        text = (*self._tokens[-1:], *path)
-        found: dict[int, int] = {}
-        for start in range(max(0, len(text) - self._config.ngram + 1), len(text)):
-            for rest, times in self._pool.after(text[start], text[start + 1 :]):
-                found.setdefault(rest[0], times)
-        return [Guess(token, Evidence(times)) for token, times in found.items()]
+    def candidates(self, limit: int) -> list[Draft]:
+        """The n-grams of the pool that go on from the last token, the latest first."""
+        last = self._tokens[-1] if self._tokens else -1
+        return [
+            Draft(path[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(path)))
+            for rank, (path, times) in enumerate(self._pool.after(last) if limit else ())
+        ]
 
     def _add_rows(
         self, proposal: _Proposal, limit: int, depth: int, num_columns: int | None = None

@@ -26,13 +26,9 @@ from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
 from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, Drafter, GoesOn, key_of
-
-MOST_TIMED = 64
-"""Tokens that are read to learn what reading costs: a pass over so many hides its overhead."""
 
 MOST_PENDING = 16
 """Tokens of the text that a draft may begin with in one pass."""
@@ -208,22 +204,6 @@ class ModelSession(Writes):
             return None
         start = len(self.tokens) - self.num_prompt
         return self.context.draft_gumbels(start, num, first)
-
-    def time_step(self) -> float:
-        """Seconds of one step on caches of its own: the quicker of two after one to warm up."""
-        caches, last = make_prompt_cache(self.model), mx.array([self.tokens[-1:]])
-        return time_of(lambda: self.model(last, cache=caches))
-
-    def time_reading(self) -> float:
-        """Seconds of a token, of some that are read at once on caches of its own."""
-        ids = mx.array([self.tokens[-MOST_TIMED:]])
-
-        def run() -> list[Any]:
-            caches = make_prompt_cache(self.model)
-            self.model(ids, cache=caches)
-            return [cache.state for cache in caches]
-
-        return time_of(run, times=1) / ids.size
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches, and note what was emitted."""

@@ -20,7 +20,7 @@ from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
 from specdec_mlx.drafters.ngram_table import NGramTable, as_table
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.options import require
-from specdec_mlx.types import Draft, DraftContext, Evidence, Guess
+from specdec_mlx.types import Draft, DraftContext, Evidence
 
 if TYPE_CHECKING:
     from specdec_mlx.sampling.noise import Noise
@@ -134,10 +134,6 @@ class NGramDrafter:
         )
 
 
-MOST_GUESSES = 4
-"""Continuations of one place in a tree; further ones were seen too seldom to be right."""
-
-
 class NGramSession:
     """One generation's counts, drafting deterministically.
 
@@ -174,13 +170,6 @@ class NGramSession:
             evidence.append(_evidence(found))
             context = self._counts.shift(context, found.token)
         return Draft(draft, evidence=evidence)
-
-    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        """What followed the longest known contexts most often; of this text alone."""
-        longer = (*self._context, *path)
-        context = longer[max(0, len(longer) - self._config.max_order + 1) :]
-        known = self._counts.continuations(context, MOST_GUESSES)
-        return [Guess(found.token, _evidence(found)) for found in known]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""

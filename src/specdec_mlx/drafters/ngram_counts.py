@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -74,18 +73,6 @@ class NGramCounts:
             if entry is not None:
                 return Continuation(entry.best, width, entry.counts[entry.best], entry.total)
         return None
-
-    def continuations(self, context: Context, most: int) -> list[Continuation]:
-        """The most frequent tokens after the longest known context, then after shorter ones."""
-        length, found = len(context), dict[int, Continuation]()
-        for width, table in self._longest_first:
-            counts = table.counts(_last(context, width)) if width <= length else {}
-            total = sum(counts.values())
-            for token in nlargest(most, counts, key=counts.__getitem__):
-                found.setdefault(token, Continuation(token, width, counts[token], total))
-            if len(found) >= most:
-                break
-        return list(found.values())[:most]
 
     def matched(self, context: Context) -> int:
         """Length of the longest known context; 0 also where none is known."""

@@ -17,10 +17,13 @@ from typing import ClassVar
 
 from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features, Guess
+from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features
 
 TOP = 8
 """Successors that are kept of each token, as in the paper."""
+
+BRANCHES = 4
+"""Successors of the last token that a tree goes on from."""
 
 MOST_STEADY = 16
 """A successor that was the likeliest so many times in a row is as sure as it gets."""
@@ -92,12 +95,17 @@ class SuccessorTable:
             evidence.append(known.evidence(0))
         return Draft(text[start:], evidence=evidence)
 
-    def guesses(self, tokens: Sequence[int], width: int = 1) -> list[Guess]:
-        """What the target thought of next after a text [n], the likeliest first; [] if unknown."""
+    def drafts(self, tokens: Sequence[int], length: int, width: int = 1) -> list[Draft]:
+        """The chains through each of the `BRANCHES` likeliest successors of a text [n]."""
         known = self._after(tokens, width)
-        if known is None:
+        if known is None or length < 1:
             return []
-        return [Guess(likely, known.evidence(rank)) for rank, likely in enumerate(known.tokens)]
+        found = []
+        for rank, token in enumerate(known.tokens[:BRANCHES]):
+            rest = self.draft([*tokens, token], length - 1, width)
+            evidence = [known.evidence(rank), *(rest.evidence or ())]
+            found.append(Draft([token, *rest.tokens], evidence=evidence))
+        return found
 
     def _after(self, tokens: Sequence[int], width: int) -> Successors | None:
         """What is known of the context that a text ends with."""
@@ -181,9 +189,10 @@ class RecyclingSession:
         """Follow the table from the last token."""
         return self._table.draft(self._tokens, min(limit, self._num_draft), self._width)
 
-    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        """The successors of the last token, as the target had them last."""
-        return self._table.guesses([*self._tokens[-self._width :], *path], self._width)
+    def candidates(self, limit: int) -> list[Draft]:
+        """The chains through the likeliest successors of the last token."""
+        length = min(limit, self._num_draft)
+        return self._table.drafts(self._tokens[-self._width :], length, self._width)
 
     def _note(self, tokens: Sequence[int], start: int, features: FeatureRows) -> None:
         """Note rows of the positions of a text [n] from `start` on."""

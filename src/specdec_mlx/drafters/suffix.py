@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from specdec_mlx.drafters.election import Path, Source, Voters, elect, guesses, paths_of
+from specdec_mlx.drafters.election import Source, Voters, elect
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.options import require
-from specdec_mlx.types import NO_DRAFT, Draft, DraftContext, Guess
+from specdec_mlx.types import NO_DRAFT, Draft, DraftContext
 
 MOST_PLACES = 24
 """Places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass."""
@@ -31,9 +31,6 @@ WITHIN = 1
 
 MEMORY_WEIGHT = 0.3
 """Of a place in a memory, to one of equal match in the text itself."""
-
-DEEPEST = 16
-"""Tokens of a path in a tree for which places vote."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,6 @@ class SuffixSession:
             (self._text, 1.0),
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
-        self._paths: list[Path] | None = None
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from behind the places that match best."""
@@ -147,17 +143,8 @@ class SuffixSession:
         self.match_length = noted
         return draft
 
-    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        """What followed the places that match best, as far as the path followed them, too."""
-        if self._paths is None:
-            context = self._text.context()
-            voters = self._voters(context)
-            self._paths = paths_of(voters, context.last, DEEPEST) if voters else []
-        return guesses(self._paths, path)
-
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
-        self._paths = None
         self._text.append(tokens)
 
     def close(self, length: int) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
-    Branches,
     Draft,
     DraftContext,
     DraftSession,
+    OffersSeveral,
     ValuesDrafts,
     is_cheap,
     key_of,
@@ -48,14 +48,12 @@ class TreeOfSession(FirstOfSession):
     """One generation, seen by all of the drafters.
 
     parts: the sessions, each with its drafter's key. groups: this one alone, which is asked.
-    guessers: those of them that have several guesses at a place.
     """
 
     def __init__(self, key: str, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which their tokens are tried."""
         super().__init__(sessions, keys)
         self.groups: list[list[tuple[str, DraftSession]]] = [[(key, self)]]
-        self.guessers = [(name, part) for name, part in self.parts if isinstance(part, Branches)]
         self._key = key
 
     def propose(self, limit: int) -> Draft:
@@ -68,12 +66,13 @@ class TreeOfSession(FirstOfSession):
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """What is worth verifying of all that they know; see `types.ProposesTrees`."""
-        proposed = [
-            (key, part.propose(min(limit, values.limit(key, True))).first_chain())
-            for key, part in self.parts
-        ]
-        drafts = [(key, draft) for key, draft in proposed if len(draft) and draft.logprobs is None]
-        return values.grow(self._key, drafts, self.guessers, limit, may_fork)
+        drafts: list[tuple[str, Draft]] = []
+        for key, part in self.parts:
+            most = min(limit, values.limit(key, True))
+            several = part.candidates(most) if isinstance(part, OffersSeveral) else ()
+            drafts += [(key, draft.first_chain()) for draft in several or [part.propose(most)]]
+        known = [(key, draft) for key, draft in drafts if len(draft) and draft.logprobs is None]
+        return values.grow(self._key, known, may_fork)
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:

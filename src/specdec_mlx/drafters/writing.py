@@ -50,8 +50,6 @@ class Writes:
 class WritesAtOnce(Writes, ABC):
     """One that has the logits of a whole draft from one pass."""
 
-    at_once = True
-
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens, a chain or a tree; none before anything was read."""
         if self.branches == 1:

@@ -31,16 +31,13 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
-    DraftsAtOnce,
     DraftSession,
     LogitsProcessor,
     ReadsTarget,
     Stepwise,
-    TimesReading,
-    TimesSteps,
     is_cheap,
     key_of,
-    session_parts,
+    session_groups,
 )
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
@@ -146,9 +143,9 @@ class ContinuedSession:
         self.cheap = is_cheap(session)
 
     @property
-    def parts(self) -> Sequence[tuple[str, DraftSession]]:
-        """The session's own parts, or itself."""
-        return session_parts(self.session, self.key)
+    def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
+        """The session's own groups, or itself."""
+        return session_groups(self.session, self.key)
 
     def propose(self, limit: int) -> Draft:
         """What the session proposes."""
@@ -262,11 +259,8 @@ class KeptSession:
         self.kept, self.session, self.caches, self.held = kept, session, caches, held
         self.propose = session.propose
         self.observe = session.observe
-        if isinstance(session, Stepwise) and isinstance(session, TimesSteps):
-            self.propose_while, self.time_step = session.propose_while, session.time_step
-            self.at_once = session.at_once if isinstance(session, DraftsAtOnce) else False
-        if isinstance(session, TimesReading):
-            self.time_reading = session.time_reading
+        if isinstance(session, Stepwise):
+            self.propose_while = session.propose_while
 
     def close(self, length: int) -> None:
         """Store the caches as far as the model has read: it is not fed for the next turn's sake."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specdec_mlx.draft_length.auto import Unpriced
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
@@ -39,6 +38,12 @@ class _Part(NamedTuple):
     key: str
     is_cheap: bool
     propose: Callable[[int], Draft]
+
+
+_Proposal = tuple[str, Draft]
+"""A draft, with its drafter's key in front."""
+
+NOTHING: _Proposal = "", NO_DRAFT
 
 
 class Drafting:
@@ -92,20 +97,17 @@ class Drafting:
             return
         self.session = begin_session(self.drafter, self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-        groups = session_groups(self.session, key_of(self.drafter))
-        length = self.length
-        values: ValuesDrafts | None = length if isinstance(length, ValuesDrafts) else None
-        if values is None and any(len(group) > 1 for group in groups):
-            self.length = values = Unpriced(length)
-        for group in groups:
-            self._groups.append([])
-            for key, session in group:
-                cheap = is_cheap(session)
-                way = values.begin(key, session, self._may_fork) if values else session.propose
-                self._groups[-1].append(_Part(key, cheap, way))
-                self.has_cheap_part = self.has_cheap_part or cheap
-                self.is_free = self.is_free and cheap
-        self.values = values
+        self.values = self.length if isinstance(self.length, ValuesDrafts) else None
+        for group in session_groups(self.session, key_of(self.drafter)):
+            self._groups.append([self._part(key, session) for key, session in group])
+        every = [part for group in self._groups for part in group]
+        self.has_cheap_part = any(part.is_cheap for part in every)
+        self.is_free = all(part.is_cheap for part in every)
+
+    def _part(self, key: str, session: DraftSession) -> _Part:
+        values = self.values
+        way = values.begin(key, session, self._may_fork) if values else session.propose
+        return _Part(key, is_cheap(session), way)
 
     def _may_fork(self) -> bool:
         """True if the target takes trees now."""
@@ -116,46 +118,44 @@ class Drafting:
         self.part = ""
         if self.sequence.wants_more():
             for group in self._groups:
-                key, draft = self._best_of(group)
+                self.part, draft = self._best_of(group)
                 if len(draft):
-                    self.part = key
                     return draft
+        self.part = ""
         return NO_DRAFT
 
-    def _best_of(self, group: Sequence[_Part]) -> tuple[str, Draft]:
+    def _best_of(self, group: Sequence[_Part]) -> _Proposal:
         """The draft that is worth most, and its drafter's key.
 
         Nothing here looks at a token that was drawn: point masses are compared with each other, and
         what costs time is asked, by what is known before, or it is not; see `types.SessionGroups`.
         """
-        key, best, drawn = self._best_cheap(group)
+        best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and not (len(best) and self.values and not self.values.outbids(part.key)):
+            if limit and not (len(best[1]) and self.values and not self.values.outbids(part.key)):
                 draft = self._ask(part, limit)
                 if len(draft):
                     return part.key, draft
-        return (key, best) if len(best) else drawn
+        return best if len(best[1]) else drawn
 
-    def _best_cheap(self, group: Sequence[_Part]) -> tuple[str, Draft, tuple[str, Draft]]:
-        """Of the sessions that are free to ask: the best draft with its key, and one drawn."""
-        drafts: list[tuple[str, Draft]] = []
-        drawn = ("", NO_DRAFT)
+    def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
+        """Of the sessions that are free to ask: the best point mass, and a draft that was drawn."""
+        certain: list[_Proposal] = []
+        drawn = NOTHING
         for part in group:
             if part.is_cheap and (limit := self._limit(part)):
                 draft = self._ask(part, limit)
                 if draft.logprobs is not None:
                     drawn = drawn if len(drawn[1]) else (part.key, draft)
                 elif len(draft):
-                    drafts.append((part.key, draft))
-        if not drafts:
-            return "", NO_DRAFT, drawn
-        if self.values is None:
-            key, draft = drafts[0]
-            return key, draft.head(self.length.cut(key, draft)), drawn
-        index, length = self.values.choose(drafts)
-        key, draft = drafts[index]
-        return key, draft.head(length), drawn
+                    certain.append((part.key, draft))
+        if not certain:
+            return NOTHING, drawn
+        if self.values is not None:
+            return self.values.choose(certain), drawn
+        key, draft = max(certain, key=lambda proposal: proposal[1].match)
+        return (key, draft.head(self.length.cut(key, draft))), drawn
 
     def has_draft(self) -> bool:
         """True if there may be a draft after the pass under way; only cheap sessions are asked."""
@@ -164,8 +164,7 @@ class Drafting:
     def _may_have_draft(self, group: Sequence[_Part]) -> bool:
         if any(not part.is_cheap and self._limit(part) for part in group):
             return True
-        _, best, drawn = self._best_cheap(group)
-        return len(best) > 0 or len(drawn[1]) > 0
+        return any(len(draft) for _, draft in self._best_cheap(group))
 
     def record(self, round_: RoundRecord) -> None:
         """Tell the draft length of a finished round."""

@@ -1,35 +1,26 @@
 """What a draft length that values drafts decides, and what a session may add so that drafts fork.
 
-Who drafts chains needs none of the latter. A drafter that looks several tokens up gives its session
-`Branches`; out of their guesses a draft length that `ValuesDrafts` makes a tree, node by node. A
-drafter that has a tree of its own hands it over as a `Draft` with `parents`; where that costs time
-its session `DraftsTrees`.
+Who drafts chains needs none of the latter. Out of the chains of several look-ups a draft length
+that `ValuesDrafts` makes a tree. A drafter that has a tree of its own hands it over as a `Draft`
+with `parents`; where that costs time its session `DraftsTrees`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
-from specdec_mlx.types.drafting import Draft, DraftSession, Evidence, RoundRecord
-
-
-class Guess(NamedTuple):
-    """One of several tokens that may come at a place, and what speaks for it."""
-
-    token: int
-    evidence: Evidence
+from specdec_mlx.types.drafting import Draft, DraftSession, RoundRecord
 
 
 @runtime_checkable
-class Branches(Protocol):
-    """A session that has several guesses at a place; default: it drafts chains."""
+class OffersSeveral(Protocol):
+    """A session that has several drafts at once; default: what it proposes."""
 
-    def guesses_after(self, path: Sequence[int]) -> Sequence[Guess]:
-        """Tokens that may follow the text and `path` [n], the likeliest first; [] for none.
+    def candidates(self, limit: int) -> Sequence[Draft]:
+        """Chains of 1 to `limit` tokens, the likeliest first, all of point masses.
 
-        A question that is microseconds of host work, and of which nothing is noted. Each token of
-        the path is a guess or a part of a chain of some drafter's, not always of this one's.
+        A question that is microseconds of host work, and of which nothing is noted.
         """
         ...
 
@@ -87,14 +78,11 @@ class ValuesDrafts(Protocol):
         """Most tokens to draft; see `DraftLength`."""
         ...
 
-    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
-        """Which of several drafts is worth most.
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
+        """The draft that is worth most, with its drafter's key; empty where none is worth any.
 
         Args:
             drafts: point masses of at least one token, each with its drafter's key; at least one.
-
-        Returns:
-            Its index, and how many of its tokens to keep; 0 where none of them is worth any.
         """
         ...
 
@@ -103,20 +91,13 @@ class ValuesDrafts(Protocol):
         ...
 
     def grow(
-        self,
-        part: str,
-        drafts: Sequence[tuple[str, Draft]],
-        guessers: Sequence[tuple[str, Branches]],
-        limit: int,
-        may_fork: Callable[[], bool],
+        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
-        """The chain or the tree that is worth most, of what several look-ups know.
+        """The chain or the tree that is worth most, of what several look-ups propose.
 
         Args:
             part: key of the drafter that is made of them.
-            drafts: the chains that they propose, point masses, each with its drafter's key.
-            guessers: those of them that have several guesses at a place.
-            limit: most tokens.
+            drafts: chains of point masses, each with its drafter's key.
             may_fork: True if the target takes trees now; asked where a tree is worth most.
         """
         ...
@@ -139,12 +120,7 @@ class ValuesDrafts(Protocol):
 
 @runtime_checkable
 class ProposesTrees(Protocol):
-    """A session whose drafts may be grown to trees; default: it proposes what it proposes.
-
-    guessers: its parts that have several guesses at a place, each with its drafter's key.
-    """
-
-    guessers: Sequence[tuple[str, Branches]]
+    """A session whose drafts may be grown to trees; default: it proposes what it proposes."""
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """Continue what was observed with a chain or a tree of 0 to `limit` tokens.

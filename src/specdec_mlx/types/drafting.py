@@ -99,6 +99,12 @@ class Draft:
         """exp of `logprobs`."""
         return None if self.logprobs is None else mx.exp(self.logprobs)
 
+    @property
+    def match(self) -> int:
+        """The first token's match, by which drafts are compared where nothing is learned."""
+        first = self.evidence[0] if self.evidence else 0
+        return first.match if isinstance(first, Evidence) else first
+
     def head(self, num_tokens: int) -> Draft:
         """The first `num_tokens` of it; of a tree too, since parents stand before children."""
         if num_tokens >= len(self):

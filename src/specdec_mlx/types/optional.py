@@ -1,24 +1,24 @@
-"""What a drafter, a session, a rule, a draft length or a target may add, and what holds without.
+"""What a drafter, a session, a rule or a target may have besides what it must: small protocols.
 
-Each is a protocol of one member; the functions at the end give the member, or its default.
+Each says in its first line what holds by default, for who does not have it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
-from specdec_mlx.types.drafting import (
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    GoesOn,
-)
-from specdec_mlx.types.target import FeatureRows, Features
-from specdec_mlx.types.verdicts import AcceptanceRule
+from specdec_mlx.types.drafting import Draft, DraftContext, Drafter, DraftSession, GoesOn
+
+if TYPE_CHECKING:
+    from specdec_mlx.types.target import FeatureRows, Features
+    from specdec_mlx.types.verdicts import AcceptanceRule
+
+MOST_WAITING = 256
+"""Rows that may wait to be read by a session that reads the target, while nothing is drafted; a
+state of a large model is 16 kB."""
 
 
 @runtime_checkable
@@ -26,14 +26,11 @@ class Tappable(Protocol):
     """A target whose states can be read; default: it cannot be read."""
 
     def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features.
-
-        Raises an UnreadableError for what the target does not show.
-        """
+        """Have every pass from now on bring these features. Raises UnreadableError."""
         ...
 
     def fed_features(self) -> tuple[FeatureRows, int]:
-        """Rows of the latest `feed`, and how many positions it had."""
+        """Rows of the latest `feed`, and its number of positions."""
         ...
 
 
@@ -43,11 +40,8 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> str:
-        """What its costs and acceptance are remembered under: content and options that matter.
-
-        Two drafters that behave differently must not share a key; a wrapper passes on the key of
-        what it wraps.
-        """
+        """What its acceptance is remembered under: content and options that matter, of a wrapper
+        those of what it wraps."""
         ...
 
 
@@ -66,7 +60,7 @@ class DrafterParts(Protocol):
 
     @property
     def drafters(self) -> Sequence[Drafter]:
-        """What it is made of."""
+        """Its parts."""
         ...
 
 
@@ -96,7 +90,7 @@ class DraftsOnEveryRank(Protocol):
 
     @property
     def on_every_rank(self) -> bool:
-        """Whether each rank draws its drafts anew, so that no distribution has to be sent."""
+        """True if each rank draws its drafts anew, so that no distribution has to be sent."""
         ...
 
 
@@ -106,37 +100,24 @@ class Cheap(Protocol):
 
     @property
     def cheap(self) -> bool:
-        """Whether proposing is microseconds of host work whose result may be thrown away.
-
-        The loop then looks for a draft while a pass runs.
-        """
-        ...
-
-
-@runtime_checkable
-class SessionParts(Protocol):
-    """A session made of others, asked in its place, in order, until one has a draft."""
-
-    @property
-    def parts(self) -> Sequence[tuple[str, DraftSession]]:
-        """The sessions, in order, each with its drafter's key; default: the session itself."""
+        """True if proposing is microseconds of host work whose result may be thrown away."""
         ...
 
 
 @runtime_checkable
 class SessionGroups(Protocol):
-    """A session made of others some of which compete; default: they are asked one after another."""
+    """A session made of others, asked in its place; default: it is asked itself.
+
+    Within a group all cheap sessions propose, and the draft that is worth most is taken. Only point
+    masses compete: they are what this text would always have led to, so that comparing them reads
+    no draw. A session that costs time is asked, by what is known before anything is drawn, only
+    where it promises more than the best of these, and a draft that it has drawn is taken whatever
+    was drawn. A cheap session's drawn draft is taken where no other is.
+    """
 
     @property
     def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
-        """Groups of sessions, each with its drafter's key, to be asked in order.
-
-        Within a group all cheap sessions propose, and the draft that is worth most is taken. Only
-        point masses compete: they are what this text would always have led to, so that comparing
-        them reads no draw. A session that costs time is asked, by what is known before anything is
-        drawn, only where it promises more than the best of these, and a draft that it has drawn is
-        taken whatever was drawn. A cheap session's drawn draft is taken where no other is.
-        """
+        """Groups of sessions, each with its drafter's key, to be asked in order."""
         ...
 
 
@@ -149,43 +130,10 @@ class Stepwise(Protocol):
 
         `goes_on` is asked at each position, in order, with what the draft's distributions said
         there and before, and never with what was drawn: whether a token is proposed may depend on
-        its distribution and on all tokens before it, but not on itself, or what comes out would no
-        longer have the target's distribution. The draft carries the same evidence.
+        its distribution and on all tokens before it, but not on itself, or the text would no longer
+        have the target's distribution. The draft carries the same evidence.
         """
         ...
-
-
-@runtime_checkable
-class TimesSteps(Protocol):
-    """A session that can tell what a step costs before it reads the text; default: it cannot."""
-
-    def time_step(self) -> float:
-        """Run one step on nothing, and give its seconds."""
-        ...
-
-
-@runtime_checkable
-class TimesReading(Protocol):
-    """A session that can tell what reading the text would cost; default: none does."""
-
-    def time_reading(self) -> float:
-        """Read some tokens for nothing, and give the seconds that one of them took."""
-        ...
-
-
-@runtime_checkable
-class DraftsAtOnce(Protocol):
-    """A stepwise session that drafts in one pass; default: every token is a step that costs."""
-
-    @property
-    def at_once(self) -> bool:
-        """Whether a draft costs the same however long it is; `time_step` is then all of it."""
-        ...
-
-
-MOST_WAITING = 256
-"""Rows that may wait to be read by a session that reads the target, while nothing is drafted; a
-state of a large model is 16 kB."""
 
 
 @runtime_checkable
@@ -196,14 +144,12 @@ class SeesTarget(Protocol):
         """Take the rows of further positions of the text, before they are observed.
 
         The prompt's rows come chunk by chunk during prefill, later ones after each verdict, only
-        those of positions that were kept. They are lazy, and what they are made of is held until
-        they are computed: evaluate, or drop, what was shown of one chunk before the next.
+        those of positions that were kept. They are lazy, and hold what they are made of: evaluate,
+        or drop, those of one chunk before the next.
 
-        On a prompt cache that holds earlier text, the rows begin with this call's prompt: what the
-        cache holds is not read again. A session that remembers the earlier turn, in the draft
-        caches of the same list (`DraftContext.draft_cache`), goes on from there; any other drafts
-        from what it has seen, with the positions counted from this call's prompt on. That may cost
-        acceptance, never the text.
+        On a prompt cache that holds earlier text the rows begin with this call's prompt. A session
+        that remembers the earlier turn, in `DraftContext.draft_cache`, goes on from there; any
+        other drafts from what it has seen, which may cost acceptance, never the text.
         """
         ...
 
@@ -237,7 +183,7 @@ class Closes(Protocol):
 
 @runtime_checkable
 class Forks(Protocol):
-    """A session of which a copy can be had; default: a new session begins with the whole text."""
+    """A session that can be copied; default: a new session begins with the whole text."""
 
     def fork(self) -> DraftSession:
         """A session that has seen the same text, and goes its own way from here."""
@@ -246,15 +192,11 @@ class Forks(Protocol):
 
 @runtime_checkable
 class NeedsNoDistribution(Protocol):
-    """A rule that works with samplers and processors that can only be called.
-
-    Default: a rule reads `TargetRows.probs`, and such samplers are refused. Where rows have to be
-    drawn one by one, the draft is kept as far as it equals the target's own tokens.
-    """
+    """A rule that works with opaque samplers; default: it reads `TargetRows.probs`."""
 
     @property
     def needs_distribution(self) -> bool:
-        """Whether it reads `TargetRows.probs` come what may."""
+        """True if it reads `TargetRows.probs` in any case."""
         ...
 
 
@@ -264,7 +206,7 @@ class SharesNoise(Protocol):
 
     @property
     def shares_noise(self) -> bool:
-        """Whether drafters are to draw from that noise (`DraftContext.coupled`)."""
+        """True if drafters are to draw from that noise (`DraftContext.coupled`)."""
         ...
 
 
@@ -278,12 +220,12 @@ class ChoosesRule(Protocol):
 
 
 def needs_distribution(rule: AcceptanceRule) -> bool:
-    """Whether a rule reads the target's distribution come what may."""
+    """True if a rule reads the target's distribution in any case."""
     return rule.needs_distribution if isinstance(rule, NeedsNoDistribution) else True
 
 
 def shares_noise(rule: AcceptanceRule) -> bool:
-    """Whether a rule wants drafts drawn from the target's own noise."""
+    """True if a rule wants drafts drawn from the target's own noise."""
     return rule.shares_noise if isinstance(rule, SharesNoise) else False
 
 
@@ -293,23 +235,20 @@ def rule_for(rule: AcceptanceRule, draft: Draft) -> AcceptanceRule:
 
 
 def is_cheap(session: DraftSession) -> bool:
-    """Whether a proposal may be asked for and thrown away."""
+    """True if a proposal may be asked for and thrown away."""
     return session.cheap if isinstance(session, Cheap) else False
 
 
-def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
-    """The sessions to ask in a session's place, each with its drafter's key.
-
-    By default that is the session itself, with the key given.
-    """
-    return list(session.parts) if isinstance(session, SessionParts) else [(key, session)]
-
-
 def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:
-    """The groups to ask in order in a session's place; by default each of its parts is one."""
+    """The groups to ask in order in a session's place; by default itself, with the key given."""
     if isinstance(session, SessionGroups):
         return [list(group) for group in session.groups]
-    return [[part] for part in session_parts(session, key)]
+    return [[(key, session)]]
+
+
+def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
+    """The sessions of all groups."""
+    return [part for group in session_groups(session, key) for part in group]
 
 
 def key_of(drafter: Drafter) -> str:
@@ -325,7 +264,7 @@ def key_of(drafter: Drafter) -> str:
 
 
 def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
-    """A drafter and all that it is made of, itself first; nothing for None."""
+    """A drafter and its parts, itself first; nothing for None."""
     if drafter is not None:
         yield drafter
         for part in drafter.drafters if isinstance(drafter, DrafterParts) else ():

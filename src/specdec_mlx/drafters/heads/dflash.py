@@ -22,7 +22,6 @@ from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, shifted_layers
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
@@ -118,11 +117,6 @@ class DFlashSession(OnePassSession):
         """[B] the last token of the text, and masks."""
         config = self.head.config
         return to_ids([self.tokens[-1], *[config.mask_token] * (config.block_size - 1)])
-
-    def time_step(self) -> float:
-        """Seconds of a block without context."""
-        head, caches = self.head, self.head.make_cache()
-        return time_of(lambda: head.fill(self.block(), caches))
 
     def read(self) -> list[Any]:
         """Read the rows that wait into the context."""

@@ -89,10 +89,6 @@ class ExitSession(ModelSession):
         """How many tokens behind the last one its own layer looks at; 0 if it has none."""
         return self.exit.window - 1 if self.exit is not None else 0
 
-    def time_reading(self) -> float:
-        """Next to nothing: it is not read but copied."""
-        return 0.0
-
     def fork(self) -> ModelSession:
         """One that reads for itself: what the target holds is this one's text."""
         other = super().fork()

@@ -22,7 +22,6 @@ from mlx_lm.models import gemma4_text
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import FeatureRows, Features, KeysValues, ReadsCache
 
@@ -101,13 +100,6 @@ class AssistantSession(LastState, SteppingSession):
         logits: mx.array
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits
-
-    def time_step(self) -> float:
-        """Seconds of one step behind a single position."""
-        head = self.head
-        state, token = mx.zeros((1, head.ends.width), head.ends.dtype), to_ids(self.tokens[-1:])
-        read = {kind: head.nothing_read(kind) for kind in head.reads}
-        return time_of(lambda: head.step(state, token, read)[0])
 
 
 class Gemma4Assistant(FinalStateHead):

@@ -13,7 +13,6 @@ import mlx.nn as nn
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
 from specdec_mlx.drafters.heads.session import LastState, OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.target.timing import time_of
 
 
 class MedusaSession(LastState, OnePassSession):
@@ -26,12 +25,6 @@ class MedusaSession(LastState, OnePassSession):
             return None
         logits: mx.array = self.head.first_logits(self.state, length)
         return logits
-
-    def time_step(self) -> float:
-        """Seconds of all heads, on no state."""
-        head = self.head
-        state = mx.zeros((1, head.ends.width), head.ends.dtype)
-        return time_of(lambda: head.first_logits(state, len(head.blocks)))
 
 
 class Medusa(FinalStateHead):

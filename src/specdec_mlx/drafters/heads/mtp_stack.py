@@ -27,7 +27,6 @@ from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.variations import Variation, shifted_norms
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext, FeatureRows
 
@@ -134,14 +133,6 @@ class StackSession(SteppingSession):
         """How many rows wait at a layer whose token is known."""
         waiting = self.levels[depth].waiting
         return min(len(waiting), len(self.tokens) - 1 - depth - waiting.start)
-
-    def time_step(self) -> float:
-        """Seconds of one step on nothing, by the first layer."""
-        layer = self.head.layers[0]
-        caches = layer.make_cache()
-        token = to_ids(self.tokens[-1:])
-        state = mx.zeros((1, self.head.width), self.head.ends.dtype)
-        return time_of(lambda: layer.logits(layer.step(state, token, caches)))
 
 
 class MTPStack(FinalStateHead):

@@ -11,17 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import WritesAtOnce
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext
-
-USUAL_LENGTH = 8
-"""Tokens of the draft that is timed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,8 +76,3 @@ class PardSession(WritesAtOnce, ModelSession):
     def masks(self, length: int) -> list[int]:
         """What stands behind the text for a draft of so many tokens."""
         return [self.mask_token] * (length - 1)
-
-    def time_step(self) -> float:
-        """Seconds of a pass over a token and the masks of a usual draft, on caches of its own."""
-        ids = mx.array([[self.tokens[-1], *self.masks(USUAL_LENGTH)]])
-        return time_of(lambda: self.model(ids, cache=make_prompt_cache(self.model)))

@@ -21,7 +21,6 @@ from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, DraftContext, FeatureRows
@@ -106,12 +105,6 @@ class RecurrentSession(SteppingSession):
         self.made = mx.concatenate([self.made, made])
         logits: mx.array = self.head.logits(made)
         return logits
-
-    def time_step(self) -> float:
-        """Seconds of one step on caches of its own."""
-        head, caches = self.head, self.head.make_cache()
-        state, token = mx.zeros((1, head.width), head.ends.dtype), to_ids(self.tokens[-1:])
-        return time_of(lambda: head.logits(head.step(state, token, caches)))
 
     def read(self) -> list[Any]:
         """Read the pairs that are complete, but for the last one, whose state a draft begins with.

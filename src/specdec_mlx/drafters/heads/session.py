@@ -186,14 +186,6 @@ class SteppingSession(HeadSession):
     def next_logits(self, token: mx.array | None) -> mx.array:
         """Logits [1, V] of the token after `token`, or after the text; called in order."""
 
-    @abstractmethod
-    def time_step(self) -> float:
-        """Seconds of one step on nothing."""
-
 
 class OnePassSession(WritesAtOnce, HeadSession):
     """Drafts all tokens in one pass; see `HeadSession`."""
-
-    @abstractmethod
-    def time_step(self) -> float:
-        """Seconds of one pass on nothing."""
