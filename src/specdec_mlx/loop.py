@@ -233,7 +233,8 @@ class Generation:
             while current is not None:
                 following = ahead = self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
-                self.roll_back(current, outcome)
+                if current.num_drafted:
+                    self.roll_back(current, outcome)
                 try:
                     self.observe(current, outcome)
                     following = self.stay_ahead(ahead) or self.verify(self.propose())
@@ -283,11 +284,13 @@ class Generation:
         """Start the pass over the pending tokens and the draft; None when enough is known."""
         if not self.sequence.wants_more():
             return None
-        self.pipeline.choose(len(draft) > 0, self.drafting.has_cheap_part)
+        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.has_cheap_part)
         self.clock.launch_begins()
         start = self.target.rollback.position
         pending = self.sequence.tokens[start:]
-        embeddings = self.sequence.embeddings_from(start, len(pending))
+        embeddings = None
+        if self.sequence.embeddings is not None:
+            embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
             under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
         return self.clock.launched(under_way, part=self.drafting.part)
@@ -305,35 +308,38 @@ class Generation:
         if ahead is None:
             self.target.extend_history(outcome.tokens)
         record = self.clock.record(current, outcome, ahead, context)
-        self.drafting.record(record)
+        if self.drafting.drafter is not None:
+            self.drafting.record(record)
         self.pipeline.record(record.accepted)
         self.stats.record(record)
         return outcome
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:
-        """Take the rejected positions back out of the caches."""
-        if current.num_drafted:
-            kept = outcome.kept[: len(outcome.tokens) - 1]
-            draft_began = len(self.sequence.tokens) - len(outcome.tokens)
-            self.target.rollback.keep(draft_began, kept)
+        """Take the rejected positions of a draft back out of the caches."""
+        kept = outcome.kept[: len(outcome.tokens) - 1]
+        draft_began = len(self.sequence.tokens) - len(outcome.tokens)
+        self.target.rollback.keep(draft_began, kept)
 
     def observe(self, current: Round, outcome: Outcome) -> None:
         """Tell the drafter what became of its draft."""
         if self.drafting.features is not None:
             start = len(self.sequence.tokens) - len(outcome.tokens) - current.num_pending
             self.drafting.features.show_round(current, outcome, start)
-        self.drafting.observe()
+        if self.drafting.drafter is not None:
+            self.drafting.observe()
 
     def stay_ahead(self, ahead: Round | None) -> Round | None:
         """If a pass runs ahead, see whether there is something to draft again after it."""
         if ahead is not None:
-            self.pipeline.choose(self.drafting.has_draft(), self.drafting.has_cheap_part)
+            found = self.drafting.drafter is not None and self.drafting.has_draft()
+            self.pipeline.choose(found, self.drafting.has_cheap_part)
         return ahead
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
         self.stats.other_seconds += self.clock.other_seconds(following)
-        self.clock.time_if_hidden(following, self.drafting.values)
+        if self.drafting.values is not None:
+            self.clock.time_if_hidden(following, self.drafting.values)
         started = perf_counter()
         for token, origin, row in _emitted(current, outcome):
             self.sequence.num_handed_out += 1
@@ -343,7 +349,7 @@ class Generation:
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
-        if following is not None and not following.num_drafted:
+        if self.drafting.drafter is not None and following and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
 
     def feed(self, num_tokens: int) -> None:

@@ -25,4 +25,4 @@ def to_list(tokens: Sequence[int] | mx.array) -> list[int]:
 def read_all(*arrays: mx.array) -> list[Any]:
     """Several small arrays as lists, after a single wait for all of them."""
     mx.eval(*arrays)
-    return [array.tolist() for array in arrays]
+    return list(map(mx.array.tolist, arrays))

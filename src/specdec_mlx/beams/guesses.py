@@ -115,8 +115,8 @@ class GuessLength:
             steady: whether it had the rows of the one before it.
         """
         unseen = self.shared.tuning.of("").unseen
-        for i in range(min(num_steps, num_guessed)):
-            unseen.learn(0, i, i < num_steps - 1)
+        right = [i < num_steps - 1 for i in range(min(num_steps, num_guessed))]
+        unseen.learn([0] * len(right), right)
         self.shared.record(num_guessed, [num_steps], seconds, steady=steady)
 
 

@@ -19,7 +19,14 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.bench.replay import record_of_sessions
-from specdec_mlx.draft_length.chances import NUM_WEIGHTS, START, Chances
+from specdec_mlx.draft_length.chances import (
+    NUM_WEIGHTS,
+    PLACES,
+    START,
+    Chances,
+    class_of,
+    classes_of,
+)
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.registry import make_drafter
@@ -45,15 +52,19 @@ class Trials(Chances):
 
     def learn(
         self,
-        evidence: Evidence | int,
-        place: int,
-        right: bool,
-        token: int | None = None,
+        evidence: Sequence[Evidence | int],
+        right: Sequence[bool],
+        tokens: Sequence[int] = (),
         before: int | None = None,
+        first: int = 0,
     ) -> None:
-        """Note the trial, and learn from it."""
-        self.noted.setdefault(self.active(evidence, place), [0.0, 0.0])[right] += 1
-        super().learn(evidence, place, right, token, before)
+        """Note the trials, and learn from them."""
+        for i, is_right in enumerate(right):
+            recent, place = class_of("recent", self.recent), PLACES[min(first + i, 32)]
+            key = (*classes_of(evidence[i]), place, recent)
+            self.noted.setdefault(key, [0.0, 0.0])[is_right] += 1
+            super().learn(evidence[i : i + 1], [is_right], tokens[i : i + 1], before, first + i)
+            before = tokens[i] if tokens else None
 
 
 @dataclass

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.costs import Staircase
 from specdec_mlx.draft_length.parts import Forking, LookUp, Model, Prices, Stepping
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     NO_DRAFT,
     ROOT,
@@ -103,7 +103,8 @@ class Auto:
         """The draft that is worth most, cut to its length; see `types.ValuesDrafts`."""
         best, self._chosen, self._chosen_gain = NO_DRAFT, drafts[0][0], 0.0
         for key, draft in drafts:
-            length, gain = self.cut(key, draft), self._parts[key].gain
+            part = self._parts[key]
+            length, gain = part.cut(draft), part.gain
             if gain > self._chosen_gain:
                 best, self._chosen, self._chosen_gain = draft.head(length), key, gain
         return self._chosen, best
@@ -124,9 +125,10 @@ class Auto:
             _, best = self.choose([*reversed(firsts.items())])
         reaches: dict[tuple[int, ...], float] = {}
         for key, draft in drafts:
-            tokens = tuple(to_list(draft.tokens))
-            for n, reach in enumerate(self._parts[key].reaches(draft), start=1):
-                reaches[tokens[:n]] = max(reach, reaches.get(tokens[:n], 0.0))
+            tokens, evidence = told(draft)
+            for n, reach in enumerate(self._parts[key].reaches(tokens, evidence), start=1):
+                path = tuple(tokens[:n])
+                reaches[path] = max(reach, reaches.get(path, 0.0))
         paths = sorted(reaches, key=lambda path: (-reaches[path], len(path)))
         length, gain = self.prices.best([reaches[path] for path in paths])
         nodes = {path: node for node, path in enumerate(paths[:length])}

@@ -127,7 +127,7 @@ class Chances:
             first: place of the first token in the draft.
         """
         odds, known, chances = self.odds, self.tokens, []
-        recent = odds[class_of("recent", self.recent)]
+        recent = odds[START["recent"] + bisect_right(EDGES["recent"], self.recent)]
         latest: Evidence | int | None = None
         base = 0.0
         for place, told in enumerate(evidence, start=first):
@@ -148,53 +148,52 @@ class Chances:
 
     def learn(
         self,
-        evidence: Evidence | int,
-        place: int,
-        right: bool,
-        token: int | None = None,
+        evidence: Sequence[Evidence | int],
+        right: Sequence[bool],
+        tokens: Sequence[int] = (),
         before: int | None = None,
+        first: int = 0,
     ) -> None:
-        """Learn from a token that was verified, or scored afterwards.
+        """Learn from tokens that were verified, or scored afterwards, in order.
 
         Args:
-            evidence: what spoke for it.
-            place: in its draft, from 0.
-            right: True if it was the token that came.
-            token: itself, where it was copied.
-            before: the token before it.
+            evidence: [n] what spoke for each.
+            right: [n] True if it was the token that came.
+            tokens: [n] themselves, where they were copied.
+            before: the token before them.
+            first: place of the first one in its draft.
         """
         odds, variances = self.odds, self.variances
-        active = self.active(evidence, place)
-        effects = []
-        if token is not None:
-            for key in (token, ~before << 32 | token) if before is not None else (token,):
-                effect = self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
-                effects.append(effect)
-            while len(self.tokens) > MOST_TOKENS:
-                del self.tokens[next(iter(self.tokens))]
-        z = spread = 0.0
-        for i in active:
-            z, spread = z + odds[i], spread + variances[i]
-        for effect in effects:
-            z, spread = z + effect[0], spread + effect[1]
-        chance = 1 / (1 + exp(-z))
-        information = chance * (1 - chance)
-        gain = 1 / (1 + information * spread)
-        step, shrinkage = gain * (right - chance), gain * information
-        for i in active:
-            variance = variances[i]
-            odds[i] += variance * step
-            variances[i] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
-        for effect in effects:
-            variance = effect[1]
-            effect[0] += variance * step
-            effect[1] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
-        self.recent += (1 - RECENT_DECAY) * (right - self.recent)
-
-    def active(self, evidence: Evidence | int, place: int) -> tuple[int, ...]:
-        """Indices of the weights that count for a token."""
-        recent = class_of("recent", self.recent)
-        return (*classes_of(evidence), PLACES[place if place < 32 else 32], recent)
+        for place, is_right in enumerate(right, start=first):
+            recent = START["recent"] + bisect_right(EDGES["recent"], self.recent)
+            active = (*classes_of(evidence[place - first]), PLACES[min(place, 32)], recent)
+            effects = []
+            if tokens:
+                token = tokens[place - first]
+                for key in (token, ~before << 32 | token) if before is not None else (token,):
+                    effect = self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
+                    effects.append(effect)
+                before = token
+            z = spread = 0.0
+            for i in active:
+                z, spread = z + odds[i], spread + variances[i]
+            for effect in effects:
+                z, spread = z + effect[0], spread + effect[1]
+            chance = 1 / (1 + exp(-z))
+            information = chance * (1 - chance)
+            gain = 1 / (1 + information * spread)
+            step, shrinkage = gain * (is_right - chance), gain * information
+            for i in active:
+                variance = variances[i]
+                odds[i] += variance * step
+                variances[i] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
+            for effect in effects:
+                variance = effect[1]
+                effect[0] += variance * step
+                effect[1] = max(LEAST_VARIANCE, variance * (1 - variance * shrinkage))
+            self.recent += (1 - RECENT_DECAY) * (is_right - self.recent)
+        while len(self.tokens) > MOST_TOKENS:
+            del self.tokens[next(iter(self.tokens))]
 
     def as_dict(self) -> dict[str, Any]:
         """What was learned of evidence, ready for JSON."""
@@ -222,17 +221,16 @@ class Scored:
 
     def is_through(self, emitted: Sequence[int]) -> bool:
         """Learn from tokens that came; True when the draft was wrong, or is at its end."""
-        for token in emitted:
-            if self.place == len(self.tokens):
-                return True
-            own, evidence = self.tokens[self.place], self.evidence[self.place]
-            copied = own if self.copied else None
-            self.chances.learn(evidence, self.place, own == token, copied, self.before)
-            self.before = token
-            self.place += 1
-            if own != token:
-                return True
-        return self.place == len(self.tokens)
+        place = self.place
+        own = self.tokens[place : place + len(emitted)]
+        right = [mine == token for mine, token in zip(own, emitted, strict=False)]
+        if False in right:
+            del right[right.index(False) + 1 :]
+        tokens = own if self.copied else ()
+        self.chances.learn(self.evidence[place:], right, tokens, self.before, place)
+        self.place += len(right)
+        self.before = emitted[-1] if emitted else self.before
+        return False in right or self.place == len(self.tokens)
 
 
 def told(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:

@@ -32,7 +32,7 @@ MOST_EXPENSIVE = 1.5
 UNKNOWN_STEP = 0.25
 """Cost of a draft step that was not measured, in plain rounds."""
 
-PRIOR_WEIGHT = 0.5
+PRIOR_WEIGHT = 0.1
 """Weight of each point of the prior, in measurements."""
 
 
@@ -49,7 +49,8 @@ class Staircase:
     excess over one row is scaled by what was measured, so that two widths correct all others.
 
     prior: the machine's. plain: seconds of passes over one row. ratios: rows -> measured costs.
-    fitted: rows -> cost, of every width in `WIDTHS` and every measured one.
+    fitted: rows -> cost, of every width in `WIDTHS` and every measured one. seconds: of a pass over
+    one row. needs_plain: True while plain rounds are to be measured before a ratio means anything.
     """
 
     prior: Curve = MILDEST
@@ -58,10 +59,14 @@ class Staircase:
 
     def __post_init__(self) -> None:
         """Fit the prior."""
+        self.seconds = 0.0
+        self.needs_plain = True
         self._num_rounds = 0
         self._is_stale = False
+        self._measured: dict[int, tuple[float, int, float]] = {}
         self._prior = {m: self.prior(m) for m in (1, *WIDTHS, *self.prior.steps())}
-        self.fitted = self._fit()
+        self.fitted: dict[int, float] = {}
+        self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
         """Add a round whose seconds are those of one pass."""
@@ -75,26 +80,20 @@ class Staircase:
                 self.plain.clear()
                 self._is_stale = False
             self.plain.append(seconds)
+            self.seconds, self.needs_plain = median(self.plain), len(self.plain) < NUM_PLAIN
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            samples.append(min(seconds / median(self.plain), rows + 1.0))
+            samples.append(min(seconds / self.seconds, rows + 1.0))
             self.ratios[rows] = samples  # the latest stands last
-            self.fitted = self._fit()
+            self._fit(rows)
 
     def _forget(self) -> None:
         """Drop the oldest measurement of the least recently used width; time plain rounds anew."""
-        self._is_stale = True
+        self._is_stale = self.needs_plain = True
         if self.ratios:
             rows = next(iter(self.ratios))
             self.ratios[rows].popleft()
-            if not self.ratios[rows]:
-                del self.ratios[rows]
-            self.fitted = self._fit()
-
-    @property
-    def needs_plain(self) -> bool:
-        """True while plain rounds are to be measured before a ratio means anything."""
-        return self._is_stale or len(self.plain) < NUM_PLAIN
+            self._fit(rows)
 
     def most_rows(self) -> int:
         """Rows of the widest pass that may be tried.
@@ -117,23 +116,32 @@ class Staircase:
         (m0, m1), (c0, c1) = known[i - 1 : i + 1], list(self.fitted.values())[i - 1 : i + 1]
         return c0 + (c1 - c0) * (rows - m0) / (m1 - m0)
 
-    def _fit(self) -> dict[int, float]:
-        prior, weight, measured = self._prior, PRIOR_WEIGHT, {}
+    def _fit(self, *changed: int) -> None:
+        """Fit anew, where that changes anything."""
+        prior, weight, before = self._prior, PRIOR_WEIGHT, dict(self._measured)
+        for rows in changed:
+            samples = self.ratios.get(rows)
+            if samples:
+                ratio, excess = typical(samples), (prior.get(rows) or self.prior(rows)) - 1.0
+                if len(samples) == 1:
+                    ratio = min(ratio, 1.0 + FIRST_EXCESS * excess)
+                self._measured[rows] = ratio, len(samples), excess
+            else:
+                self.ratios.pop(rows, None)
+                self._measured.pop(rows, None)
+        if self.fitted and self._measured == before:
+            return
         told = expected = weight * (prior[FIRST_ROWS] - 1.0)
-        for rows, samples in self.ratios.items():
-            ratio, excess = typical(samples), (prior.get(rows) or self.prior(rows)) - 1.0
-            if len(samples) == 1:
-                ratio = min(ratio, 1.0 + FIRST_EXCESS * excess)
-            measured[rows] = ratio, len(samples), excess
-            told += len(samples) * (ratio - 1.0)
-            expected += len(samples) * excess
+        for ratio, num, excess in self._measured.values():
+            told += num * (ratio - 1.0)
+            expected += num * excess
         scale = max(0.0, told / expected) if expected > 0 else 1.0
         points = {m: (1.0 + scale * (cost - 1.0), weight) for m, cost in prior.items()}
-        for rows, (ratio, num, excess) in measured.items():
+        for rows, (ratio, num, excess) in self._measured.items():
             cost = weight * (1.0 + scale * excess) + num * ratio
             points[rows] = cost / (weight + num), weight + num
-        rows_ = sorted(points)
-        return dict(zip(rows_, isotonic([points[m] for m in rows_]), strict=True))
+        known = sorted(points)
+        self.fitted = dict(zip(known, isotonic([points[m] for m in known]), strict=True))
 
     def as_dict(self) -> dict[str, Any]:
         """The ratios, ready for JSON; seconds are of today's machine and stay here."""
@@ -144,7 +152,7 @@ class Staircase:
         for rows, ratios in saved.items():
             if ratios:
                 self.ratios[int(rows)] = deque(finite(ratios), maxlen=NUM_SAMPLES)
-        self.fitted = self._fit()
+        self._fit(*self.ratios)
 
 
 @dataclass

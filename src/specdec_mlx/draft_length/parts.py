@@ -15,9 +15,9 @@ from time import perf_counter
 
 from specdec_mlx.draft_length.chances import Scored, told
 from specdec_mlx.draft_length.chips import WIDTHS
-from specdec_mlx.draft_length.costs import Staircase, bounded, median
+from specdec_mlx.draft_length.costs import Staircase, bounded
 from specdec_mlx.draft_length.store import Learned
-from specdec_mlx.types import MOST_WAITING, ROOT, Draft, Evidence, RoundRecord, Step, Stepwise
+from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step, Stepwise
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 """Draft lengths that are chosen from."""
@@ -54,6 +54,7 @@ class Prices:
     context: int = 0
     latest: int | None = None
     clock: Callable[[], float] = perf_counter
+    _known: tuple[dict[int, float], bool] = ({}, True)
 
     def cost(self, length: int) -> float:
         """Cost of the pass over a draft of so many tokens, in plain rounds."""
@@ -61,9 +62,12 @@ class Prices:
 
     def update(self, stairs: Staircase, rate: float) -> None:
         """Take over what the last round has changed."""
-        self.stairs, self.rate, self.most = stairs, rate, stairs.most_rows() - 1
-        fitted = stairs.fitted
-        self.losses = {n: fitted[n + 1] - 1.0 for n in LENGTHS}
+        self.rate = rate
+        known = stairs.fitted, stairs.needs_plain
+        if known[0] is not self._known[0] or known[1] is not self._known[1]:
+            self.stairs, self._known = stairs, known
+            self.most = stairs.most_rows() - 1
+            self.losses = {n: stairs.fitted[n + 1] - 1.0 for n in LENGTHS}
 
     def best(self, reaches: Sequence[float]) -> tuple[int, float]:
         """The length of the largest value, and what it is worth beyond plain decoding, in tokens.
@@ -82,6 +86,11 @@ class Prices:
                 if tokens - rate * loss + reach * (whole - length) <= gain:
                     break  # were all that follows right if this one is, and free
         return best, gain
+
+
+def verdict_of(round_: RoundRecord) -> list[bool]:
+    """Of each token of a chain that was judged, True if it was accepted."""
+    return [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
 
 
 @dataclass(eq=False)
@@ -105,25 +114,19 @@ class LookUp:
         """Most tokens to ask for."""
         return LENGTHS[-1] if self.learned.chances.recent >= PREDICTABLE else LONGEST
 
-    def reaches(self, draft: Draft) -> list[float]:
-        """[K] chance of each token of a point mass that it and all before it are accepted."""
-        tokens, evidence = told(draft)
-        copied = tokens if draft.parents is None else ()
-        chances = self.learned.chances.of_draft(evidence, copied, self.prices.latest)
-        if draft.parents is None:
-            return [*accumulate(chances, mul)]
-        reaches: list[float] = []
-        for chance, parent in zip(chances, draft.parents, strict=True):
-            reaches.append(chance * (1.0 if parent == ROOT else reaches[parent]))
-        return reaches
+    def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
+        """[K] chance of each token of a copied chain that it and all before it are accepted."""
+        return [
+            *accumulate(self.learned.chances.of_draft(evidence, tokens, self.prices.latest), mul)
+        ]
 
     def cut(self, draft: Draft) -> int:
-        """Number of tokens to keep of a point mass."""
-        kept, self.gain = self.prices.best(self.reaches(draft))
+        """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
+        tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
+        kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
         if kept or self.scored is None:  # an earlier draft goes on if this one is not verified
-            tokens, evidence = told(draft.first_chain())
             self.scored = Scored(tokens, evidence, self.learned.chances, self.prices.latest)
-        return kept
+        return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def settle(self, round_: RoundRecord) -> float:
         """Learn from a round with its draft what that cost; the cost in plain rounds."""
@@ -187,12 +190,12 @@ class Model(LookUp):
 
     def settle(self, round_: RoundRecord) -> float:
         """Learn what its draft cost and how far it was right; book what it brought."""
-        plain, cost = self.prices.stairs.plain, self.prices.cost(round_.drafted)
+        plain, cost = self.prices.stairs.seconds, self.prices.cost(round_.drafted)
         if round_.steady and plain and self.has_read:
-            extra = round_.seconds / median(plain) - cost
+            extra = round_.seconds / plain - cost
             self.learned.steps.add(round_.drafted, extra)
-        for i in range(min(round_.accepted + 1, round_.drafted)):
-            self.learned.unseen.learn(0, i, i < round_.accepted)
+        verdict = verdict_of(round_)
+        self.learned.unseen.learn([0] * len(verdict), verdict)
         cost += self.learned.steps(round_.drafted)
         self.account.add(round_.emitted - cost)
         return cost
@@ -307,10 +310,10 @@ class Stepping(Model):
 
     def _learn_cost(self, length: int, latest: Evidence) -> None:
         """Learn what it took to get to the latest token."""
-        steps, plain, now = self.learned.steps, self.prices.stairs.plain, self.prices.clock()
+        steps, plain, now = self.learned.steps, self.prices.stairs.seconds, self.prices.clock()
         if latest.is_free or not plain:
             return
-        taken, self._asked_at = (now - self._asked_at) / median(plain), now
+        taken, self._asked_at = (now - self._asked_at) / plain, now
         if length > 1:
             steps.further.append(bounded(taken))
         elif self.has_read:
@@ -325,9 +328,9 @@ class Stepping(Model):
             self.prices.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
         cost = self.prices.cost(round_.drafted) + self.spent
         self.account.add(round_.emitted - cost)
-        for i in range(min(round_.accepted + 1, round_.drafted)):
-            self.learned.chances.learn(self.evidence[i], i, i < round_.accepted)
-            self.learned.unseen.learn(0, i, i < round_.accepted)
+        verdict = verdict_of(round_)
+        self.learned.chances.learn(self.evidence, verdict)
+        self.learned.unseen.learn([0] * len(verdict), verdict)
         return cost
 
     def follow(self, round_: RoundRecord, drafted: bool) -> float:

@@ -14,7 +14,8 @@ from operator import mul
 import mlx.core as mx
 
 from specdec_mlx.draft_length.auto import RATE_DECAY, Ask, Auto
-from specdec_mlx.draft_length.costs import Staircase, median
+from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.costs import Staircase
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, LookUp
 from specdec_mlx.draft_length.store import Account, Tuning
 from specdec_mlx.types import Draft, DraftLength, DraftSession, RoundRecord
@@ -107,8 +108,8 @@ class SharedLength:
         if steady:
             stairs.add(1 + width, seconds)
         cost = stairs(1 + width)
-        if steady and width and stairs.plain:
-            cost = seconds / median(stairs.plain)
+        if steady and width and stairs.seconds:
+            cost = seconds / stairs.seconds
         if self._part and width:
             cost += self.tuning.of(self._part).steps(width)
         for length, num_tokens in zip(lengths, tokens, strict=bool(lengths)):
@@ -163,7 +164,7 @@ class RowLength(Auto):
         if not len(draft):
             return []
         if draft.logprobs is None and not isinstance(draft.tokens, mx.array):
-            return self._parts[part].reaches(draft)
+            return self._parts[part].reaches(*told(draft))
         chances = self._parts[part].learned.unseen.of_draft([0] * len(draft))
         return [*accumulate(chances, mul)]
 

@@ -63,7 +63,7 @@ def elect(
             continue
         first = paths[0][2]
         rest = first[at:shortest]
-        if all(path[at:shortest] == rest for _, _, path in paths):
+        if len(paths) == 1 or all(path[at:shortest] == rest for _, _, path in paths):
             tokens += rest
             evidence += [_evidence(paths, 1.0)] * (shortest - at)
             continue
@@ -81,8 +81,11 @@ def paths_of(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> list[Path]:
     """What followed the weightiest places; a single one needs no weight."""
+    if len(voters) == 1 and len(voters[0][1]) == 1:
+        match, (end,), source, _ = voters[0]
+        return [(1.0, match, source.following(end, length, more))]
     places = [(match, end, source) for match, ends, source, _ in voters for end in ends]
-    weights = [1.0] if len(places) == 1 else weigh(voters, last)
+    weights = weigh(voters, last)
     heaviest: Sequence[int] = range(len(places))
     if len(places) > MOST_PATHS:
         heaviest = sorted(heaviest, key=weights.__getitem__, reverse=True)[:MOST_PATHS]
@@ -113,10 +116,10 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
 def _evidence(paths: Sequence[Path], share: float) -> Evidence:
     """What speaks for a token that these places vote for."""
     longest = max([match for _, match, _ in paths])
-    return _same(longest, share_class(share), places_class(len(paths)))
+    return _same(longest, share, len(paths))
 
 
 @lru_cache(maxsize=4096)
-def _same(match: int, share: int, places: int) -> Evidence:
+def _same(match: int, share: float, num_places: int) -> Evidence:
     """One object for the same evidence: the same few come up over and over."""
-    return Evidence(match, share, places)
+    return Evidence(match, share_class(share), places_class(num_places))

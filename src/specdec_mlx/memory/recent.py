@@ -10,6 +10,7 @@ import numpy as np
 
 from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Ring, deepest, rings
 from specdec_mlx.memory.packing import (
+    BITS,
     KNOWN,
     MAX_MATCH,
     agreement,
@@ -18,6 +19,9 @@ from specdec_mlx.memory.packing import (
     packs_of,
     push,
 )
+
+NEAREST = BITS * (KNOWN - 1)
+"""Where the nearest token stands in a key."""
 
 MOST_RECENT = 4096
 """Places kept in the list that grows; inserting moves 16 kB at that size, a microsecond."""
@@ -50,7 +54,7 @@ class GrowingIndex:
             place = bisect_left(self._keys, self._key)  # before its equals: the latest comes first
             self._keys.insert(place, self._key)
             self._ends.insert(place, len(self.ids))
-            self._key = push(self._key, token)
+            self._key = (token + 1) << NEAREST | self._key >> BITS  # as `push` does
             self.ids.append(token)
         if len(self._keys) >= MOST_RECENT:
             self._index = ContextIndex.build(np.array(self.ids, np.int64))

@@ -127,18 +127,20 @@ class RoundClock:
     def other_seconds(self, following: Round | None) -> float:
         """Host time of this round that was neither waiting nor getting the next pass under way."""
         spent = perf_counter() - self._resumed_at - self.waited
-        return spent - (0.0 if following is None else following.host_seconds)
+        if following is None:
+            return spent
+        return spent - following.draft_seconds - following.launch_seconds
 
-    def time_if_hidden(self, following: Round | None, values: ValuesDrafts | None) -> None:
+    def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
         """Wait for the pass under way, where a slow caller hides seconds that are needed.
 
         Args:
             following: that pass, if there is one.
-            values: the draft length, if it may say that it needs them.
+            values: the draft length, which says whether it needs them.
         """
-        if following is None or values is None or self.was_undisturbed:
-            return
-        if values.wants_timing(following.num_drafted):
+        if following is not None and values.wants_timing(following.num_drafted):
+            if self.was_undisturbed:
+                return
             following.under_way.wait()
             self._finished_at = perf_counter()
 

@@ -119,7 +119,7 @@ class Drafting:
         if self.sequence.wants_more():
             for group in self._groups:
                 self.part, draft = self._best_of(group)
-                if len(draft):
+                if len(draft.tokens):
                     return draft
         self.part = ""
         return NO_DRAFT
@@ -135,9 +135,9 @@ class Drafting:
             limit = 0 if part.is_cheap else self._limit(part)
             if limit and not (len(best[1]) and self.values and not self.values.outbids(part.key)):
                 draft = self._ask(part, limit)
-                if len(draft):
+                if len(draft.tokens):
                     return part.key, draft
-        return best if len(best[1]) else drawn
+        return best if len(best[1].tokens) else drawn
 
     def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
         """Of the sessions that are free to ask: the best point mass, and a draft that was drawn."""
@@ -148,7 +148,7 @@ class Drafting:
                 draft = self._ask(part, limit)
                 if draft.logprobs is not None:
                     drawn = drawn if len(drawn[1]) else (part.key, draft)
-                elif len(draft):
+                elif len(draft.tokens):
                     certain.append((part.key, draft))
         if not certain:
             return NOTHING, drawn
@@ -159,12 +159,15 @@ class Drafting:
 
     def has_draft(self) -> bool:
         """True if there may be a draft after the pass under way; only cheap sessions are asked."""
-        return self.sequence.wants_more() and any(map(self._may_have_draft, self._groups))
-
-    def _may_have_draft(self, group: Sequence[_Part]) -> bool:
-        if any(not part.is_cheap and self._limit(part) for part in group):
-            return True
-        return any(len(draft) for _, draft in self._best_cheap(group))
+        if self.sequence.wants_more():
+            for group in self._groups:
+                for part in group:
+                    if not part.is_cheap and self._limit(part):
+                        return True
+                best, drawn = self._best_cheap(group)
+                if len(best[1].tokens) or len(drawn[1].tokens):
+                    return True
+        return False
 
     def record(self, round_: RoundRecord) -> None:
         """Tell the draft length of a finished round."""
@@ -195,7 +198,8 @@ class Drafting:
                 f"{part.key} proposed an array of shape (); expected token ids [K]. Use "
                 "Draft([token]) for a single one."
             )
-        draft = draft.head(limit)
+        if len(draft.tokens) > limit:
+            draft = draft.head(limit)
         if part.is_cheap or draft.logprobs is not None:
             return draft
         return draft.head(self.length.cut(part.key, draft))
@@ -208,7 +212,7 @@ class Drafting:
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
             return 0
         position, room = self.target.rollback.position, self.target.widest_pass()
-        if self.sequence.embeddings_from(position, 1) is not None:
+        if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         if room is not None:
             limit = min(limit, room - max(1, len(self.sequence.tokens) - position))

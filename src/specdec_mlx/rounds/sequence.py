@@ -37,7 +37,7 @@ class SequenceState:
     @property
     def not_handed_out(self) -> Sequence[int]:
         """Generated tokens that the caller does not have yet."""
-        return self.tokens[self.end :]
+        return self.tokens[self.prompt_length + self.num_handed_out :]
 
     def num_wanted(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""

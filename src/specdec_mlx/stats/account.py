@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
@@ -45,9 +45,6 @@ class SpeculationStats(Rows):
         drafted: draft tokens proposed.
         accepted: draft tokens kept by the rule.
         cut: tokens verified but beyond max_tokens.
-        accept_histogram: [n] rounds that accepted exactly n draft tokens.
-        drafted_at: [i] rounds that drafted position i of the draft.
-        accepted_at: [i] rounds that accepted position i of the draft.
         rounds: (drafted, accepted) of every round, in order.
         by_drafter: drafter's key -> [draft tokens proposed, accepted] of its drafts, of several
             under `FirstOf` or `BestOf`.
@@ -70,9 +67,6 @@ class SpeculationStats(Rows):
     drafted: int = 0
     accepted: int = 0
     cut: int = 0
-    accept_histogram: list[int] = field(default_factory=list)
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
     rounds: list[tuple[int, int]] = field(default_factory=list)
     by_drafter: dict[str, list[int]] = field(default_factory=dict)
     decode_seconds: float = 0.0
@@ -102,13 +96,26 @@ class SpeculationStats(Rows):
         self.draft_seconds += round_.draft_seconds
         self.verify_seconds += round_.verify_seconds
         self.rounds.append((round_.drafted, round_.accepted))
-        _count(self.accept_histogram, [round_.accepted])
         if round_.drafted:
             counts = self.by_drafter.setdefault(round_.part, [0, 0])
             counts[0] += round_.drafted
             counts[1] += round_.accepted
-            _count(self.drafted_at, range(round_.drafted))
-            _count(self.accepted_at, range(round_.accepted))
+
+    @property
+    def accept_histogram(self) -> list[int]:
+        """[n] rounds that accepted exactly n draft tokens."""
+        found = [accepted for _, accepted in self.rounds]
+        return [found.count(n) for n in range(max(found, default=-1) + 1)]
+
+    @property
+    def drafted_at(self) -> list[int]:
+        """[i] rounds that drafted position i of the draft."""
+        return _longer_than([drafted for drafted, _ in self.rounds])
+
+    @property
+    def accepted_at(self) -> list[int]:
+        """[i] rounds that accepted position i of the draft."""
+        return _longer_than([accepted for _, accepted in self.rounds])
 
     @property
     def emitted(self) -> int:
@@ -231,8 +238,6 @@ def _kind(key: str) -> str:
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
-def _count(histogram: list[int], values: Iterable[int]) -> None:
-    """Add one at each index, growing the list to fit."""
-    for value in values:
-        histogram.extend([0] * (value + 1 - len(histogram)))
-        histogram[value] += 1
+def _longer_than(lengths: Sequence[int]) -> list[int]:
+    """[i] how many of some lengths are above i, as far as there is one."""
+    return [sum(length > i for length in lengths) for i in range(max(lengths, default=0))]

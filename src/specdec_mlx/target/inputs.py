@@ -223,12 +223,11 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             f"The drafter's distribution is a {type(logprobs).__name__} of shape {shape}; expected "
             f"an mx.array [K, V] = {(num_tokens, vocab_size)}. Hand over one row a draft token."
         )
-    _check_parents(draft.parents, num_tokens)
+    if draft.parents is not None:
+        _check_parents(draft.parents, num_tokens)
 
 
-def _check_parents(parents: Sequence[int] | None, num_tokens: int) -> None:
-    if parents is None:
-        return
+def _check_parents(parents: Sequence[int], num_tokens: int) -> None:
     in_order = all(-1 <= parent < i for i, parent in enumerate(parents))
     if len(parents) != num_tokens or not in_order:
         raise DraftError(

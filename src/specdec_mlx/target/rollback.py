@@ -116,8 +116,12 @@ class Rollback:
 
     def widest_pass(self) -> int | None:
         """Most positions that one pass may have here; None for any number."""
-        limits = (strategy.widest_pass(cache) for cache, strategy in self._strategies())
-        return min((limit for limit in limits if limit is not None), default=None)
+        widest = None
+        for cache, strategy in self._strategies():
+            limit = strategy.widest_pass(cache)
+            if limit is not None and (widest is None or limit < widest):
+                widest = limit
+        return widest
 
     def takes_trees(self) -> bool:
         """Whether a pass over a tree can be made here, and a path of it kept."""
