@@ -265,7 +265,7 @@ class BatchGeneration:
     def _propose(self) -> list[Draft]:
         """A draft for each row; the first token of a text waits for none."""
         if self._shared is not None:
-            self._shared.num_rows = len(self._rows)
+            self._shared.resize(len(self._rows))
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
@@ -352,8 +352,6 @@ class BatchGeneration:
         self.pace.was_read(current, ahead)
         next_of = {row.uid: round_ for row, round_ in ahead}
         lengths = [row.length for row, _ in current]
-        if self._shared is not None:
-            self._shared.num_rows = len(current)
         outcomes = []
         for row, round_ in current:
             outcome = Outcome(range(0), [])

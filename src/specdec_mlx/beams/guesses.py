@@ -103,7 +103,7 @@ class GuessLength:
 
     def limit(self) -> int:
         """Steps to guess now."""
-        return self.shared.limit_of_model("")
+        return self.shared.model("").limit()
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
         """Learn from a pass.

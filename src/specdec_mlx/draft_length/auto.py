@@ -20,7 +20,7 @@ from math import inf
 
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.costs import Staircase
-from specdec_mlx.draft_length.parts import Forking, LookUp, Model, Prices, Stepping
+from specdec_mlx.draft_length.parts import LookUp, Model, Prices, Stepping
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import (
     NO_DRAFT,
@@ -75,9 +75,8 @@ class Auto:
         if isinstance(session, ProposesTrees):
             self._part(part, LookUp)
             return lambda limit: session.propose_tree(limit, self, may_fork)
-        if isinstance(session, DraftsTrees) and session.forks and may_fork():
-            self._part(part, Forking)
-        elif isinstance(session, Stepwise):
+        forks = isinstance(session, DraftsTrees) and session.forks and may_fork()
+        if isinstance(session, Stepwise) and not forks:
             stepping = Stepping(self.prices, self.tuning.of(part))
             stepping.reads_target = isinstance(session, SeesTarget)
             self._parts[part] = stepping

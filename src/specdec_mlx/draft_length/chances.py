@@ -107,9 +107,9 @@ class Chances:
         """What is believed at first; kind: out of `PRIORS`."""
         return cls(list(PRIORS[kind]))
 
-    def doubt(self, share: float) -> None:
-        """Move recent acceptance towards 0.5: by half for a new text, by less for an idle round."""
-        self.recent += share * (0.5 - self.recent)
+    def begin_text(self) -> None:
+        """Doubt how predictable the last text was."""
+        self.recent += 0.5 * (0.5 - self.recent)
 
     def of_draft(
         self,
@@ -207,16 +207,15 @@ class Chances:
 
 @dataclass(slots=True)
 class Scored:
-    """A draft, verified or not, that is compared with the tokens that come.
+    """A copied draft, verified or not, that is compared with the tokens that come.
 
-    before: the token before the one at `place`. copied: True if its tokens may be looked at.
+    before: the token before the one at `place`.
     """
 
     tokens: Sequence[int]
     evidence: Sequence[Evidence | int]
     chances: Chances
     before: int | None = None
-    copied: bool = True
     place: int = 0
 
     def is_through(self, emitted: Sequence[int]) -> bool:
@@ -226,8 +225,7 @@ class Scored:
         right = [mine == token for mine, token in zip(own, emitted, strict=False)]
         if False in right:
             del right[right.index(False) + 1 :]
-        tokens = own if self.copied else ()
-        self.chances.learn(self.evidence[place:], right, tokens, self.before, place)
+        self.chances.learn(self.evidence[place:], right, own, self.before, place)
         self.place += len(right)
         self.before = emitted[-1] if emitted else self.before
         return False in right or self.place == len(self.tokens)

@@ -7,6 +7,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve
@@ -80,7 +81,7 @@ class Staircase:
                 self.plain.clear()
                 self._is_stale = False
             self.plain.append(seconds)
-            self.seconds, self.needs_plain = median(self.plain), len(self.plain) < NUM_PLAIN
+            self.seconds, self.needs_plain = median_low(self.plain), len(self.plain) < NUM_PLAIN
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
             samples.append(min(seconds / self.seconds, rows + 1.0))
@@ -122,7 +123,7 @@ class Staircase:
         for rows in changed:
             samples = self.ratios.get(rows)
             if samples:
-                ratio, excess = typical(samples), (prior.get(rows) or self.prior(rows)) - 1.0
+                ratio, excess = median_low(samples), (prior.get(rows) or self.prior(rows)) - 1.0
                 if len(samples) == 1:
                     ratio = min(ratio, 1.0 + FIRST_EXCESS * excess)
                 self._measured[rows] = ratio, len(samples), excess
@@ -160,38 +161,37 @@ class Steps:
     """What drafting costs besides the target's passes, in plain rounds.
 
     first: up to the draft's first token, with no more to read than a round's tokens. further: of
-    each token after it, next to nothing where a draft is one pass. reading: of a token of the text.
+    each token after it, next to nothing where a draft is one pass. reading: of a token of the text,
+    the latest.
     """
 
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
-    reading: float | None = None
+    reading: deque[float] = field(default_factory=new_samples)
 
-    def add(self, num_steps: int, cost: float) -> None:
-        """Add a draft of which only the whole cost is known."""
-        for samples in (self.first, self.further):
-            samples.append(bounded(cost / num_steps))
-
-    @property
-    def is_sure(self) -> bool:
-        """True if more than one step was measured."""
-        return len(self.first) + len(self.further) > 1
+    def add(self, samples: deque[float], step: float) -> None:
+        """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
+        samples.append(min(max(0.0, step), MOST_EXPENSIVE))
 
     @property
     def step(self) -> float:
         """Cost of a token after the first."""
-        return typical(self.further or self.first or (UNKNOWN_STEP,))
+        return median_low(self.further or self.first or (UNKNOWN_STEP,))
 
     def __call__(self, num_steps: int) -> float:
         """Cost of a draft of so many steps."""
         if not num_steps:
             return 0.0
-        return typical(self.first or (self.step,)) + (num_steps - 1) * self.step
+        return median_low(self.first or (self.step,)) + (num_steps - 1) * self.step
 
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON."""
+        return {name: list(samples) for name, samples in vars(self).items()}
 
-def bounded(step: float) -> float:
-    """Cost of a step within its bounds, so that one slow moment is outvoted soon."""
-    return min(max(0.0, step), MOST_EXPENSIVE)
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take over what `as_dict` gave. Raises ValueError for anything else."""
+        for name, samples in vars(self).items():
+            samples.extend(finite(saved[name]))
 
 
 def finite(values: Sequence[Any], length: int | None = None) -> list[float]:
@@ -200,17 +200,6 @@ def finite(values: Sequence[Any], length: int | None = None) -> list[float]:
     if not all(map(math.isfinite, found)) or length not in (None, len(found)):
         raise ValueError(f"expected {length or 'some'} finite numbers, got {found}")
     return found
-
-
-def typical(samples: Sequence[float]) -> float:
-    """Median; of two the smaller: a round is more often disturbed than quicker than it can be."""
-    return min(samples) if len(samples) == 2 else median(samples)
-
-
-def median(samples: Sequence[float]) -> float:
-    """Of one number at least; `statistics.median` takes three times as long."""
-    ordered, half = sorted(samples), len(samples) // 2
-    return ordered[half] if len(samples) % 2 else (ordered[half - 1] + ordered[half]) / 2
 
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:

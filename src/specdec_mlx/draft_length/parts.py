@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
+from statistics import median_low
 from time import perf_counter
 
 from specdec_mlx.draft_length.chances import Scored, told
 from specdec_mlx.draft_length.chips import WIDTHS
-from specdec_mlx.draft_length.costs import Staircase, bounded
+from specdec_mlx.draft_length.costs import Staircase
 from specdec_mlx.draft_length.store import Learned
 from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step, Stepwise
 
@@ -31,11 +32,13 @@ PREDICTABLE = 0.4
 REST = 8
 """Rounds without asking a drafter that costs time, after one in which it was not worth it."""
 
-LOOKAHEAD = 4
-"""Further tokens that are weighed with the next one: a wider pass may cost no more."""
-
 READING = 0.02
 """Cost of reading a token, in draft steps, where it was not measured."""
+
+
+def free(num_steps: int) -> float:
+    """Cost of drafting with a look-up."""
+    return 0.0
 
 
 @dataclass
@@ -43,18 +46,17 @@ class Prices:
     """What passes cost and tokens are worth, as of the latest round.
 
     rate: tokens that a plain round's time has lately brought. most: longest draft that may be
-    tried. losses: cost of a draft's pass beyond a plain round, by length. context: positions on the
-    caches. latest: the text's last token, None at first. clock: seconds.
+    tried. context: positions on the caches. latest: the text's last token, None at first. clock:
+    seconds.
     """
 
     stairs: Staircase
     rate: float = 1.0
     most: int = 0
-    losses: dict[int, float] = field(default_factory=dict)
     context: int = 0
     latest: int | None = None
     clock: Callable[[], float] = perf_counter
-    _known: tuple[dict[int, float], bool] = ({}, True)
+    _fitted: dict[int, float] = field(default_factory=dict)
 
     def cost(self, length: int) -> float:
         """Cost of the pass over a draft of so many tokens, in plain rounds."""
@@ -62,28 +64,36 @@ class Prices:
 
     def update(self, stairs: Staircase, rate: float) -> None:
         """Take over what the last round has changed."""
-        self.rate = rate
-        known = stairs.fitted, stairs.needs_plain
-        if known[0] is not self._known[0] or known[1] is not self._known[1]:
-            self.stairs, self._known = stairs, known
-            self.most = stairs.most_rows() - 1
-            self.losses = {n: stairs.fitted[n + 1] - 1.0 for n in LENGTHS}
+        self.stairs, self.rate = stairs, rate
+        if self._fitted is not stairs.fitted or self.most <= 0:
+            self._fitted, self.most = stairs.fitted, stairs.most_rows() - 1
+        elif stairs.needs_plain:
+            self.most = 0
 
-    def best(self, reaches: Sequence[float]) -> tuple[int, float]:
+    def best(
+        self,
+        reaches: Sequence[float],
+        drafting: Callable[[int], float] = free,
+        drafted: int = 0,
+    ) -> tuple[int, float]:
         """The length of the largest value, and what it is worth beyond plain decoding, in tokens.
 
         Args:
             reaches: of each token the chance that it is accepted, those before it included.
+            drafting: cost of so many draft steps. drafted: tokens whose steps are paid already.
         """
         best, gain, tokens = 0, 0.0, 0.0
-        whole, losses, rate = len(reaches), self.losses, self.rate
+        whole, costs, rate = len(reaches), self._fitted, self.rate
         for length, reach in enumerate(reaches[: self.most], start=1):
             tokens += reach
-            if length in losses or length == whole:
-                loss = losses[length] if length in losses else self.cost(length) - 1.0
-                if tokens - rate * loss > gain:
-                    best, gain = length, tokens - rate * loss
-                if tokens - rate * loss + reach * (whole - length) <= gain:
+            if length in LENGTHS or length in (whole, drafted):
+                cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
+                if drafting is not free:
+                    cost += drafting(max(length, drafted)) - drafting(drafted)
+                value = tokens - rate * (cost - 1.0)
+                if value > gain:
+                    best, gain = length, value
+                if value + reach * (whole - length) <= gain:
                     break  # were all that follows right if this one is, and free
         return best, gain
 
@@ -108,7 +118,8 @@ class LookUp:
 
     def __post_init__(self) -> None:
         """How predictable this text is, is not known yet."""
-        self.learned.begin_text()
+        self.learned.chances.begin_text()
+        self.learned.unseen.begin_text()
 
     def limit(self) -> int:
         """Most tokens to ask for."""
@@ -116,9 +127,8 @@ class LookUp:
 
     def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
-        return [
-            *accumulate(self.learned.chances.of_draft(evidence, tokens, self.prices.latest), mul)
-        ]
+        chances = self.learned.chances.of_draft(evidence, tokens, self.prices.latest)
+        return [*accumulate(chances, mul)]
 
     def cut(self, draft: Draft) -> int:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
@@ -143,45 +153,27 @@ class LookUp:
 
 @dataclass(eq=False)
 class Model(LookUp):
-    """A drafter that costs time, and drafts as many tokens as it is asked for.
+    """A drafter that costs time, and drafts as many tokens, or nodes, as it is asked for.
 
-    rest: rounds until it is asked again where no gain is expected. num_missed: tokens of the text
-    that it has not read, None for all.
+    rest: rounds until it is asked again. num_missed: tokens of the text that it has not read, None
+    for all.
     """
 
     rest: int = 0
     num_missed: int | None = None
 
-    def __post_init__(self) -> None:
-        """Open its account of this text."""
-        super().__post_init__()
-        self.account = self.learned.account.of_text()
-
-    def gains(self) -> list[float]:
-        """[K] tokens that drafts of 1, 2, ... tokens bring, by the places alone."""
-        most = LONGEST if self.learned.steps.further else min(LONGEST, self.prices.most)
-        return [*accumulate(accumulate(self.learned.unseen.of_draft([0] * most), mul))]
-
-    def loss(self, length: int) -> float:
-        """Cost of a round with so many draft tokens beyond a plain one, in plain rounds."""
-        return self.prices.cost(length) - 1.0 + self.learned.steps(length)
-
     def limit(self) -> int:
-        """The length of the largest value, if that pays or is to be tried, and can be afforded."""
-        self.gain = 0.0
+        """The length of the largest value, or one token to find out, if it can be afforded."""
+        self.gain, steps = 0.0, self.learned.steps
         if self.rest or not self.prices.most:
             return 0
-        gains = self.gains()
-        losses = [self.loss(k) for k in range(1, len(gains) + 1)]
-        values = [gain - self.prices.rate * loss for gain, loss in zip(gains, losses, strict=True)]
-        self.gain = max(values)
-        length = 1 + values.index(self.gain)
-        if self.learned.steps.is_sure and all(k <= loss for k, loss in enumerate(losses, start=1)):
-            length = 0  # not even if all were right
-        while length and not self.account.stands(losses[length - 1] - gains[length - 1] / 2):
-            length -= 1
-        if not length:
+        reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
+        length, self.gain = self.prices.best(reaches, steps)
+        length = length or 1
+        loss = self.prices.cost(length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        if (len(steps.first) > 1 and steps.step >= 1.0) or not self.learned.account.stands(loss):
             self.rest = REST
+            return 0
         return length
 
     def cut(self, draft: Draft) -> int:
@@ -192,12 +184,12 @@ class Model(LookUp):
         """Learn what its draft cost and how far it was right; book what it brought."""
         plain, cost = self.prices.stairs.seconds, self.prices.cost(round_.drafted)
         if round_.steady and plain and self.has_read:
-            extra = round_.seconds / plain - cost
-            self.learned.steps.add(round_.drafted, extra)
+            step = (round_.seconds / plain - cost) / round_.drafted
+            self.learned.steps.add(self.learned.steps.first, step)
         verdict = verdict_of(round_)
         self.learned.unseen.learn([0] * len(verdict), verdict)
         cost += self.learned.steps(round_.drafted)
-        self.account.add(round_.emitted - cost)
+        self.learned.account.add(round_.emitted - cost)
         return cost
 
     @property
@@ -207,31 +199,15 @@ class Model(LookUp):
 
     def follow(self, round_: RoundRecord, drafted: bool) -> float:
         """Earn this round's share of the time; rest where it is not worth asking."""
-        self.account.earn()
+        self.learned.account.earn()
         self.rest = max(0, self.rest - 1)
         if drafted:
             self.num_missed = 0
             if self.gain <= 0:
                 self.rest = REST
-        else:
-            self.learned.idle()
-            if self.num_missed is not None:
-                self.num_missed += round_.emitted
+        elif self.num_missed is not None:
+            self.num_missed += round_.emitted
         return 0.0
-
-
-@dataclass(eq=False)
-class Forking(Model):
-    """The same where drafts fork by themselves: `limit` is a number of nodes."""
-
-    def gains(self) -> list[float]:
-        """[K] tokens that trees of 1, 2, ... nodes bring."""
-        return [*accumulate(self.learned.shares[: self.prices.most])]
-
-    def settle(self, round_: RoundRecord) -> float:
-        """Learn what a tree of its size brings, too."""
-        self.learned.learn_shares(round_.drafted, round_.accepted)
-        return super().settle(round_)
 
 
 @dataclass(eq=False)
@@ -242,8 +218,8 @@ class Stepping(Model):
     with thresholds; here a token's value is compared with its measured cost.
 
     reads_target: True for a head. evidence, reached: of the draft in the making, and its chance to
-    be accepted up to each token. spent: cost of its steps so far. num_emitted: tokens of
-    the text so far. charge: cost of reading that the text so far has not made up for.
+    be accepted up to each token. spent: cost of its steps so far. num_emitted: tokens of the text
+    so far. charge: cost of reading that the text so far has not made up for.
     """
 
     reads_target: bool = False
@@ -260,23 +236,20 @@ class Stepping(Model):
         Reading what it has missed is paid once the text so far would have saved as much, so that
         at most twice what was needed is paid (the ski rental bound), or on the account.
         """
-        if not super().limit():
+        length, steps = super().limit(), self.learned.steps
+        if not length:
             return 0
-        self.charge = 0.0
-        if not self.has_read:
-            self.charge = max(0.0, self._reading() - max(0.0, self.gain) * self.num_emitted)
-            if self.charge and not self.account.stands(self.charge + self.loss(1) / 2):
-                self.rest = REST
-                return 0
+        reading = median_low(steps.reading or (steps.step * READING,)) * self._missed()
+        self.charge = max(0.0, reading - self.gain * self.num_emitted)
+        if self.charge and not self.learned.account.stands(self.charge + steps(1)):
+            self.rest = REST
+            return 0
         return min(LONGEST, self.prices.most)
 
-    def _reading(self) -> float:
-        """Cost of reading what it has missed, in plain rounds."""
-        steps = self.learned.steps
-        return self._missed() * (steps.step * READING if steps.reading is None else steps.reading)
-
     def _missed(self) -> int:
-        """Tokens that it has to read; of the target's states no more than these wait."""
+        """Tokens that it has to read besides a round's; of the target's states few wait."""
+        if self.has_read:
+            return 0
         missed = self.prices.context if self.num_missed is None else self.num_missed
         return min(missed, MOST_WAITING) if self.reads_target else missed
 
@@ -288,47 +261,44 @@ class Stepping(Model):
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
         """Weigh the latest token and those that could follow it; see `types.Stepwise`."""
-        length, latest = len(evidence), evidence[-1]
-        self._learn_cost(length, latest)
+        length, latest, learned = len(evidence), evidence[-1], self.learned
+        if not latest.is_free:
+            self._learn_cost(length)
         del self.reached[length - 1 :]  # of a token that was not taken, where a free one stands
         for i in range(len(self.reached), length):
-            chance = self.learned.chances.of_draft([evidence[i]], first=i)[0]
+            (chance,) = learned.chances.of_draft([evidence[i]], first=i)
             self.reached.append(chance * (self.reached[-1] if i else 1.0))
         self.evidence = evidence
-        rate, cost, reach = self.prices.rate, self.prices.cost, self.reached[-1]
-        own = reach - rate * (cost(length) - cost(length - 1))
-        if length < LONGEST:
-            step = 0.0 if latest.is_free else self.learned.steps.step
-            follows, value = self.learned.chances if latest.is_free else self.learned.unseen, 0.0
-            chances = follows.of_draft([latest if latest.is_free else 0] * LOOKAHEAD, first=length)
-            for more, chance in enumerate(chances, start=length + 1):
-                reach *= chance
-                value += reach - rate * (cost(more) - cost(more - 1) + step)
-                if value > max(0.0, -own):
-                    return Step.GO_ON
-        return Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
+        follows = learned.chances if latest.is_free else learned.unseen
+        ahead = follows.of_draft(
+            [latest if latest.is_free else 0] * (LONGEST - length), first=length
+        )
+        reaches = [*self.reached, *list(accumulate(ahead, mul, initial=self.reached[-1]))[1:]]
+        best, _ = self.prices.best(reaches, free if latest.is_free else learned.steps, length)
+        if best > length:
+            return Step.GO_ON
+        return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
-    def _learn_cost(self, length: int, latest: Evidence) -> None:
+    def _learn_cost(self, length: int) -> None:
         """Learn what it took to get to the latest token."""
         steps, plain, now = self.learned.steps, self.prices.stairs.seconds, self.prices.clock()
-        if latest.is_free or not plain:
-            return
         taken, self._asked_at = (now - self._asked_at) / plain, now
+        missed = self._missed()
         if length > 1:
-            steps.further.append(bounded(taken))
-        elif self.has_read:
-            steps.first.append(bounded(taken))
-        elif missed := self._missed():
-            steps.reading = max(0.0, taken - steps(1)) / missed
-        self.spent += taken if length > 1 or self.has_read else steps(1)
+            steps.add(steps.further, taken)
+        elif not missed:
+            steps.add(steps.first, taken)
+        else:
+            steps.add(steps.reading, (taken - steps(1)) / missed)
+            taken = steps(1)
+        self.spent += taken
 
     def settle(self, round_: RoundRecord) -> float:
         """Learn what its pass cost, and what each token's evidence was worth."""
         if round_.steady:
             self.prices.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
-        cost = self.prices.cost(round_.drafted) + self.spent
-        self.account.add(round_.emitted - cost)
-        verdict = verdict_of(round_)
+        cost, verdict = self.prices.cost(round_.drafted) + self.spent, verdict_of(round_)
+        self.learned.account.add(round_.emitted - cost)
         self.learned.chances.learn(self.evidence, verdict)
         self.learned.unseen.learn([0] * len(verdict), verdict)
         return cost
@@ -336,10 +306,10 @@ class Stepping(Model):
     def follow(self, round_: RoundRecord, drafted: bool) -> float:
         """Book steps that brought no draft, and reading that is not made up for."""
         asked, lost = bool(self.evidence), 0.0 if drafted else self.spent
-        self.account.add(-lost - self.charge * asked)
+        self.learned.account.add(-lost - self.charge * asked)
         self.num_emitted += round_.emitted
         super().follow(round_, drafted or asked)
         if asked and not drafted:
             self.rest = REST
-        self.evidence, self.spent, self.charge = (), 0.0, 0.0
+        self.evidence, self.spent = (), 0.0
         return lost

@@ -19,53 +19,37 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve, prior_for
-from specdec_mlx.draft_length.costs import Staircase, Steps, finite
+from specdec_mlx.draft_length.costs import Staircase, Steps
 from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
-FIRST_BUDGET = 2.0
-"""What a drafter that costs time may lose at first, and in each text, in plain rounds."""
+BUDGET = 2.0
+"""What a drafter that costs time may lose at first, in plain rounds; gains double it at most."""
 
 EXPLORATION = 0.01
 """Share of the time that finding out may take, besides."""
 
-LARGEST_BUDGET = 20.0
-"""Most that gains add up to: what a good drafter may lose when texts turn, over all of them."""
-
 SHORT_CONTEXT = 2048
 """Positions below which all contexts are of one class; then a class for each doubling."""
-
-IDLE_DOUBT = 0.15
-"""Share by which recent acceptance moves to 0.5 in a round in which nothing was tried."""
-
-LONGEST_NAME = 64
-"""Letters of a drafter's key that are kept as they are; longer ones are shortened by a digest."""
 
 
 @dataclass
 class Account:
-    """What a drafter that costs time may still lose, in plain rounds.
+    """What finding out may still cost, in plain rounds.
 
-    budget: what its rounds brought beyond what they cost, and a share of the time; below 0 where
-    more was lost than expected. above: that of all texts, for the account of one.
+    budget: what rounds brought beyond their cost, and a share of the time; below 0 where more was
+    lost than expected.
     """
 
-    budget: float = FIRST_BUDGET
-    above: Account | None = None
-
-    def of_text(self) -> Account:
-        """The account of one text, within this one."""
-        return Account(above=self)
+    budget: float = BUDGET
 
     def stands(self, loss: float) -> bool:
         """True if a loss can be borne."""
-        return loss <= self.budget and (self.above is None or self.above.stands(loss))
+        return loss <= self.budget
 
     def add(self, amount: float) -> None:
         """Book what a round brought beyond its cost."""
-        self.budget = min(max(-FIRST_BUDGET, self.budget + amount), LARGEST_BUDGET)
-        if self.above is not None:
-            self.above.add(amount)
+        self.budget = min(max(-BUDGET, self.budget + amount), 2 * BUDGET)
 
     def earn(self) -> None:
         """Add a round's share of the time."""
@@ -77,55 +61,27 @@ class Learned:
     """What was learned about one drafter on one model.
 
     chances: of its tokens. Of one that costs time: unseen: of tokens that are not drafted yet, by
-    their places; steps: cost of drafting; account: what it may lose; shares: what the n-th node of
-    its trees adds to the expected tokens.
+    their places; steps: cost of drafting; account: what it may lose.
     """
 
     chances: Chances
     unseen: Chances = field(default_factory=lambda: Chances.of("unseen"))
     steps: Steps = field(default_factory=Steps)
     account: Account = field(default_factory=Account)
-    shares: list[float] = field(default_factory=lambda: [0.8**n for n in range(1, 15)])
-
-    def begin_text(self) -> None:
-        """Doubt how predictable the last text was."""
-        self.chances.doubt(0.5)
-        self.unseen.doubt(0.5)
-
-    def idle(self) -> None:
-        """Let a round go by in which nothing was tried."""
-        self.chances.doubt(IDLE_DOUBT)
-        self.unseen.doubt(IDLE_DOUBT)
-
-    def learn_shares(self, size: int, accepted: int) -> None:
-        """Learn from a tree of `size` nodes of which so many were kept."""
-        factor = 1 + (accepted / sum(self.shares[:size]) - 1) / 10
-        most = 1.0
-        for n, share in enumerate(self.shares):
-            most = self.shares[n] = min(most, share * factor if n < size else share)
 
     def as_dict(self) -> dict[str, Any]:
-        """All but what tokens were written, ready for JSON."""
-        steps = self.steps
+        """All but what tokens were written, and the account, ready for JSON."""
         return {
             "chances": self.chances.as_dict(),
             "unseen": self.unseen.as_dict(),
-            "first": list(steps.first),
-            "further": list(steps.further),
-            "reading": [] if steps.reading is None else [steps.reading],
-            "budget": self.account.budget,
-            "shares": self.shares,
+            "steps": self.steps.as_dict(),
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
         self.chances.restore(saved["chances"])
         self.unseen.restore(saved["unseen"])
-        self.steps.first.extend(finite(saved["first"]))
-        self.steps.further.extend(finite(saved["further"]))
-        self.steps.reading = next(iter(finite(saved["reading"])), None)
-        (self.account.budget,) = finite([saved["budget"]])
-        self.shares = [max(share, 0.001) for share in finite(saved["shares"], len(self.shares))]
+        self.steps.restore(saved["steps"])
 
 
 @dataclass
@@ -170,10 +126,9 @@ class Tuning:
 
     def of(self, key: str, look_up: bool = False) -> Learned:
         """What was learned with a drafter; the same object, which goes on learning, for a key."""
-        name = short_name(key)
-        if name not in self.drafters:
-            self.drafters[name] = Learned(Chances.of("look-up" if look_up else "model"))
-        return self.drafters[name]
+        if key not in self.drafters:
+            self.drafters[key] = Learned(Chances.of("look-up" if look_up else "model"))
+        return self.drafters[key]
 
     def save(self, path: Path | str) -> None:
         """Write as JSON; the file appears whole or not at all."""
@@ -207,18 +162,6 @@ tuning_for = PerModel(Tuning.for_model)
 """The tuning that is kept with a loaded model for as long as the model lives."""
 
 
-def short_name(key: str) -> str:
-    """A drafter's key, or where it is long, its class and a digest of it; the same in any process.
-
-    A short name is its own short name.
-    """
-    if len(key) <= LONGEST_NAME:
-        return key
-    digest = hashlib.sha256(key.encode()).hexdigest()[:12]
-    kind = re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
-    return f"{kind[: LONGEST_NAME - 13]}-{digest}"
-
-
 @contextmanager
 def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
     """Begin with what earlier commands learned about a model here; keep what this one learns.
@@ -239,38 +182,23 @@ def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iter
         if path.exists():
             tuning_for.put(model, Tuning.load(path, prior_for(model)))
     except (OSError, ValueError) as error:
-        _warn(f"starts to learn anew: {error}")
+        print(f"specdec-mlx: draft_length=auto starts to learn anew: {error}", file=sys.stderr)
     try:
         yield
     finally:
         try:
             tuning_for(model).save(path)
         except OSError as error:
-            _warn(f"cannot keep what was learned: {error}")
+            message = f"cannot keep what was learned: {error}"
+            print(f"specdec-mlx: draft_length=auto {message}", file=sys.stderr)
 
 
 def tuning_path(name: str, adapter: str | None = None) -> Path:
-    """Where the tuning of a model is kept: a file for each model, machine, MLX and ranks.
-
-    With an adapter a model is another one: it writes other texts, at other costs.
-    """
-    folder = Path(name).expanduser()
-    name = _place(name)
-    readable = re.sub(r"[^A-Za-z0-9.]+", "-", folder.name) or "model"
-    device = mx.device_info().get("device_name", platform.processor())
-    num_ranks = mx.distributed.init().size()
-    parts = [name, platform.node(), platform.machine(), str(device), version("mlx")]
-    parts += [f"{num_ranks} ranks"] if num_ranks > 1 else []
-    parts += [f"adapter {_place(adapter)}"] if adapter is not None else []
+    """File of the tuning of a model: one for each model, adapter, machine, MLX and ranks."""
+    folders = [Path(given).expanduser() for given in (name, adapter) if given is not None]
+    parts = [str(folder.resolve()) if folder.exists() else str(folder) for folder in folders]
+    parts += [platform.node(), str(mx.device_info().get("device_name", platform.processor()))]
+    parts += [version("mlx"), str(mx.distributed.init().size())]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+    readable = re.sub(r"[^A-Za-z0-9.]+", "-", folders[0].name) or "model"
     return cache_root() / "tuning" / f"{readable}-{digest}.json"
-
-
-def _place(name: str) -> str:
-    """A folder's place, however it is written; what is no folder stays a name."""
-    folder = Path(name).expanduser()
-    return str(folder.resolve()) if folder.exists() else name
-
-
-def _warn(text: str) -> None:
-    print(f"specdec-mlx: draft_length=auto {text}", file=sys.stderr)
