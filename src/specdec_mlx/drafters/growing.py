@@ -1,14 +1,13 @@
 """How a draft that forks is written: level by level, all tokens of a level in one pass.
 
 A point-mass tree is grown as EAGLE-2 has it (Li et al. 2024, arXiv 2406.16858, section 4): a node
-has a *chance* that the text goes through it, that of its parent times what the draft's probability
-of its token is worth (`stats.nodes`). Of each level those nodes are continued that are among the
-likeliest so far, and at the end the likeliest of all are the draft. Which tokens these are is no
-draw, so any may be left out.
+is *reached* with its parent's chance times its own (`draft_length.chances`). Of each level those
+nodes are continued that are among the likeliest so far, and at the end the likeliest of all are the
+draft. Which tokens these are is no draw, so any may be left out.
 
 Drawn trees have siblings drawn without replacement (Sequoia, Chen et al. 2024, arXiv 2402.12374),
 each with the distribution that it was drawn from, given those before it. A token that was drawn
-must not be dropped for what it is, so how many are drawn at a place is settled before, by the
+must not be dropped for what it is, so the number of draws at a place is settled before, by the
 distribution there and by the tokens above.
 """
 
@@ -16,17 +15,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush, nlargest
-from itertools import count
+from heapq import nlargest
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.token_ids import read_all, to_ids
-from specdec_mlx.types import ROOT, Draft, DraftContext
+from specdec_mlx.types import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.types.trees import chain, path_to
 
 
@@ -38,7 +36,7 @@ def check_branches(branches: int) -> None:
 
 @runtime_checkable
 class Levels(Protocol):
-    """What knows a draft's distribution after each of its tokens."""
+    """A source of the draft's distribution after each of its tokens."""
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Logits [n, V] of what follows each of n further tokens.
@@ -53,13 +51,13 @@ class Levels(Protocol):
 
 @dataclass
 class Place:
-    """What may follow a node: siblings, each with the confidence in it and its chance.
+    """What may follow a node: evidence and chance of each sibling, and those that became nodes.
 
-    depth: how many tokens of the tree stand before them. children: those that became nodes.
+    depth: number of the tree's tokens before them.
     """
 
     depth: int
-    confidences: list[float]
+    evidence: list[Evidence]
     chances: list[float]
     children: list[int] = field(default_factory=list)
 
@@ -68,15 +66,15 @@ class Place:
 class Tree:
     """A tree in the making.
 
-    history: how likely its nodes are. parents, tokens, chances: of each node, parents first.
-    places: node -> what follows it, for those whose continuations were asked for, in that order;
-    `ROOT` for the text.
+    known: how likely its nodes are. is_drawn: True if siblings are drawn. parents, tokens, reaches:
+    of each node, parents first. places: node -> what follows it, `ROOT` for the text.
     """
 
-    history: NodeHistory
+    known: Chances
+    is_drawn: bool = False
     parents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    chances: list[float] = field(default_factory=list)
+    reaches: dict[int, float] = field(default_factory=lambda: {ROOT: 1.0})
     places: dict[int, Place] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})
 
@@ -84,25 +82,27 @@ class Tree:
         """Nodes."""
         return len(self.parents)
 
-    def reach(self, node: int) -> float:
-        """Chance that the text goes through a node."""
-        return 1.0 if node == ROOT else self.chances[node]
-
-    def open(self, node: int, confidences: list[float]) -> Place:
-        """Note what may follow a node."""
+    def open(self, node: int, confidences: Sequence[float]) -> Place:
+        """Note what may follow a node, by the confidence in each sibling."""
         depth = len(path_to(node, self.parents))
-        place = Place(depth, confidences, self.history.chances(confidences, depth))
+        evidence = [
+            Evidence(confidence=confidence, rank=rank, is_drawn=self.is_drawn)
+            for rank, confidence in enumerate(confidences)
+        ]
+        chances = [self.known.of_draft([one], first=depth)[0] for one in evidence]
+        total = max(1.0, sum(chances))
+        place = Place(depth, evidence, [chance / total for chance in chances])
         self.places[node] = place
         return place
 
     def add(self, node: int, token: int) -> int:
         """A further node: the next sibling at a place."""
-        place = self.places[node]
-        self.chances.append(self.reach(node) * place.chances[len(place.children)])
+        place, new = self.places[node], len(self)
+        self.reaches[new] = self.reaches[node] * place.chances[len(place.children)]
         self.parents.append(node)
         self.tokens.append(token)
-        place.children.append(len(self) - 1)
-        return len(self) - 1
+        place.children.append(new)
+        return new
 
     def feed(self, nodes: Sequence[int], levels: Levels) -> mx.array:
         """Logits [n, V] of what follows some nodes."""
@@ -112,18 +112,19 @@ class Tree:
         return levels.logits_after(to_ids([self.tokens[node] for node in nodes]), parents)
 
     def learn(self, text: Sequence[int]) -> None:
-        """Tell the history how the text went on."""
+        """Learn from how the text went on."""
         node = ROOT
         for token in text:
             place = self.places.get(node)
             if place is None:
                 return
-            right = [self.tokens[child] for child in place.children]
-            rank = right.index(token) if token in right else None
-            self.history.learn(place.confidences[: len(right)], place.depth, rank)
-            if rank is None:
+            node = ROOT
+            for child, evidence in zip(place.children, place.evidence, strict=False):
+                right = self.tokens[child] == token
+                self.known.learn([evidence], [right], first=place.depth)
+                node = child if right else node
+            if node == ROOT:
                 return
-            node = place.children[rank]
 
     def draft(self, nodes: Sequence[int], logprobs: mx.array | None = None) -> Draft:
         """Some of the nodes, in order, with all their ancestors; a chain where they do not fork."""
@@ -145,7 +146,7 @@ class TreeDraws:
         text: [n] prompt and tokens emitted.
         num_prompt: tokens of the prompt.
         branches: most tokens at a place.
-        history: how likely nodes are.
+        known: how likely nodes are.
     """
 
     def __init__(
@@ -155,10 +156,10 @@ class TreeDraws:
         text: Sequence[int],
         num_prompt: int,
         branches: int,
-        history: NodeHistory,
+        known: Chances,
     ) -> None:
         """Nothing was written yet."""
-        self.tree = Tree(history)
+        self.tree = Tree(known, not sampling.greedy)
         self._context = context
         self._sampling = sampling
         self._text = text
@@ -171,11 +172,11 @@ class TreeDraws:
 
         Args:
             first: [1, V] logits of what follows the text.
-            levels: what knows the others.
+            levels: of the others.
             limit: most tokens, at least one.
             depth: most tokens on a path, at least one; None for any number.
         """
-        grow = self._drawn if self.tree.history.is_drawn else self._likeliest
+        grow = self._drawn if self.tree.is_drawn else self._likeliest
         return grow(first, levels, limit, limit if depth is None else min(limit, depth))
 
     def _likeliest(self, logits: mx.array, levels: Levels, limit: int, depth: int) -> Draft:
@@ -190,9 +191,9 @@ class TreeDraws:
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
                 tree.open(node, confidences)
                 new += [tree.add(node, token) for token in tokens]
-            best = nlargest(limit, range(len(tree)), key=lambda i: (tree.chances[i], -i))
-            least = tree.chances[best[-1]] if len(best) == limit else 0.0
-            nodes = [node for node in new if tree.chances[node] > least]
+            best = nlargest(limit, range(len(tree)), key=lambda i: (tree.reaches[i], -i))
+            least = tree.reaches[best[-1]] if len(best) == limit else 0.0
+            nodes = [node for node in new if tree.reaches[node] > least]
             if not nodes:
                 break
         return tree.draft(sorted(best))
@@ -281,10 +282,10 @@ def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]
 
 
 def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
-    """How many draws each of some places gets, out of `limit` for all that is still to come.
+    """Number of draws at each of some places, out of `limit` for all that is still to come.
 
-    The best tree is planned ahead as if at all deeper places the chances were those at hand, on
-    average; of it the children of these places are taken.
+    As if the likeliest child of each were followed by a chain of the same chance: of these and of
+    the children at hand the likeliest get a draw.
 
     Args:
         tree: as far as it is.
@@ -292,36 +293,15 @@ def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[in
         limit: nodes that may be added.
         depth: levels that may.
     """
-    places = [tree.places[node] for node in nodes]
-    usual = _usual([tree.reach(node) for node in nodes], [place.chances for place in places])
-    shares = [0] * len(nodes)
-    found = count()
-    waiting = [
-        (-tree.reach(node) * place.chances[0], next(found), index, 0, 0, place.chances)
-        for index, (node, place) in enumerate(zip(nodes, places, strict=True))
-    ]
-    heapify(waiting)
-    for _ in range(limit):
-        if not waiting:
-            break
-        loss, _, index, level, rank, chances = heappop(waiting)
-        shares[index] += level == 0
-        if rank + 1 < len(chances):
-            sibling = loss / chances[rank] * chances[rank + 1]
-            heappush(waiting, (sibling, next(found), index, level, rank + 1, chances))
-        if level + 1 < depth:
-            heappush(waiting, (loss * usual[0], next(found), index, level + 1, 0, usual))
+    here = [(tree.reaches[node], tree.places[node].chances) for node in nodes]
+    values = [[reach * chance for chance in chances] for reach, chances in here]
+    deeper = [reach * chances[0] ** k for reach, chances in here for k in range(2, depth + 1)]
+    best = nlargest(limit, [*(value for row in values for value in row), *deeper])
+    shares: list[int] = []
+    for row in values:
+        share = min(limit - sum(shares), sum(value >= best[-1] for value in row))
+        shares.append(share)
     return shares
-
-
-def _usual(reaches: Sequence[float], chances: Sequence[Sequence[float]]) -> list[float]:
-    """Chances by rank over some places, each weighed by how likely the text gets there."""
-    total = sum(reaches)
-    found = [0.0] * max(map(len, chances))
-    for reach, row in zip(reaches, chances, strict=True):
-        for rank, chance in enumerate(row):
-            found[rank] += reach / total * chance
-    return found
 
 
 class Marginals:

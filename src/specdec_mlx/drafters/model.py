@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.growing import check_branches
@@ -23,7 +24,6 @@ from specdec_mlx.options import wrong
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
@@ -155,7 +155,7 @@ class ModelSession(Writes):
         self.sampling = drafter.sampling_for(context.sampling)
         self.pace = Pace()
         self.branches = drafter.branches
-        self.nodes = NodeHistory(not self.sampling.greedy)
+        self.nodes = Chances.of("model")
         self.tree = None
         self.rows = GrowingRows()
 

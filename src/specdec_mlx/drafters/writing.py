@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 
 import mlx.core as mx
 
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
 from specdec_mlx.drafters.growing import Marginals, Tree, TreeDraws
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.types import Draft, DraftContext, GoesOn
 
 
@@ -26,7 +26,7 @@ class Writes:
     tokens: list[int]
     num_prompt: int
     branches: int
-    nodes: NodeHistory
+    nodes: Chances
     tree: Tree | None
 
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:

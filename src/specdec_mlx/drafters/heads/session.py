@@ -12,10 +12,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
 from specdec_mlx.drafters.writing import Writes, WritesAtOnce
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
 
 
@@ -77,7 +77,7 @@ class HeadSession(Writes, ABC):
         """Nothing was shown yet."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
         self.branches = 1
-        self.nodes = NodeHistory(not sampling.greedy)
+        self.nodes = Chances.of("model")
         self.tree = None
         self.head = head
         self.sampling = sampling
