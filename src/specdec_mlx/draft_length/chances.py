@@ -107,8 +107,8 @@ class Chances:
         """What is believed at first; kind: out of `PRIORS`."""
         return cls(list(PRIORS[kind]))
 
-    def begin_text(self) -> None:
-        """Doubt how predictable the last text was."""
+    def doubt(self) -> None:
+        """Move recent acceptance half way to 0.5: another text, or nothing was seen for long."""
         self.recent += 0.5 * (0.5 - self.recent)
 
     def of_draft(

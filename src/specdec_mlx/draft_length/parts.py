@@ -32,6 +32,9 @@ PREDICTABLE = 0.4
 REST = 8
 """Rounds without asking a drafter that costs time, after one in which it was not worth it."""
 
+FEW = 64
+"""Tokens below which the time of reading them says nothing about one of them."""
+
 READING = 0.02
 """Cost of reading a token, in draft steps, where it was not measured."""
 
@@ -75,16 +78,18 @@ class Prices:
         reaches: Sequence[float],
         drafting: Callable[[int], float] = free,
         drafted: int = 0,
+        most: int | None = None,
     ) -> tuple[int, float]:
         """The length of the largest value, and what it is worth beyond plain decoding, in tokens.
 
         Args:
             reaches: of each token the chance that it is accepted, those before it included.
             drafting: cost of so many draft steps. drafted: tokens whose steps are paid already.
+            most: longest draft; None for what may be tried.
         """
         best, gain, tokens = 0, 0.0, 0.0
         whole, costs, rate = len(reaches), self._fitted, self.rate
-        for length, reach in enumerate(reaches[: self.most], start=1):
+        for length, reach in enumerate(reaches[: most or self.most], start=1):
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
                 cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
@@ -118,8 +123,8 @@ class LookUp:
 
     def __post_init__(self) -> None:
         """How predictable this text is, is not known yet."""
-        self.learned.chances.begin_text()
-        self.learned.unseen.begin_text()
+        self.learned.chances.doubt()
+        self.learned.unseen.doubt()
 
     def limit(self) -> int:
         """Most tokens to ask for."""
@@ -162,17 +167,26 @@ class Model(LookUp):
     rest: int = 0
     num_missed: int | None = None
 
+    def __post_init__(self) -> None:
+        """Doubt what a step cost: a slow machine may be quick again."""
+        super().__post_init__()
+        for samples in vars(self.learned.steps).values():
+            if len(samples) > 1:
+                samples.popleft()
+
     def limit(self) -> int:
         """The length of the largest value, or one token to find out, if it can be afforded."""
         self.gain, steps = 0.0, self.learned.steps
         if self.rest or not self.prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
-        length, self.gain = self.prices.best(reaches, steps)
+        most = LONGEST if len(steps.first) > 1 else None  # what its passes cost alone is not known
+        length, self.gain = self.prices.best(reaches, steps, most=most)
         length = length or 1
         loss = self.prices.cost(length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if (len(steps.first) > 1 and steps.step >= 1.0) or not self.learned.account.stands(loss):
+        if not self.learned.account.stands(loss):
             self.rest = REST
+            self.learned.unseen.doubt()
             return 0
         return length
 
@@ -289,7 +303,8 @@ class Stepping(Model):
         elif not missed:
             steps.add(steps.first, taken)
         else:
-            steps.add(steps.reading, (taken - steps(1)) / missed)
+            if missed >= FEW:
+                steps.add(steps.reading, (taken - steps(1)) / missed)
             taken = steps(1)
         self.spent += taken
 
