@@ -38,6 +38,7 @@ from specdec_mlx.types import (
     is_cheap,
     key_of,
     session_groups,
+    session_parts,
 )
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
@@ -141,6 +142,11 @@ class ContinuedSession:
         self.key = key
         self.num_earlier = num_earlier
         self.cheap = is_cheap(session)
+
+    @property
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
+        """The session's own parts, or itself."""
+        return session_parts(self.session, self.key)
 
     @property
     def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:

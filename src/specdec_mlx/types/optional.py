@@ -116,8 +116,13 @@ class SessionGroups(Protocol):
     """
 
     @property
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
+        """The sessions that it is made of, each with its drafter's key."""
+        ...
+
+    @property
     def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
-        """Groups of sessions, each with its drafter's key, to be asked in order."""
+        """Groups of sessions to be asked in order; itself, where it puts their drafts together."""
         ...
 
 
@@ -247,8 +252,8 @@ def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, Draf
 
 
 def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
-    """The sessions of all groups."""
-    return [part for group in session_groups(session, key) for part in group]
+    """What a session is made of; by default itself, with the key given."""
+    return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
 
 
 def key_of(drafter: Drafter) -> str:
