@@ -16,7 +16,7 @@ NUM_SAMPLES = 7
 """Measurements that a median is taken over: other programs use the machine too."""
 
 NUM_PLAIN = 3
-"""Plain rounds that are measured before anything is drafted, and again after `EXPIRES` rounds."""
+"""Plain rounds that are measured before anything is drafted, and after `EXPIRES` without one."""
 
 EXPIRES = 256
 """Rounds after which a measurement of the least recently used width is dropped."""
@@ -63,7 +63,7 @@ class Staircase:
         self.seconds = 0.0
         self.needs_plain = True
         self._num_rounds = 0
-        self._is_stale = False
+        self._saw_plain = True
         self._measured: dict[int, tuple[float, int, float]] = {}
         self._prior = {m: self.prior(m) for m in (1, *WIDTHS, *self.prior.steps())}
         self.fitted: dict[int, float] = {}
@@ -77,9 +77,7 @@ class Staircase:
         if self._num_rounds % EXPIRES == 0:
             self._forget()
         if rows == 1:
-            if self._is_stale:
-                self.plain.clear()
-                self._is_stale = False
+            self._saw_plain = True
             self.plain.append(seconds)
             self.seconds, self.needs_plain = median_low(self.plain), len(self.plain) < NUM_PLAIN
         elif self.plain:
@@ -89,8 +87,11 @@ class Staircase:
             self._fit(rows)
 
     def _forget(self) -> None:
-        """Drop the oldest measurement of the least recently used width; time plain rounds anew."""
-        self._is_stale = self.needs_plain = True
+        """Drop the oldest measurement of the least recently used width, and stale plain rounds."""
+        if not self._saw_plain:
+            self.plain.clear()
+            self.needs_plain = True
+        self._saw_plain = False
         if self.ratios:
             rows = next(iter(self.ratios))
             self.ratios[rows].popleft()
