@@ -14,7 +14,7 @@ import tiny
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
-from specdec_mlx.draft_length.auto import Auto, Unpriced
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord, session_groups
@@ -109,17 +109,18 @@ def run(model: Any, drafter: Any, length: Any) -> tuple[list[int], sd.Speculatio
     return [item.token for item in items], items[-1].stats
 
 
-@pytest.mark.parametrize("order", [0, 1])
-def test_with_a_fixed_length_the_drafter_that_has_been_right_wins(
+@pytest.mark.parametrize("order", [1, -1])
+def test_with_a_fixed_length_the_longest_match_wins(
     order: int, model: Any, text: list[int]
 ) -> None:
-    """Whichever comes first; two lost rounds at most teach it, since both are scored each time."""
-    pair = [right(text), wrong(text)]
-    length = Noting(3)
-    tokens, stats = run(model, sd.BestOf(*pair[:: -1 if order else 1]), length)
+    """Whichever comes first; of equal ones the first."""
+    pair = [right(text, evidence=9), wrong(text, evidence=4)]
+    tokens, stats = run(model, sd.BestOf(*pair[::order]), 3)
     assert tokens == text
-    assert sum(r.part == "wrong" for r in length.records) <= 2
+    assert set(stats.by_drafter) == {"right"}
     assert stats.by_drafter["right"][0] == stats.by_drafter["right"][1] > NUM_TOKENS / 2
+    equal = [right(text, name, evidence=4) for name in "ab"][::order]
+    assert set(run(model, sd.BestOf(*equal), 3)[1].by_drafter) == {equal[0].name}
 
 
 def test_first_of_would_have_stayed_with_the_wrong_one(model: Any, text: list[int]) -> None:
@@ -159,19 +160,29 @@ def test_one_that_costs_time_is_asked_where_it_promises_more(model: Any, text: l
     assert stats.by_drafter["costly"][1] > NUM_TOKENS / 2
 
 
-class Ranking(Unpriced):
-    """A fixed length that ranks drafts itself: the last one wins. seen: the keys compared."""
+class Ranking(Auto):
+    """The last draft wins, of which a token is kept. seen: the keys compared. records: rounds."""
 
     def __init__(self, length: int, outbid: bool) -> None:
-        self.noting = Noting(length)
-        super().__init__(self.noting)
-        self.outbid = outbid
+        super().__init__()
+        self.length, self.outbid = length, outbid
         self.seen: list[list[str]] = []
+        self.records: list[RoundRecord] = []
 
-    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[int, int]:
+    def limit(self, part: str, cheap: bool) -> int:
+        return self.length
+
+    def cut(self, part: str, draft: Draft) -> int:
+        assert draft.logprobs is None
+        return len(draft)
+
+    def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         assert all(draft.logprobs is None for _, draft in drafts)
         self.seen.append([key for key, _ in drafts])
-        return len(drafts) - 1, 1
+        return drafts[-1][0], drafts[-1][1].head(1)
+
+    def record(self, round_: RoundRecord) -> None:
+        self.records.append(round_)
 
     def outbids(self, part: str) -> bool:
         return self.outbid
@@ -189,7 +200,7 @@ def test_only_point_masses_compete(outbid: bool, model: Any, text: list[int]) ->
     assert {tuple(keys) for keys in length.seen} == {("one", "two")}
     assert set(stats.by_drafter) == ({"costly"} if outbid else {"two"})
     assert bool(costly.asked) == outbid
-    kept = {r.drafted for r in length.noting.records if r.part == "two"}
+    kept = {r.drafted for r in length.records if r.part == "two"}
     assert kept == (set() if outbid else {1})
 
 
@@ -217,39 +228,44 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
 def test_the_draft_that_is_worth_most_wins_and_of_equal_ones_the_first(order: int) -> None:
     """Whichever comes first; one that costs time is asked where it promises more than the best."""
     policy = Auto()
-    policy.most = 12
+    policy.prices.most = 12
     for part in ("weak", "strong"):
         policy.limit(part, cheap=True)
     weak, strong = (Draft([i] * 4, evidence=[Evidence(i)] * 4) for i in (2, 64))
-    drafts = [("weak", weak), ("strong", strong)][::order]
-    chosen, length = policy.choose(drafts)
-    assert drafts[chosen] == ("strong", strong)
-    assert length == 4
-    assert policy.choose([("weak", strong), ("strong", strong)][::order])[0] == 0
-    policy.tuning.of("model").steps.price = 0.5
+    chosen, kept = policy.choose([("weak", weak), ("strong", strong)][::order])
+    assert (chosen, len(kept), kept.tokens[0]) == ("strong", 4, 64)
+    pair = [("weak", strong), ("strong", strong)][::order]
+    assert policy.choose(pair)[0] == pair[0][0]
+    steps = policy.tuning.of("model").steps
+    steps.first.extend([0.5] * 2)
+    steps.further.extend([0.5] * 2)
     policy.limit("model", cheap=False)
     assert not policy.outbids("model")
-    policy.tuning.of("model").steps.price = 0.01
+    steps.restore({"first": [0.01] * 7, "further": [0.01] * 7, "reading": []})
     wrong = Draft([3] * 4, evidence=[Evidence(1, share=1)] * 4)
-    for i in range(60):
-        policy.tuning.of("weak").chances.learn(Evidence(1, share=1), i % 4, False)
-        policy.tuning.of("model").blind.learn(0, i % 4, True)
+    for _ in range(15):
+        policy.tuning.of("weak").chances.learn([Evidence(1, share=1)] * 4, [False] * 4)
+        policy.tuning.of("model").unseen.learn([0] * 4, [True] * 4)
     policy.choose([("weak", wrong)])
+    policy._parts["model"].rest = 0  # type: ignore[attr-defined]
     policy.limit("model", cheap=False)
     assert policy.outbids("model")
 
 
-def test_without_costs_the_most_expected_tokens_win_and_drafts_not_chosen_are_scored() -> None:
+def test_drafts_that_were_not_chosen_are_scored() -> None:
     """Two drafts at once: after a few rounds the one that would have been right is preferred."""
-    choice = Unpriced(Fixed(4))
+    policy = Auto()
+    policy.prices.most = 12
     for part in ("a", "b"):
-        assert choice.limit(part, cheap=True) == 4
+        policy.limit(part, cheap=True)
     drafts = [("a", Draft([1, 2], evidence=[4, 4])), ("b", Draft([3, 4], evidence=[4, 4]))]
-    assert choice.choose(drafts)[0] == 0
+    assert policy.choose(drafts)[0] == "a"
     for _ in range(40):
-        choice.choose(drafts)
-        choice.score([3, 4, 5])
-    assert choice.choose(drafts) == (1, 2)
+        policy.choose(drafts)
+        policy.record(RoundRecord(0, 0, 3, 1, tokens=[3, 4, 5], steady=False))
+        policy.prices.most = 12
+    key, draft = policy.choose(drafts)
+    assert (key, draft.tokens) == ("b", [3, 4])
 
 
 def test_it_is_made_of_its_parts() -> None:
@@ -261,15 +277,13 @@ def test_it_is_made_of_its_parts() -> None:
         sd.BestOf()
 
 
-def test_on_its_own_it_proposes_what_it_expects_most_of() -> None:
-    """Outside of the loop, too: `propose` ranks by expected tokens, and costly ones come last."""
+def test_on_its_own_it_proposes_the_longest_match() -> None:
+    """Outside of the loop, too: costly ones come last."""
     text = [1, 2, 3, 4, 5, 6, 7, 8] * 4
-    drafter = sd.BestOf(wrong(text), right(text))
+    drafter = sd.BestOf(wrong(text, evidence=2), right(text, evidence=3))
     session = drafter.begin([], DraftContext())
-    proposed = []
     for start in range(0, 24, 2):
-        proposed.append(list(session.propose(2).tokens) == text[start : start + 2])
+        assert list(session.propose(2).tokens) == text[start : start + 2]
         session.observe(text[start : start + 2])
-    assert all(proposed[2:])
     costly = sd.BestOf(nothing(), right(text, cheap=False)).begin([], DraftContext())
     assert list(costly.propose(2).tokens) == [1, 2]

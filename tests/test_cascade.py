@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -299,12 +300,14 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
 
 
 def begun(step: float, slope: float) -> Stepping:
-    """A part that knows what steps and passes cost."""
+    """A part that knows what steps and passes cost; a step takes `step` plain rounds."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
-    auto.most = LONGEST
-    learned = Learned(Chances.of("confidence"))
-    learned.steps.price = step
-    return Stepping(auto, learned)
+    auto.prices.most, auto.prices.stairs.seconds = LONGEST, 1.0
+    auto.prices.clock = itertools.count(step, step).__next__
+    learned = Learned(Chances.of("model"))
+    learned.steps.first.extend([step, step])
+    learned.steps.further.extend([step, step])
+    return Stepping(auto.prices, learned)
 
 
 SURE = Evidence(confidence=0.99)
@@ -318,7 +321,7 @@ def test_later_tokens_cost_their_positions_and_no_steps() -> None:
         part = begun(step=0.3, slope=0.1)
         for length in range(1, len(said) + 1):
             part.goes_on(said[:length])
-        assert part.num_steps == 2
+        assert part.spent == pytest.approx(2 * 0.3)
         costs.append(part.settle(RoundRecord(len(said), 0, 1, 9, [1], 0.0)))
     assert costs[0] == pytest.approx(1.0 + 2 * 0.1 + 2 * 0.3)
     assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
@@ -338,6 +341,8 @@ def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     cost = parse_cost("linear:0.5", None)
     modelled = ModelledLength(Auto(), cost, draft_seconds=0.01)
     ask = modelled.begin("part", TwoAndOneFree(lambda start, limit: []), lambda: False)
+    modelled.record(RoundRecord(0, 0, 1, 1, [1]))
+    modelled.seconds = 0.0
     assert len(ask(8)) == 3
     modelled.record(RoundRecord(3, 3, 4, 4, [1, 2, 3, 4], part="part"))
     assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
@@ -361,7 +366,7 @@ def test_a_later_token_is_taken_where_it_is_worth_its_position(
     part.goes_on([SURE])
     if slope == 0.3:
         for _ in range(60):
-            part.learned.chances.learn(evidence, 1, False)
+            part.learned.chances.learn([evidence], [False], first=1)
     assert part.goes_on([SURE, evidence]) is expected
     assert part.goes_on([SURE, Evidence(confidence=0.3)]) is not Step.GO_ON
 
@@ -374,7 +379,7 @@ def test_a_position_that_was_not_taken_says_nothing_of_the_one_in_its_place() ->
     instead.goes_on([SURE, Evidence(confidence=0.01)])
     for part in (direct, instead):
         part.goes_on([SURE, FREE])
-    assert instead.reaches == direct.reaches
+    assert instead.reached == direct.reached
 
 
 # How it is made -----------------------------------------------------------------------------------

@@ -23,20 +23,19 @@ from selection import FULL, cases
 from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
 from specdec_mlx.bench.head_trees import compare_trees, format_tree_rows
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.chances import EDGES, NUM_WEIGHTS, PLACES, PRIORS, Chances, class_of
 from specdec_mlx.draft_length.chips import Curve
-from specdec_mlx.draft_length.parts import Forking, Stepping
-from specdec_mlx.draft_length.store import Learned, Tuning
+from specdec_mlx.draft_length.parts import Model, Stepping
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import continued
 from specdec_mlx.testing.round_distribution import sources
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import ROOT, Draft, DraftContext, Drafter
+from specdec_mlx.types import ROOT, Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.types.trees import chain, children_of, depths_of, path_to
 
 BRANCHES, SIZE = 3, 10
@@ -143,7 +142,7 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
 def point_masses(logits: mx.array, limit: int, branches: int = BRANCHES) -> tuple[Draft, TreeDraws]:
     """A tree of marginals, greedy."""
     context = DraftContext(vocab_size=logits.shape[-1])
-    draws = TreeDraws(context, Sampling(), PROMPT, len(PROMPT), branches, NodeHistory())
+    draws = TreeDraws(context, Sampling(), PROMPT, len(PROMPT), branches, Chances.of("model"))
     return draws.write(logits[:1], Marginals(logits), limit, len(logits)), draws
 
 
@@ -152,11 +151,13 @@ def test_a_tree_of_marginals_is_the_product_of_the_likeliest_guesses(limit: int)
     """Of all texts out of each place's three best, those of the greatest chances; none twice."""
     logits = 3 * mx.random.normal((3, 9), key=mx.random.key(1))
     draft, _ = point_masses(logits, limit)
-    probs, history = np.array(mx.softmax(logits, axis=-1)), NodeHistory()
+    probs, known = np.array(mx.softmax(logits, axis=-1)), Chances.of("model")
     reach: dict[tuple[int, ...], float] = {(): 1.0}
     for depth, row in enumerate(probs):
         best = np.argsort(-row)[:BRANCHES]
-        chances = history.chances([float(row[t]) for t in best], depth)
+        told = [Evidence(confidence=float(row[t]), rank=rank) for rank, t in enumerate(best)]
+        chances = [known.of_draft([one], first=depth)[0] for one in told]
+        chances = [chance / max(1.0, sum(chances)) for chance in chances]
         for text in [text for text in reach if len(text) == depth]:
             reach |= {(*text, int(t)): reach[text] * c for t, c in zip(best, chances, strict=True)}
     del reach[()]
@@ -183,14 +184,17 @@ def test_one_branch_is_a_chain_and_bad_numbers_are_refused() -> None:
 
 
 def test_what_was_right_is_learned() -> None:
-    """The nodes of the places that the text came through, until it left the tree."""
+    """Of the nodes at the places that the text came through, until it left the tree."""
     logits = mx.log(mx.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3]]))
-    _, draws = point_masses(logits, 99, branches=2)
-    history, before = draws.tree.history, NodeHistory()
-    draws.tree.learn([1, 0])
-    assert history.chances([0.5, 0.3], 0)[1] > before.chances([0.5, 0.3], 0)[1]
-    assert history.by_depth[1] < before.by_depth[1]
-    assert history.by_depth[2:] == before.by_depth[2:]
+    before = PRIORS["model"]
+    for text, deeper in (([1], False), ([1, 0], True), ([2, 1], False)):
+        _, draws = point_masses(logits, 99, branches=2)
+        draws.tree.learn(text)
+        odds = draws.tree.known.odds
+        likeliest, second = class_of("confidence", 0.5), class_of("rank", 1)
+        assert odds[likeliest] < before[likeliest]
+        assert (odds[second] > before[second]) == (text[0] == 1)
+        assert (odds[PLACES[1]] < before[PLACES[1]]) == deeper
 
 
 # Drawn at random ----------------------------------------------------------------------------------
@@ -237,15 +241,22 @@ class Known:
         return mx.concatenate([self.row(text) for text in new])
 
 
+def decided() -> Chances:
+    """Chances that differ enough with the draft's confidence for shapes to differ."""
+    odds = [0.0] * NUM_WEIGHTS
+    for confidence in EDGES["of a draw"][1:]:
+        odds[class_of("of a draw", confidence)] = 2 * np.log(confidence / (1 - confidence))
+    odds[class_of("rank", 1)] = -0.5
+    return Chances(odds)
+
+
 def drawn_trees(source: Source, limit: int) -> Iterator[tuple[float, Draft]]:
     """Every tree that may be drawn, each with its chance: one draw after the other."""
     waiting: list[tuple[float, dict[tuple[int, int], int]]] = [(1.0, {})]
     context = DraftContext(vocab_size=source.after(0, ()).shape[-1])
     while waiting:
         weight, script = waiting.pop()
-        history = NodeHistory(is_drawn=True)
-        history.slope, history.by_rank[:2] = 2.0, [0.0, -0.5]
-        draws = Scripted(context, Sampling(temp=1.0), [0], 1, 2, history)
+        draws = Scripted(context, Sampling(temp=1.0), [0], 1, 2, decided())
         draws.begin(script)
         levels = Known(source, 0)
         draft = draws.write(levels.row(()), levels, limit)
@@ -334,8 +345,7 @@ def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
     seen, sampling = np.zeros((4, 4)), Sampling(temp=1.0)
     for seed in range(count):
         context = DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=4)
-        history = NodeHistory(is_drawn=True)
-        draws = TreeDraws(context, sampling, PROMPT, len(PROMPT), 2, history)
+        draws = TreeDraws(context, sampling, PROMPT, len(PROMPT), 2, Chances.of("model"))
         first, second = to_list(draws.write(logits, Marginals(logits), 2, 1).tokens)
         seen[first, second] += 1
     p = np.array([0.5, 0.3, 0.15, 0.05])
@@ -464,28 +474,21 @@ def test_the_benchmark_holds_trees_against_chains_of_the_same_size() -> None:
 # Under the automatic draft length -----------------------------------------------------------------
 
 
-def test_shares_add_up_to_what_trees_bring() -> None:
-    """Of the sizes that are tried, to a quarter after 300 trees each, and never rise."""
-    learned, brings = Learned(Chances.of("model")), {2: 1.1, 6: 1.8, 14: 2.0}
-    coins = np.random.default_rng(0)
-    for _ in range(300):
-        for size, mean in brings.items():
-            learned.learn_shares(size, int(coins.poisson(mean)))
-    for size, mean in brings.items():
-        assert sum(learned.shares[:size]) == pytest.approx(mean, rel=0.25)
-    assert all(a >= b for a, b in itertools.pairwise(learned.shares))
-    assert learned.shares[0] <= 1
-
-
 @pytest.mark.parametrize("price", [0.02, 0.5])
 def test_the_size_that_pays_is_asked_for(price: float) -> None:
     """Of a tree that brings little beyond its third node: more where positions are cheaper."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * price)))))
-    auto.most = 63
-    forking = Forking(auto, auto.tuning.of("it"))
-    forking.learned.steps.price = 0.0
-    forking.learned.shares[:] = [0.7, 0.6, 0.55] + [0.1] * 11
-    assert forking.limit() == (14 if price < 0.1 else 3)
+    auto.prices.most, told = 63, [0] * 14
+    forking = Model(auto.prices, auto.tuning.of("it"))
+    forking.learned.steps.first.extend([0.0, 0.0])
+    forking.learned.steps.further.extend([0.0, 0.0])
+    coins = np.random.default_rng(0)
+    for size in 100 * [2, 6, 14]:
+        right = min(int(coins.poisson(1.6)), size)
+        verdict = [True] * right + [False] * (right < size)
+        forking.learned.unseen.learn(told[: len(verdict)], verdict)
+    length = forking.limit()
+    assert length >= 5 if price < 0.1 else 1 <= length <= 3
 
 
 @pytest.mark.parametrize(
@@ -500,4 +503,4 @@ def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> N
     items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
     assert spoken(items).deviation(plain) < TOLERANCE
     accounts = {type(account) for account in length._parts.values()}
-    assert accounts == {Stepping if name == "qwen3_5" else Forking}
+    assert accounts == {Stepping if name == "qwen3_5" else Model}

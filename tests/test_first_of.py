@@ -18,7 +18,7 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.store import EXPLORATION, FIRST_BUDGET
+from specdec_mlx.draft_length.store import BUDGET, EXPLORATION
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.types import RoundRecord, models_of
 
@@ -199,7 +199,7 @@ def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_
     alone, both = billed(cheap), billed(cheap, useless)
     assert alone.seconds < 1900
     assert both.num_expensive > 5
-    account = FIRST_BUDGET + EXPLORATION * both.seconds
+    account = BUDGET + EXPLORATION * both.seconds
     assert both.seconds <= alone.seconds + 2 * account
 
 

@@ -199,13 +199,14 @@ def test_the_rows_of_another_draft_are_bigrams() -> None:
     assert begun._pool.known == {8: {(18,): 1}, 9: {(19,): 1}}
 
 
-def test_second_guesses_go_into_trees_of_several() -> None:
-    """What follows the text and a path, by n-grams that begin in either."""
+def test_its_chains_go_into_trees_of_several() -> None:
+    """The n-grams that go on from the last token, the latest first, within the limit."""
     begun = session(ngram=4)
+    begun._pool.add(7, (50, 51, 52))
     begun._pool.add(7, (40, 41, 42))
     begun._pool.add(41, (43,))
-    assert [guess.token for guess in begun.guesses_after(())] == [40]
-    assert [guess.token for guess in begun.guesses_after((40, 41))] == [42, 43]
+    assert [draft.tokens for draft in begun.candidates(2)] == [(40, 41), (50, 51)]
+    assert begun.candidates(0) == []
     together = sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.LookaheadDrafter())
     for length in (12, "auto"):
         drafted = sd.speculate(

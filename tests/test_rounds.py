@@ -20,7 +20,7 @@ import tiny
 import tiny_text
 from specdec_mlx import generation as generation_module
 from specdec_mlx import loop
-from specdec_mlx.draft_length.auto import Unpriced
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
 from specdec_mlx.mlx_lm_plugin import installation
@@ -250,13 +250,18 @@ class FakeTarget:
     def quantize(self) -> None: ...
 
 
-class WantsTwo(Unpriced):
-    """A policy that wants the seconds of two rounds, and notes those of steady ones."""
+class WantsTwo(Auto):
+    """A fixed length that wants the seconds of two rounds, and notes those of steady ones."""
 
     def __init__(self, length: int) -> None:
-        super().__init__(Fixed(length))
-        self.steady: list[float] = []
-        self.wanted = 2
+        super().__init__()
+        self.length, self.wanted, self.steady = length, 2, list[float]()
+
+    def limit(self, part: str, cheap: bool) -> int:
+        return self.length
+
+    def cut(self, part: str, draft: Draft) -> int:
+        return len(draft)
 
     def wants_timing(self, num_drafted: int) -> bool:
         return self.wanted > 0

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from simulated import know
 from specdec_mlx import loop
 from specdec_mlx.bench import recorded_drafts
 from specdec_mlx.bench.cost import CostCurve, linear_cost
@@ -35,10 +36,9 @@ from specdec_mlx.bench.recorded_drafts import (
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.chips import Curve
-from specdec_mlx.draft_length.costs import Steps
-from specdec_mlx.draft_length.parts import LONGEST, LOOKAHEAD, RETRY, Stepping
+from specdec_mlx.draft_length.parts import FEW, LENGTHS, LONGEST, REST, Stepping
 from specdec_mlx.draft_length.policy import make_draft_length
-from specdec_mlx.draft_length.store import EXPLORATION, FIRST_BUDGET, Tuning
+from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.drawing import Pace
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.rounds import clock
@@ -113,38 +113,49 @@ PEAKED = Source(
 
 
 class Timed:
-    """A session that says what a step, and reading a token, take; in plain rounds."""
+    """A session that is as sure of each token as it is said, and a clock of its own.
 
-    def __init__(self, step: float, reading: float = 0.0) -> None:
-        self.step, self.reading = step, reading
-        self.asked: list[str] = []
+    Args:
+        step: what a token takes, in plain rounds.
+        reading: what reading a token takes. context: tokens of the text, of which none was read.
+    """
 
-    def time_step(self) -> float:
-        self.asked.append("step")
-        return self.step
-
-    def time_reading(self) -> float:
-        self.asked.append("reading")
-        return self.reading
-
-    def propose(self, limit: int) -> Draft:
-        return Draft()
+    def __init__(
+        self, step: float, reading: float = 0.0, context: int = 0, confidence: float = 0.9
+    ) -> None:
+        self.step, self.reading, self.unread, self.confidence = step, reading, context, confidence
+        self.now = 0.0
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        return Draft()
+        self.now += self.reading * self.unread
+        self.unread = 0
+        evidence: list[Evidence] = []
+        step = Step.GO_ON
+        while step is Step.GO_ON and len(evidence) < limit:
+            self.now += self.step
+            evidence.append(Evidence(confidence=self.confidence))
+            step = goes_on(evidence)
+        kept = evidence[: len(evidence) - (step is Step.STOP_BEFORE)]
+        return Draft([1] * len(kept), evidence=kept)
+
+    def propose(self, limit: int) -> Draft:
+        return self.propose_while(limit, lambda evidence: Step.GO_ON)
 
     def observe(self, tokens: Sequence[int]) -> None: ...
 
 
-def stepping(session: Any, slope: float = 0.2, context: int = 0) -> tuple[Auto, Stepping]:
-    """A draft length that has measured plain rounds, and its part for a session."""
+def stepping(
+    session: Any, slope: float = 0.2, context: int = 0
+) -> tuple[Auto, Stepping, Callable[[int], Draft]]:
+    """A draft length that has measured plain rounds, its part for a session, and how to ask it."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
+    auto.prices.clock = lambda: session.now
     plain(auto, 3, context)
-    auto.begin("it", session, lambda: False)
+    know(auto.tuning.of("it"), session.step)
+    ask = auto.begin("it", session, lambda: False)
     part = auto._parts["it"]
     assert isinstance(part, Stepping)
-    part.learned.steps.price = session.step
-    return auto, part
+    return auto, part, ask
 
 
 def plain(auto: Auto, num: int, context: int = 0) -> None:
@@ -413,15 +424,12 @@ def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> 
 @pytest.mark.parametrize("draft_cost", [0.02, 0.25, 0.5])
 @pytest.mark.parametrize("curve", CURVES)
 def test_a_useless_draft_model_costs_a_hundredth(curve: str, draft_cost: float) -> None:
-    """Over all texts, after its first budget; it is tried, and tried again after a pause.
-
-    Of what is booked half is as it was expected, so that up to twice the account may be lost.
-    """
+    """Over all texts, after its first budget; it is tried, and tried again after a pause."""
     texts, drafter = made_up([useless] * 10, num_tokens=96)
     runs = modelled(texts, drafter, "auto", CURVES[curve], draft_cost)
     assert speed(runs[:2]) < 1 > speed(runs[5:])
     lost = sum(run.seconds - run.plain_seconds for run in runs) / CURVES[curve](1)
-    assert lost < 1.25 * (FIRST_BUDGET + EXPLORATION * 10 * 96)
+    assert lost < BUDGET + EXPLORATION * 10 * 96
 
 
 SHARES = st.lists(st.sampled_from([varied, useless, guess]), min_size=1, max_size=8)
@@ -433,11 +441,13 @@ SHARES = st.lists(st.sampled_from([varied, useless, guess]), min_size=1, max_siz
 def test_no_text_loses_more_than_its_budget(
     shares: list[Callable[[random.Random], float]], draft_cost: float, curve: str
 ) -> None:
-    """Whatever came before: 2 plain rounds and a hundredth of the time, half of it as expected."""
+    """Whatever came before: what the account holds at most, a hundredth of the time, and what its
+    last round lost beyond what was expected.
+    """
     texts, drafter = made_up(shares, num_tokens=100)
     for run in modelled(texts, drafter, "auto", CURVES[curve], draft_cost):
         lost = (run.seconds - run.plain_seconds) / CURVES[curve](1)
-        assert lost < 2 * (FIRST_BUDGET + EXPLORATION * 100)
+        assert lost < 2 * BUDGET + EXPLORATION * 100 + 1
 
 
 def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
@@ -447,19 +457,19 @@ def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
     assert speed(runs[-1:]) > 0.95 * speed(runs[:6])
 
 
-def test_a_step_as_expensive_as_a_pass_is_never_taken() -> None:
-    """It is known from the price alone; nothing is read or drafted."""
-    texts, drafter = made_up([varied] * 3)
+def test_a_step_as_expensive_as_a_pass_costs_no_more_than_the_account() -> None:
+    """However good the model is; what a step takes is found out by drafting."""
+    texts, drafter = made_up([varied] * 6)
     runs = modelled(texts, drafter, "auto", CURVES["measured"], 1.0)
-    assert sum(run.drafted for run in runs) == 0
-    assert drafter.num_steps == 0
+    lost = sum(run.seconds - run.plain_seconds for run in runs) / CURVES["measured"](1)
+    assert 0 < lost < BUDGET + EXPLORATION * 720
 
 
 class Given(Chances):
-    """Chances that a confidence is right about, wherever it stands."""
+    """Chances that a confidence is right about, wherever it stands; half for what says nothing."""
 
-    def of_draft(self, evidence: Any, *args: Any, **kwargs: Any) -> Iterator[float]:
-        return (told.confidence for told in evidence)
+    def of_draft(self, evidence: Any, *args: Any, **kwargs: Any) -> list[float]:
+        return [told.confidence if told else 0.5 for told in evidence]
 
 
 @given(
@@ -467,41 +477,44 @@ class Given(Chances):
     st.floats(0.0, 1.0),
     st.floats(0.01, 1.0),
     st.floats(1.0, 3.0),
+    st.booleans(),
 )
 def test_a_draft_goes_on_while_the_next_tokens_are_worth_their_step(
-    confidences: list[float], step: float, slope: float, rate: float
+    confidences: list[float], step: float, slope: float, rate: float, is_free: bool
 ) -> None:
-    """By brute force, over 1 to 4 further tokens that are as likely as the last one; the last one
-    itself is kept where it is worth its row.
+    """By brute force over all lengths that are chosen from: longer ones cost steps, unless what
+    follows is free and as likely as the last token.
     """
-    auto, part = stepping(Timed(step), slope)
-    part.learned.chances = part.learned.later = Given([])
-    auto.rate = rate
-    said = [Evidence(confidence=confidence) for confidence in confidences]
-    reach = float(np.prod(confidences))
-    own = reach - rate * slope
-    values = [
-        sum(reach * confidences[-1] ** i for i in range(1, more + 1)) - rate * (slope + step) * more
-        for more in range(1, LOOKAHEAD + 1)
-    ]
-    edges = [*values, own, max(values) + own]
-    assume(all(abs(edge) > 1e-6 for edge in edges))  # ties may go either way
-    expected = Step.STOP_AFTER if own > 0 else Step.STOP_BEFORE
-    if len(said) < LONGEST and max(values) > max(0.0, -own):
-        expected = Step.GO_ON
-    for n in range(1, len(said) + 1):
+    auto, part, _ = stepping(Timed(step), slope)
+    part.learned.chances = part.learned.unseen = Given([])
+    auto.prices.rate, auto.prices.most = rate, LONGEST
+    said = [Evidence(confidence=confidence, is_free=is_free) for confidence in confidences]
+    length, price = len(said), 0.0 if is_free else step
+    chances = [*confidences, *[confidences[-1] if is_free else 0.5] * (LONGEST - length)]
+    reaches = np.cumprod(chances)
+    values = {
+        k: sum(reaches[:k]) - rate * (slope * k + price * max(0, k - length))
+        for k in {0, *LENGTHS, length, LONGEST}
+        if k <= LONGEST
+    }
+    best = max(values, key=lambda k: values[k])
+    assume(all(values[best] - value > 1e-6 for k, value in values.items() if k != best))
+    part.learned.steps.add = lambda *measured: None  # type: ignore[method-assign]
+    for n in range(1, length + 1):
         found = part.goes_on(said[:n])
-    assert found is expected
+    expected = Step.GO_ON if best > length else Step.STOP_BEFORE
+    assert found is (Step.STOP_AFTER if best == length else expected)
 
 
-def lost_and_waited(session: Timed, context: int, num_rounds: int = 600) -> tuple[int, Stepping]:
-    """Plain rounds until a model that has read nothing is asked, and its part."""
-    auto, part = stepping(session, slope=0.02, context=context)
+def waited(session: Timed, context: int, num_rounds: int = 600, **known: float) -> tuple[Any, ...]:
+    """Plain rounds until a model that has read nothing is asked; then as `stepping`."""
+    auto, part, ask = stepping(session, slope=0.02, context=context)
+    part.learned.steps.reading.extend(known.values())
     rounds = 0
     while not auto.limit("it", False) and rounds < num_rounds:
         plain(auto, 1, context)
         rounds += 1
-    return rounds, part
+    return rounds, auto, part, ask
 
 
 @given(st.floats(0.001, 0.1), st.floats(0.02, 0.3))
@@ -509,31 +522,37 @@ def lost_and_waited(session: Timed, context: int, num_rounds: int = 600) -> tupl
 def test_a_prompt_is_read_once_the_text_would_have_saved_as_much(
     reading: float, step: float
 ) -> None:
-    """The ski rental rule: not before its gain would have paid for it, or the account stands it;
-    and soon after, so that twice what was needed is paid at most.
+    """The ski rental rule: not before its gain and the account would have paid for it, and soon
+    after, so that twice what was needed is paid at most.
     """
-    rounds, part = lost_and_waited(Timed(step, reading), 2000)
-    cost, saved = 2000 * reading, part.gain * rounds
-    if part.is_trial:
-        assert cost <= FIRST_BUDGET + EXPLORATION * rounds
-    elif rounds < 600:
-        assert saved >= cost
-        assert saved - part.gain * 2 * RETRY <= cost  # it may rest for some rounds
-    else:
-        assert cost > saved
+    rounds, _, part, _ = waited(Timed(step, reading), 2000, reading=reading)
+    cost = 2000 * reading
+
+    def saved(rounds: int) -> float:
+        return part.gain * rounds + min(2 * BUDGET, BUDGET + EXPLORATION * rounds)
+
+    if rounds < 600:
+        assert cost <= saved(rounds)
+    if rounds > REST:
+        assert cost + part.learned.steps(1) > saved(rounds - REST - 1)
 
 
-def test_what_reading_costs_is_measured_once_and_where_that_is_not_possible_guessed() -> None:
-    """A guess goes by a draft step, which of a small model is mostly overhead."""
-    quick = Timed(0.2, 0.0)
-    rounds, _ = lost_and_waited(quick, 100_000)
-    assert rounds < 3
-    assert quick.asked == ["reading"]
-
-    class Silent(Timed):
-        time_reading = None  # type: ignore[assignment]
-
-    assert lost_and_waited(Silent(0.2), 10_000)[0] > 10
+def test_what_reading_costs_is_measured_as_it_is_read_and_guessed_before() -> None:
+    """A guess goes by a draft step, which of a small model is mostly overhead. Of a few tokens the
+    time says nothing.
+    """
+    rounds, auto, part, ask = waited(Timed(0.2, 0.001, 10_000), 10_000)
+    assert rounds > 10
+    ask(4)
+    assert part.learned.steps.reading[-1] == pytest.approx(0.001)
+    assert part.learned.steps.first[-1] == pytest.approx(0.2)
+    auto.record(RoundRecord(4, 4, 5, 5, [1] * 5, 2.0, part="it", context=10_000))
+    for missed, num_known in ((FEW - 1, 1), (FEW, 2)):
+        part.num_missed, part.rest = missed, 0
+        assert auto.limit("it", False)
+        ask(4)
+        assert len(part.learned.steps.reading) == num_known
+        auto.record(RoundRecord(4, 4, 5, 5, [1] * 5, 2.0, part="it", context=10_000))
 
 
 def test_a_model_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
@@ -542,21 +561,23 @@ def test_a_model_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
     class Seeing(Timed):
         def see(self, features: Any) -> None: ...
 
-    alone, along = (lost_and_waited(kind(0.1, 0.004), 10_000)[0] for kind in (Timed, Seeing))
+    alone, along = (waited(kind(0.1), 10_000, reading=0.004)[0] for kind in (Timed, Seeing))
     assert along < 3 < alone
 
 
 def test_reading_that_was_tried_on_account_is_booked() -> None:
     """A model that never paid reads where its budget stands it, and has spent it then."""
-    auto, part = stepping(Timed(0.3, 0.001), context=1000)
+    session = Timed(0.3, 0.001, 1000, confidence=0.01)
+    auto, part, ask = stepping(session, slope=1.0, context=1000)
+    part.learned.steps.reading.append(0.001)
     assert auto.limit("it", False)
-    assert part.is_trial
-    before = part.account.budget
-    part.goes_on([Evidence(confidence=0.01)])
-    record = RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=1000)
-    auto.record(record)
-    assert part.account.budget == pytest.approx(max(0.0, before - 1.0 - 0.3) + EXPLORATION)
+    account = part.learned.account
+    before = account.budget
+    assert not len(ask(4))
+    auto.record(RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=1000))
+    assert account.budget == pytest.approx(before - 1.0 - 0.3 + EXPLORATION)
     assert part.num_missed == 0
+    assert not auto.limit("it", False)  # it rests
 
 
 def test_a_step_that_brought_no_draft_is_paid_for_and_not_repeated_at_once() -> None:
@@ -566,39 +587,6 @@ def test_a_step_that_brought_no_draft_is_paid_for_and_not_repeated_at_once() -> 
     modelled(good, drafter, "auto", CURVES["slope"], 0.1)
     modelled(texts, bad, "auto", CURVES["slope"], 0.1)
     assert 0 < bad.num_steps - drafter.num_steps < 30
-
-
-def test_what_is_refused_is_weighed_in_one_round_of_three(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To weigh it takes a hundredth of a small model's round."""
-    weighed: list[int] = []
-    worth = Stepping.worth_asking
-    monkeypatch.setattr(Stepping, "worth_asking", lambda self: weighed.append(1) or worth(self))
-    rounds, _ = lost_and_waited(Timed(0.2, 0.1), 10_000, num_rounds=90)
-    assert rounds == 90
-    assert len(weighed) <= 30
-
-
-def test_a_draft_model_times_its_reading_on_caches_of_its_own() -> None:
-    """What it has read stays."""
-    drafter, context = sd.ModelDrafter(tiny.build("llama")), DraftContext(vocab_size=VOCAB)
-    session = drafter.begin(PROMPT * 20, context)
-    session.propose(2)
-    before = session.rollback.position
-    assert session.time_reading() > 0
-    assert session.rollback.position == before
-
-
-def test_one_slow_draft_is_no_verdict_and_one_pass_is_paid_once() -> None:
-    """What was measured on nothing speaks for a step until there are two drafts; of a drafter of
-    one pass, a draft of any length is one step.
-    """
-    steps, at_once = Steps(price=0.3), Steps(at_once=True, price=0.3)
-    assert (steps(4), at_once(4), at_once(0)) == pytest.approx((1.2, 0.3, 0.0))
-    for known in (steps, at_once):
-        known.add(2, 9.0)
-        assert known.step == 0.3
-        known.add(4, 1.2)
-    assert (steps.step, at_once.step) == pytest.approx((0.3, 1.2))
 
 
 # The record ---------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from operator import mul
 from typing import Any
 
 import mlx.core as mx
@@ -23,9 +23,10 @@ from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
 from specdec_mlx.bench.recorded_tops import with_tops
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.parts import LENGTHS, Tree
-from specdec_mlx.draft_length.store import Learned, Tuning
+from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
+from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.parts import LENGTHS
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.registry import make_drafter
@@ -35,54 +36,33 @@ from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import (
-    Branches,
     Draft,
     DraftContext,
     Evidence,
     Features,
-    Guess,
     RoundRecord,
 )
 from specdec_mlx.types.trees import chain, path_to
 
 FREE = linear_cost(0.0)
-VOCAB, DEPTH = 6, 3
 
 
-class Guessing:
-    """Guesses by a table of the last token, down to a depth."""
-
-    def __init__(self, table: dict[int, list[int]]) -> None:
-        self.table = table
-
-    def guesses_after(self, path: Sequence[int]) -> list[Guess]:
-        known = self.table.get(path[-1] if path else 0, []) if len(path) < DEPTH else []
-        return [Guess(token, Evidence(3, rank=rank)) for rank, token in enumerate(known)]
+def auto_of(price: float, rate: float = 1.3) -> Auto:
+    """The automatic length, where a position costs so much."""
+    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * price)))))
+    auto.prices.most, auto.prices.rate = 63, rate
+    return auto
 
 
-class Learning(Chances):
-    """Chances that note what they learned from."""
-
-    def learn(self, evidence: Any, place: int, right: bool, *rest: Any) -> None:
-        noted.append((evidence.rank, place, right))
-
-
-noted: list[tuple[int, int, bool]] = []
-
-
-def tree_of(price: float, rate: float = 1.3, most: int = 63) -> Tree:
-    """A part for which a node costs so much."""
-    auto: Any = SimpleNamespace(rate=rate, most=most, latest=None, cost=lambda n: 1.0 + price * n)
-    return Tree(auto, Learned(Chances.of("look-up")))
-
-
-def sources_of(seed: int) -> tuple[list[Any], list[Any]]:
-    """Two chains, and a guesser of a few tokens."""
+def chains_of(seed: int) -> list[tuple[str, Draft]]:
+    """Several of each of three drafters, of few tokens, so that many begin alike."""
     coins = random.Random(seed)
-    table = {t: coins.sample(range(VOCAB), 2) for t in range(VOCAB)}
-    known = list(Chances.of("look-up").of_draft([2] * DEPTH))
-    chains = [([coins.randrange(VOCAB) for _ in known], known) for _ in "ab"]
-    return chains, [(Guessing(table), Learning(Chances.of("look-up").odds))]
+
+    def draft() -> Draft:
+        tokens = [coins.randrange(3) for _ in range(coins.randint(1, 9))]
+        return Draft(tokens, evidence=[Evidence(coins.choice([1, 4, 30])) for _ in tokens])
+
+    return [(key, draft()) for key in "abc" for _ in range(3)]
 
 
 def texts_of(draft: Draft) -> list[tuple[int, ...]]:
@@ -96,97 +76,98 @@ def texts_of(draft: Draft) -> list[tuple[int, ...]]:
 def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
     """No tree of the sizes that are chosen from has more value: the likeliest nodes of that size.
 
-    The n likeliest nodes are a tree, since a node is never likelier than its parent. All that there
-    are is tried too.
+    The n likeliest nodes are a tree, since a node is never likelier than its parent. A token that
+    several propose is as likely as the surest of them says. Whole chains are tried too.
     """
-    tree, sources = tree_of(price), sources_of(seed)
-    reach: dict[tuple[int, ...], float] = {(): 1.0}
-    for n in range(DEPTH):
-        for path in [p for p in reach if len(p) == n]:
-            for token, chance in tree._after(path, *sources).items():
-                reach[*path, token] = reach[path] * chance
-    del reach[()]
+    drafts, auto = chains_of(seed), auto_of(price)
+    reach: dict[tuple[int, ...], float] = {}
+    sets: list[list[float]] = []
+    for _, draft in drafts:
+        chances = Chances.of("look-up").of_draft(draft.evidence or ())
+        reaches = [*itertools.accumulate(chances, mul)]
+        sets.append(reaches)
+        for text, one in zip(texts_of(draft), reaches, strict=True):
+            reach[text] = max(one, reach.get(text, 0.0))
     likeliest = sorted(reach.values(), reverse=True)
-    sizes = [n for n in (*LENGTHS, len(reach)) if n <= len(reach)]
-    values = {n: sum(likeliest[:n]) - 1.3 * price * n for n in sizes}
-    draft = tree.grow(*sources, limit=63)
+    values = [
+        sum(one[:n]) - 1.3 * price * n
+        for one in (likeliest, *sets[::3])
+        for n in (*LENGTHS, len(one))
+        if n <= len(one)
+    ]
+    draft = auto.grow("tree", drafts, lambda: True)
     found = texts_of(draft)
     assert len(set(found)) == len(found)
-    assert tree.gain == pytest.approx(max(0.0, *values.values()), abs=1e-9)
-    assert sum(reach[text] for text in found) - 1.3 * price * len(found) == pytest.approx(tree.gain)
-    assert len(tree.grow(*sources, limit=5)) <= 5 >= len(tree_of(0.0, most=5).grow(*sources, 63))
+    assert auto._chosen_gain == pytest.approx(max(0.0, *values), abs=1e-9)
+    value = sum(reach[text] for text in found) - 1.3 * price * len(found)
+    assert value == pytest.approx(auto._chosen_gain, abs=1e-9)
+    auto.prices.most = 5
+    assert len(auto.grow("tree", drafts, lambda: True)) <= 5
 
 
-def test_a_token_that_several_propose_has_their_mean() -> None:
-    """And the chances at one place add up to 1 at most."""
-    tree = tree_of(0.0)
-    chains = [([7], [0.9]), ([7], [0.3]), ([8], [0.2])]
-    assert tree._after((), chains, []) == pytest.approx({7: 0.6, 8: 0.2})
-    crowd = tree._after((), [([n], [0.5]) for n in range(4)], [])
-    assert crowd == pytest.approx(dict.fromkeys(range(4), 0.25))
-
-
-def test_what_was_asked_is_scored_along_the_text() -> None:
-    """Guesses at the places that the text went through; the next round begins anew."""
-    tree = tree_of(0.0)
-    tree.grow([], [(Guessing({0: [4, 5], 5: [1]}), Learning(Chances.of("look-up").odds))], 63)
-    noted.clear()
-    for _ in range(2):
-        tree.follow(RoundRecord(3, 1, 2, 4, tokens=[5, 2]), True)
-    assert noted == [(0, 0, False), (1, 0, True), (0, 1, False)]
-
-
-def auto_with_tree(drafts: Sequence[tuple[str, Draft]]) -> Auto:
-    """After plain rounds, and some that say that a position costs little."""
-    auto = Auto(Tuning())
-    auto.begin("tree", TreeOf(*LOOK_UPS()).begin([1, 2], DraftContext()), lambda: True)
-    for key, _ in drafts:
-        auto.limit(key, cheap=True)
-    for drafted in (0, 0, 0, 4, 4, 16):
-        part = drafts[0][0] if drafted else ""
-        seconds = 1 + 0.01 * drafted
-        auto.record(RoundRecord(drafted, 0, 1, 1 + drafted, [9], seconds, part=part))
-    return auto
+def test_of_each_drafter_its_first_chain_is_scored() -> None:
+    """Along the text, whatever was verified; of the others nothing is learned."""
+    auto = auto_of(0.0)
+    first, second = Evidence(64), Evidence(1)
+    drafts = [
+        ("a", Draft([4, 5], evidence=[first] * 2)),
+        ("a", Draft([7, 8], evidence=[second] * 2)),
+        ("b", Draft([7, 3], evidence=[second] * 2)),
+    ]
+    auto.grow("tree", drafts, lambda: True)
+    auto.record(RoundRecord(3, 0, 1, 4, tokens=[7], part="b"))
+    for key, evidence, untouched in (("a", first, second), ("b", second, first)):
+        odds, before = auto.tuning.of(key).chances.odds, PRIORS["look-up"]
+        assert (odds[classes_of(evidence)[0]] > before[classes_of(evidence)[0]]) == (key == "b")
+        assert odds[classes_of(untouched)[0]] == before[classes_of(untouched)[0]]
 
 
 def test_a_chain_is_worth_as_much_in_a_tree_as_by_itself() -> None:
     """What its tokens themselves say of it counts in both."""
     drafts = [("a", Draft([7, 8, 9, 7, 8, 9], evidence=[Evidence(4)] * 6))]
+    lengths = []
     for known in (None, 7, 9):
-        auto = auto_with_tree(drafts)
+        auto = auto_of(0.05, rate=1.0)
+        auto.limit("a", cheap=True)
         for _ in range(20 if known else 0):
-            auto.tuning.of("a").chances.learn(Evidence(4), 0, False, known)
-        _, length = auto.choose(drafts)
+            auto.tuning.of("a").chances.learn([Evidence(4)], [False], [known or 0])
+        _, alone = auto.choose(drafts)
         gain = auto._chosen_gain
-        tree = auto._parts["tree"]
-        kept = auto.grow("tree", drafts, [], 63, lambda: True)
-        assert (len(kept), kept.parents) == (length, None)
-        assert tree.gain == pytest.approx(gain)
+        kept = auto.grow("tree", drafts, lambda: True)
+        assert (len(kept), kept.parents) == (len(alone), None)
+        assert auto._chosen_gain == gain
+        lengths.append(len(kept))
+    assert lengths[0] > lengths[2] > lengths[1]
 
 
-def test_trees_that_a_target_refuses_are_not_grown_again() -> None:
-    """The best chain stands in their place."""
-    drafts = [("a", Draft([1, 2])), ("b", Draft([3, 4]))]
-    auto, asked = auto_with_tree(drafts), list[int]()
-    assert auto.grow("tree", drafts, [], 63, lambda: True).parents is not None
-    for _ in range(3):
-        kept = auto.grow("tree", drafts, [], 63, lambda: bool(asked.append(1)))
-        assert kept.parents is None
-        assert len(kept) > 0
-    assert len(asked) == 1
+def test_where_a_target_takes_no_trees_the_best_chain_stands_in_their_place() -> None:
+    """Of those that were found."""
+    drafts = [
+        ("a", Draft([1, 2], evidence=[Evidence(5)] * 2)),
+        ("b", Draft([3, 4], evidence=[Evidence(9)] * 2)),
+    ]
+    auto = auto_of(0.0)
+    assert auto.grow("tree", drafts, lambda: True).parents is not None
+    kept = auto.grow("tree", drafts, lambda: False)
+    assert (kept.tokens, kept.parents) == ([3, 4], None)
+    assert len(auto.grow("tree", [], lambda: True)) == 0
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731
 
 
 def texts() -> list[RecordedText]:
-    """Texts that repeat themselves, each time with another ending."""
+    """Texts out of four parts, in an order drawn at random, and what could have come as well."""
     found = []
     for seed in range(4):
         coins = random.Random(seed)
         parts = [[coins.randrange(40) for _ in range(5)] for _ in range(4)]
-        generated = [t for _ in range(30) for t in coins.choice(parts)]
-        found.append(RecordedText(str(seed), "made up", [*parts[0], *parts[1]], generated))
+        chosen = [coins.choice(parts) for _ in range(30)]
+        generated = [t for part in chosen for t in part]
+        firsts = [[p[0] for p in sorted(parts, key=lambda p: p != part)] for part in chosen]
+        tops = [firsts[i // 5] if i % 5 == 0 else [t] * 4 for i, t in enumerate(generated)]
+        prompt = [*parts[0], *parts[1]]
+        found.append(RecordedText(str(seed), "made up", prompt, generated, "", tops))
     return found
 
 
@@ -200,7 +181,8 @@ def replayed(drafter: Any, cost: CostCurve) -> list[Any]:
 
 def test_trees_are_verified_where_positions_are_free() -> None:
     """Where a text forks at random, trees need fewer passes than the best chain."""
-    chains, trees = (replayed(kind(*LOOK_UPS()), FREE) for kind in (sd.BestOf, TreeOf))
+    look_ups = (sd.SuffixDrafter(), sd.RecyclingDrafter())
+    chains, trees = (replayed(kind(*look_ups), FREE) for kind in (sd.BestOf, TreeOf))
     assert sum(m.passes for m in trees) < 0.92 * sum(m.passes for m in chains)
 
 
@@ -261,15 +243,13 @@ class Shapes(Auto):
         self,
         part: str,
         drafts: Sequence[tuple[str, Draft]],
-        guessers: Sequence[tuple[str, Branches]],
-        limit: int,
         may_fork: Callable[[], bool],
     ) -> Draft:
         def asks() -> bool:
             self.num_asked += 1
             return may_fork()
 
-        draft = super().grow(part, drafts, guessers, limit, asks)
+        draft = super().grow(part, drafts, asks)
         self.has_forked = self.has_forked or draft.parents is not None
         return draft
 
@@ -279,12 +259,12 @@ class Shapes(Auto):
 
 @pytest.mark.parametrize(("name", "takes"), [("llama", True), ("mamba2", False)])
 def test_a_target_that_takes_no_trees_is_given_none(name: str, takes: bool) -> None:
-    """It is asked once, and all that is grown after are chains."""
+    """It says so, and all that is grown are chains."""
     model = tiny.build(name)
     shapes = Shapes()
     narrow_text(model, default_drafter(trees=True), draft_length=ModelledLength(shapes, FREE))
+    assert shapes.num_asked
     assert shapes.has_forked == takes
-    assert (shapes.num_asked > 1) == takes
 
 
 @pytest.mark.parametrize("on_ranks", [False, True])
@@ -334,73 +314,6 @@ def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
             sum(item.from_draft for item in items),
         )
     assert has_forked
-
-
-# --- what look-ups guess ------------------------------------------------------------------------
-
-
-def session_of(drafter: Any, tokens: Sequence[int]) -> Any:
-    session = drafter.begin(tokens[:2], DraftContext(vocab_size=50))
-    session.observe(list(tokens[2:]))
-    return session
-
-
-def random_text(seed: int, n: int = 60) -> list[int]:
-    coins = random.Random(seed)
-    return [coins.randrange(4) for _ in range(n)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_n_gram_guesses_are_the_most_frequent_of_the_longest_contexts(seed: int) -> None:
-    """After any path: first what followed the last 3 tokens, by count, then 2, then 1."""
-    text = random_text(seed)
-    session = session_of(sd.NGramDrafter(), text)
-    for path in ([], [1], [2, 3], [0, 1, 2, 3]):
-        whole = [*text, *path]
-        expected: list[int] = []
-        counts: list[dict[int, int]] = []
-        for width in (3, 2, 1):
-            followed = [
-                text[i] for i in range(width, len(text)) if text[i - width : i] == whole[-width:]
-            ]
-            counts.append({t: followed.count(t) for t in followed})
-            new = [t for t in counts[-1] if t not in expected]
-            expected += sorted(new, key=lambda t: -counts[-1][t])
-        guessed = [guess.token for guess in session.guesses_after(path)]
-        assert sorted(guessed) == sorted(expected[:4])
-        first = next(c for c in counts if c)
-        assert first[guessed[0]] == max(first.values())
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_suffix_guesses_are_what_followed_the_best_matches(seed: int) -> None:
-    """The first is the token that it proposes; after a path those places vote that went along."""
-    text = random_text(seed)
-    session = session_of(sd.SuffixDrafter(), text)
-    draft = session.propose(1)
-    guesses = session.guesses_after([])
-    assert guesses[0].token == draft.tokens[0]
-    longest = guesses[0].evidence.match
-    least = max(1, max(guess.evidence.match for guess in guesses) - 1)
-    assert longest >= least
-    for guess in guesses:
-        for next_one in session.guesses_after([guess.token]):
-            written = [*text[len(text) - least :], guess.token, next_one.token]
-            around = [*text, *written[least:]]  # behind the end, a copy is copied again
-            ends = range(len(written), len(around))
-            assert any(around[i - len(written) : i] == written for i in ends)
-    session.observe([guesses[0].token])
-    assert session.guesses_after([])[0].token == session.propose(1).tokens[0]
-
-
-def test_recycled_guesses_are_the_targets_own_in_its_order() -> None:
-    """Of the last token of the path; nothing for a token that it never saw."""
-    table = SuccessorTable()
-    table.note(5, [9, 8, 7])
-    session = sd.RecyclingDrafter(table=table).begin([1, 5], DraftContext())
-    for path in ([], [3, 5]):
-        assert [guess.token for guess in session.guesses_after(path)] == [9, 8, 7]  # type: ignore[attr-defined]
-    assert session.guesses_after([9]) == []  # type: ignore[attr-defined]
 
 
 # --- names, combinations, replay ----------------------------------------------------------------

@@ -18,27 +18,26 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
+from simulated import know
 from specdec_mlx.draft_length import chances as chances_module
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
+    EDGES,
     NUM_WEIGHTS,
     PRIORS,
-    SIZES,
     START,
     TOKEN_VARIANCE,
     Chances,
     classes_of,
 )
 from specdec_mlx.draft_length.chips import CURVES, MILDEST, WIDTHS, Curve
-from specdec_mlx.draft_length.costs import EXPIRES, FIRST_ROWS, NUM_PLAIN, Staircase
+from specdec_mlx.draft_length.costs import EXPIRES, FIRST_ROWS, NUM_PLAIN, Staircase, Steps
 from specdec_mlx.draft_length.store import (
+    BUDGET,
     EXPLORATION,
-    FIRST_BUDGET,
-    LARGEST_BUDGET,
     SHORT_CONTEXT,
     Account,
     Tuning,
-    short_name,
     tuning_for,
 )
 from specdec_mlx.types import Draft, Evidence, key_of
@@ -152,11 +151,12 @@ def test_plain_rounds_are_measured_first_and_again_after_many_drafts() -> None:
             assert stairs.needs_plain
             assert stairs.most_rows() == 1
             stairs.add(1, seconds)
-        for _ in range(EXPIRES):
-            assert not stairs.needs_plain
+        num_drafts = 0
+        while not stairs.needs_plain:
             stairs.add(5, 2 * seconds)
+            num_drafts += 1
+        assert EXPIRES - NUM_PLAIN <= num_drafts <= 2 * EXPIRES
         assert 1.8 < stairs(5) < 2.1
-    assert stairs.needs_plain
 
 
 @given(st.lists(st.integers(2, 64), max_size=20))
@@ -169,23 +169,55 @@ def test_wide_passes_are_tried_in_steps(wanted: list[int]) -> None:
         stairs.add(min(rows, most), 0.02)
 
 
-def test_costs_are_learned_by_the_length_of_the_context() -> None:
-    """A longer context starts from what the shorter ones cost, and learns apart."""
+@pytest.mark.parametrize(
+    ("near", "far"), [((0, 1), (20 * SHORT_CONTEXT, 1)), ((0, 2), (0, 8))], ids=["context", "texts"]
+)
+def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
+    near: tuple[int, int], far: tuple[int, int]
+) -> None:
+    """A longer context, or a larger batch, starts from what the nearest cost, and learns apart."""
     tuning = Tuning()
 
-    def learn(context: int, ratio: float) -> None:
+    def learn(context: int, num_texts: int, ratio: float) -> Staircase:
+        stairs = tuning.stairs(context, num_texts)
         for rows, seconds in ((1, 0.01), (5, 0.01 * ratio)):
             for _ in range(7):
-                tuning.stairs(context).add(rows, seconds)
+                stairs.add(rows, seconds)
+        return stairs
 
-    learn(0, 1.8)
-    assert tuning.stairs(SHORT_CONTEXT - 1) is tuning.stairs(0)
-    long = tuning.stairs(20 * SHORT_CONTEXT)
-    assert long.needs_plain
-    assert long(5) == tuning.stairs(0)(5)
-    learn(20 * SHORT_CONTEXT, 1.1)
-    assert long(5) < 1.2
-    assert tuning.stairs(0)(5) > 1.6
+    first = learn(*near, 1.8)
+    assert tuning.stairs(near[0] + SHORT_CONTEXT - 1, near[1]) is first
+    second = tuning.stairs(*far)
+    assert second.needs_plain
+    assert second(5) == pytest.approx(first(5), rel=0.05)
+    learn(*far, 1.1)
+    assert second(5) < 1.2
+    assert first(5) > 1.6
+
+
+def test_a_pass_over_many_texts_is_believed_to_cost_as_many_rows() -> None:
+    """Rows of each, in passes over one of each, with no measurement."""
+    costs = Curve(((1, 1.0), (8, 1.7), (64, 7.3)))
+    assert Tuning(costs).stairs(num_texts=4)(5) == pytest.approx(costs(20) / costs(4))
+
+
+def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
+    """Medians: one slow draft is no verdict, and none counts for more than can matter.
+
+    A drafter of one pass has next to nothing to pay for further tokens; where only drafts as wholes
+    were measured, each step is the mean one.
+    """
+    steps = Steps()
+    assert steps(0) == 0 < steps(1) < steps(2) < 1
+    for samples, costs in ((steps.first, (0.3, 9.0, 0.3)), (steps.further, (0.0, 0.01, 9.0))):
+        for cost in costs:
+            steps.add(samples, cost)
+    assert [steps(1), steps(4)] == pytest.approx([0.3, 0.33])
+    whole = Steps()
+    whole.add(whole.first, 0.1)
+    assert whole(4) == pytest.approx(0.4)
+    whole.add(whole.further, 99.0)
+    assert whole.step <= 2
 
 
 def test_the_prior_knows_the_machine_and_the_kind_of_model(
@@ -199,7 +231,7 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(
     for chip in ("M1", "M3 Max", "M4 Pro", "M5 Max", "M9", "arm"):
         monkeypatch.setattr(mx, "device_info", lambda chip=chip: {"device_name": f"Apple {chip}"})
         chosen[chip] = Tuning.for_model(quantized)
-        assert chosen[chip].prior == chosen[chip].stairs(0).prior == chosen[chip].batches.prior
+        assert chosen[chip].prior == chosen[chip].stairs(0).prior
         known = chip not in ("M9", "arm")
         assert (Tuning.for_model(experts).prior != MILDEST) == known
         assert Tuning.for_model(model).prior == MILDEST
@@ -210,7 +242,7 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(
 
 
 def chance(chances: Chances, evidence: Evidence | int = 0, place: int = 0) -> float:
-    return next(chances.of_draft([evidence], first=place))
+    return chances.of_draft([evidence], first=place)[0]
 
 
 def look_up() -> Chances:
@@ -220,8 +252,8 @@ def look_up() -> Chances:
 some_evidence = st.integers(0, 100) | st.builds(
     Evidence,
     match=st.integers(0, 100),
-    share=st.integers(0, SIZES["share"] - 1),
-    places=st.integers(0, SIZES["places"] - 1),
+    share=st.integers(0, len(EDGES["share"])),
+    places=st.integers(0, len(EDGES["places"])),
     rank=st.integers(0, 9),
     confidence=st.none() | st.floats(0, 1),
     is_drawn=st.booleans(),
@@ -232,13 +264,18 @@ some_evidence = st.integers(0, 100) | st.builds(
 def test_chances_are_never_certain_and_alike_for_a_token_and_a_draft(
     kind: str, trials: list[tuple[Evidence | int, bool]]
 ) -> None:
-    """Strictly between 0 and 1, whatever was seen; a draft is weighed as its tokens one by one."""
-    chances = Chances.of(kind)
-    for place, (evidence, right) in enumerate(trials):
-        chances.learn(evidence, place, right)
-        assert max(classes_of(evidence)) < NUM_WEIGHTS
-    draft = [evidence for evidence, _ in trials for _ in range(2)]
-    found = list(chances.of_draft(draft))
+    """Strictly between 0 and 1, whatever was seen; a draft is weighed, and learned from, as its
+    tokens one by one.
+    """
+    chances, one_by_one = Chances.of(kind), Chances.of(kind)
+    evidence = [told for told, _ in trials]
+    chances.learn(evidence, [right for _, right in trials])
+    for place, (told, right) in enumerate(trials):
+        one_by_one.learn([told], [right], first=place)
+        assert max(classes_of(told)) < NUM_WEIGHTS
+    assert chances == one_by_one
+    draft = [told for told in evidence for _ in range(2)]
+    found = chances.of_draft(draft)
     assert found == pytest.approx([chance(chances, e, i) for i, e in enumerate(draft)])
     assert all(0 < a < 1 for a in found)
 
@@ -249,10 +286,10 @@ def test_what_was_seen_outweighs_the_prior_and_a_trial_does_not(evidence: int) -
     prior = chance(look_up(), evidence)
     for share in (0, 0.25, 0.5, 0.75, 1):
         chances, coins = look_up(), random.Random(1)
-        chances.learn(evidence, 0, False)
+        chances.learn([evidence], [False])
         assert 0.5 * prior < chance(chances, evidence) < prior
         for _ in range(400):
-            chances.learn(evidence, 0, coins.random() < share)
+            chances.learn([evidence], [coins.random() < share])
         chances.recent = share
         assert chance(chances, evidence) == pytest.approx(share, abs=0.15)
 
@@ -263,13 +300,13 @@ def test_trials_tell_less_and_less_and_old_ones_are_forgotten() -> None:
     at = START["match"] + 4
     for i in range(1000):
         before = chances.odds[at]
-        chances.learn(4, 0, i % 2 == 0)
+        chances.learn([4], [i % 2 == 0])
         chances.recent = 0.5
         moves.append(abs(chances.odds[at] - before))
     assert moves[-1] < 0.6 * moves[0]
     assert chance(chances, 4) == pytest.approx(0.5, abs=0.15)
     for _ in range(150):
-        chances.learn(4, 0, False)
+        chances.learn([4], [False])
     chances.recent = 0.5
     assert chance(chances, 4) < 0.22
 
@@ -279,11 +316,9 @@ RIGHT_AND_WRONG: dict[str, tuple[tuple[Evidence | int, int], tuple[Evidence | in
     "place": ((4, 0), (4, 9)),
     "share": ((Evidence(3, share=2), 0), (Evidence(3, share=4), 0)),
     "places": ((Evidence(3, places=2), 0), (Evidence(3, places=4), 0)),
+    "rank": ((Evidence(3, rank=2), 0), (Evidence(3, rank=1), 0)),
     "confidence": ((Evidence(confidence=0.3), 0), (Evidence(confidence=0.9), 0)),
-    "a draw": (
-        (Evidence(confidence=0.9, is_drawn=True), 0),
-        (Evidence(confidence=0.9), 0),
-    ),
+    "a draw": ((Evidence(confidence=0.9, is_drawn=True), 0), (Evidence(confidence=0.9), 0)),
 }
 
 
@@ -291,10 +326,10 @@ RIGHT_AND_WRONG: dict[str, tuple[tuple[Evidence | int, int], tuple[Evidence | in
 def test_each_feature_is_learned(feature: str) -> None:
     """What was regularly right is told from what never was, whatever was believed of the two."""
     right, wrong = RIGHT_AND_WRONG[feature]
-    chances = Chances.of("confidence" if "con" in feature or "draw" in feature else "look-up")
-    for _ in range(400):
-        chances.learn(*right, True)
-        chances.learn(*wrong, False)
+    chances = Chances.of("model" if feature in ("confidence", "a draw") else "look-up")
+    for _ in range(600):
+        for (evidence, place), is_right in ((right, True), (wrong, False)):
+            chances.learn([evidence], [is_right], first=place)
     chances.recent = 0.5
     assert chance(chances, *right) > 0.8
     assert chance(chances, *wrong) < 0.2
@@ -304,7 +339,7 @@ def test_a_place_never_tried_is_judged_by_the_others() -> None:
     """Learned at the first place, used at the tenth."""
     chances, new = look_up(), look_up()
     for _ in range(60):
-        chances.learn(4, 0, False)
+        chances.learn([4], [False])
     chances.recent = new.recent
     assert chance(chances, 4, 9) < 0.5 * chance(new, 4, 9)
 
@@ -312,24 +347,24 @@ def test_a_place_never_tried_is_judged_by_the_others() -> None:
 def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
     """Texts in turn, predictable or not: told by what was lately right, of any evidence.
 
-    That is forgotten while nothing is tried, and doubted where a text begins: a draft model that is
-    not asked for it must not stay unasked for it.
+    That is doubted where a text begins, and while nothing is seen: a draft model that is not asked
+    for it must not stay unasked for it.
     """
     chances = look_up()
     for _ in range(20):
         for right in [True] * 10 + [False] * 10:
-            chances.learn(4, 0, right)
+            chances.learn([4], [right])
     low, recent = chance(chances, 4), chances.recent
     for _ in range(10):
-        chances.learn(20, 0, True)
+        chances.learn([20], [True])
     assert chance(chances, 4) > low + 0.2
     for _ in range(10):
-        chances.learn(20, 0, False)
-    chances.begin_text()
+        chances.learn([20], [False])
+    chances.doubt()
     assert recent < chances.recent < 0.5
-    for _ in range(30):
-        chances.idle()
-    assert chances.recent == pytest.approx(0.5, abs=0.01)
+    for _ in range(5):
+        chances.doubt()
+    assert chances.recent == pytest.approx(0.5, abs=0.02)
     assert chance(chances, 4) > low
 
 
@@ -338,11 +373,11 @@ def test_a_token_that_was_wrong_is_believed_less_wherever_it_is_copied() -> None
     chances = look_up()
 
     def of(token: int, before: int | None) -> float:
-        return next(chances.of_draft([4], [token], before))
+        return chances.of_draft([4], [token], before)[0]
 
     for _ in range(20):
-        chances.learn(4, 0, False, 7, 1)
-        chances.learn(4, 0, True, 8, 2)
+        chances.learn([4], [False], [7], 1)
+        chances.learn([4], [True], [8], 2)
     unknown = of(50, 51)
     assert of(7, 1) < of(7, 51) < unknown
     assert of(8, 2) > of(8, None) > unknown
@@ -353,8 +388,8 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(chances_module, "MOST_TOKENS", 6)
     chances = look_up()
     for token in range(100, 120):
-        chances.learn(4, 0, True, token)
-        chances.learn(4, 0, False, 7, 1)
+        chances.learn([4], [True], [token])
+        chances.learn([4], [False], [7], 1)
     assert len(chances.tokens) == 6
     assert {7, 119} <= chances.tokens.keys()
     assert chances.tokens[7][1] < 0.5 * TOKEN_VARIANCE  # of all trials since the first
@@ -363,35 +398,37 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
 def test_a_draft_is_not_worth_more_for_standing_later() -> None:
     """Of drafts that are worth the same the earlier drafter's is verified."""
     policy = Auto()
-    policy.most = 12
+    policy.prices.most = 12
     for part in ("a", "b"):
         policy.limit(part, cheap=True)
     for tokens in ([1, 2, 3], [4, 5, 6]):
         drafts = [("a", Draft([1, 2, 3], evidence=[8] * 3)), ("b", Draft(tokens, evidence=[8] * 3))]
-        assert policy.choose(drafts)[0] == 0
-        assert policy.choose(drafts[::-1])[0] == 0
+        for offered in (drafts, drafts[::-1]):
+            key, draft = policy.choose(offered)
+            assert key == offered[0][0]
+            assert len(draft) > 0
 
 
 # Accounts -----------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.floats(0, 30), st.booleans()), max_size=200))
+@given(st.lists(st.tuples(st.floats(0, 30), st.floats(-30, 30)), max_size=200))
 def test_an_account_bears_no_more_than_its_budget_and_what_was_earned(
-    rounds: list[tuple[float, bool]],
+    rounds: list[tuple[float, float]],
 ) -> None:
-    """Of one text, and of all of them: losses that it stands add up to what it has at most."""
-    whole = Account()
-    texts = [whole.of_text(), whole.of_text()]
-    lost, earned = 0.0, FIRST_BUDGET
-    for loss, second in rounds:
-        account = texts[second]
+    """Losses that it stands add up to no more; and whatever is booked, its next text may lose at
+    most twice the budget, and waits for no more than one.
+    """
+    account, booked, lost = Account(), Account(), 0.0
+    for i, (loss, amount) in enumerate(rounds, start=1):
         account.earn()
-        earned += EXPLORATION
         if account.stands(loss):
             account.add(-loss)
             lost += loss
-        assert lost <= earned + 1e-9
-        assert all(0 <= a.budget <= LARGEST_BUDGET for a in (whole, *texts))
+        assert lost <= BUDGET + EXPLORATION * i + 1e-9
+        booked.add(amount)
+        assert -BUDGET <= booked.budget <= 2 * BUDGET
+        assert booked.stands(0.0) == (booked.budget >= 0)
 
 
 # Kept ---------------------------------------------------------------------------------------------
@@ -407,13 +444,10 @@ def learned() -> Tuning:
                 tuning.stairs(context).add(rows, 0.01 * (1 + 0.3 * rows))
     for kind, cheap in PARTS.items():
         of = tuning.of(kind, look_up=cheap)
-        for i in range(9):
-            of.chances.learn(i, i, i % 3 > 0)
-            of.later.learn(Evidence(confidence=i / 9), i, i % 2 > 0)
-            of.blind.learn(0, i, i < 5)
-            of.learn_shares(4, 3)
-            of.steps.add(i + 1, 0.1)
-        of.steps.price, of.account.budget = 0.07, 5.0
+        for chances in (of.chances, of.unseen):
+            chances.learn(range(9), [i % 3 > 0 for i in range(9)])
+        know(of, 0.07)
+        of.steps.reading.append(0.002)
     return tuning
 
 
@@ -424,10 +458,10 @@ def answers(tuning: Tuning) -> Any:
         found += [tuning.stairs(context)(rows) for rows in range(1, 70)]
     for kind, cheap in {**PARTS, "NeverSeen": True}.items():
         of = tuning.of(kind, look_up=cheap)
-        for chances in (of.chances, of.later, of.blind):
+        for chances in (of.chances, of.unseen):
             chances.recent = 0.5
             found += [chance(chances, e, p) for e in range(20) for p in range(10)]
-        found += [of.steps(num) for num in range(5)] + [*of.shares, of.account.budget]
+        found += [of.steps(num) for num in range(5)] + [*of.steps.reading]
     return found
 
 
@@ -439,9 +473,8 @@ def test_what_was_saved_is_loaded(tmp_path: Path) -> None:
     loaded = Tuning.load(path)
     assert answers(loaded) == answers(original) != answers(Tuning())
     for tuning in (loaded, original):
-        tuning.of("ModelDrafter").chances.learn(3, 1, False)
-        tuning.of("ModelDrafter").learn_shares(4, 0)
-        tuning.of("ModelDrafter").steps.add(2, 0.9)
+        tuning.of("ModelDrafter").chances.learn([3], [False], first=1)
+        tuning.of("ModelDrafter").steps.first.extend([0.9] * 3)
     assert answers(loaded) == answers(original) != answers(learned())
     assert [file.name for file in path.parent.iterdir()] == ["tuning.json"]
 
@@ -451,7 +484,7 @@ def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:
     tuning = learned()
     chances = tuning.of("PromptLookupDrafter").chances
     for _ in range(20):
-        chances.learn(4, 0, False, 123_456_789, 987_654_321)
+        chances.learn([4], [False], [123_456_789], 987_654_321)
     tuning.save(tmp_path / "tuning")
     content = (tmp_path / "tuning").read_text()
     assert "123456789" not in content
@@ -492,36 +525,34 @@ NONSENSE: list[Any] = ["x", float("nan"), float("inf"), [], {}, [[]], None]
 
 
 def test_a_damaged_file_is_an_error_that_names_it_or_does_no_harm(tmp_path: Path) -> None:
-    """Cut off, or with nonsense in any place: ValueError, or answers that are numbers."""
-    path, saved = tmp_path / "damaged.json", learned().as_dict()
-    text = json.dumps(saved)
-    damaged = [text[:end] for end in range(0, len(text), 97)]
+    """Cut off, of another kind, or with nonsense in any place: ValueError, or answers that are
+    numbers.
+    """
+    path = tmp_path / "damaged.json"
+    learned().save(path)
+    text = path.read_text()
+    saved = json.loads(text)
+    damaged = [b"", b"not json", b"[1, 2]", b"3", b"{}", b"\xff\xfe\x00"]
+    num_others = len(damaged)
+    damaged += [text[:end].encode() for end in range(0, len(text), 97)]
     for tree, key in list(places(saved)):
         right = tree[key]
         for tree[key] in NONSENSE:
-            damaged.append(json.dumps(saved))
+            damaged.append(json.dumps(saved).encode())
         tree[key] = right
     refused = []
-    for content in damaged:
-        path.write_text(content)
+    for i, content in enumerate(damaged):
+        path.write_bytes(content)
         try:
             loaded = Tuning.load(path)
         except ValueError as error:
             refused.append(str(error))
         else:
-            loaded.of("ModelDrafter").learn_shares(4, 2)
             assert all(0 <= number < 100 for number in answers(loaded)), content[:300]
+            assert i >= num_others
     assert len(refused) > 0.9 * len(damaged)
     assert all("damaged.json is not a saved Tuning" in said for said in refused)
     assert all("Delete it" in said for said in refused)
-
-
-@pytest.mark.parametrize("content", [b"", b"not json", b"[1, 2]", b"3", b"{}", b"\xff\xfe\x00"])
-def test_another_kind_of_file_is_an_error_that_names_it(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "garbage.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"garbage\.json is not a saved Tuning.*Delete it"):
-        Tuning.load(path)
 
 
 def test_a_models_tuning_lives_as_long_as_the_model() -> None:
@@ -555,12 +586,11 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
 
     given_one = Tuning()
     run(tuning=given_one)
-    assert set(given_one.drafters) == {short_name(key_of(drafter))}
+    assert set(given_one.drafters) == {key_of(drafter)}
     assert not own.drafters
     run()
     known = len(own.stairs(0).plain)
     run()
-    assert set(own.drafters) == {short_name(key_of(drafter))}
+    assert set(own.drafters) == {key_of(drafter)}
     assert len(own.stairs(0).plain) >= known > 0
     assert tuning_for(model) is own
-    mx.clear_cache()

@@ -231,12 +231,14 @@ class Stepping(Model):
     AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) do so
     with thresholds; here a token's value is compared with its measured cost.
 
-    reads_target: True for a head. evidence, reached: of the draft in the making, and its chance to
-    be accepted up to each token. spent: cost of its steps so far. num_emitted: tokens of the text
-    so far. charge: cost of reading that the text so far has not made up for.
+    reads_target: True for a head. num_refused: drafts in succession that were stopped at once.
+    evidence, reached: of the draft in the making, and its chance to be accepted up to each token.
+    spent: cost of its steps so far. num_emitted: tokens of the text so far. charge: cost of reading
+    that the text so far has not made up for.
     """
 
     reads_target: bool = False
+    num_refused: int = 0
     evidence: Sequence[Evidence] = ()
     reached: list[float] = field(default_factory=list)
     spent: float = 0.0
@@ -324,7 +326,8 @@ class Stepping(Model):
         self.learned.account.add(-lost - self.charge * asked)
         self.num_emitted += round_.emitted
         super().follow(round_, drafted or asked)
-        if asked and not drafted:
-            self.rest = REST
+        if asked:
+            self.num_refused = 0 if drafted else self.num_refused + 1
+            self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
         self.evidence, self.spent = (), 0.0
         return lost
