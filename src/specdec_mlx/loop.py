@@ -233,8 +233,7 @@ class Generation:
             while current is not None:
                 following = ahead = self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
-                if current.num_drafted:
-                    self.roll_back(current, outcome)
+                self.roll_back(current, outcome)
                 try:
                     self.observe(current, outcome)
                     following = self.stay_ahead(ahead) or self.verify(self.propose())
@@ -315,10 +314,11 @@ class Generation:
         return outcome
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:
-        """Take the rejected positions of a draft back out of the caches."""
-        kept = outcome.kept[: len(outcome.tokens) - 1]
-        draft_began = len(self.sequence.tokens) - len(outcome.tokens)
-        self.target.rollback.keep(draft_began, kept)
+        """Take the rejected positions back out of the caches."""
+        if current.num_drafted:
+            kept = outcome.kept[: len(outcome.tokens) - 1]
+            draft_began = len(self.sequence.tokens) - len(outcome.tokens)
+            self.target.rollback.keep(draft_began, kept)
 
     def observe(self, current: Round, outcome: Outcome) -> None:
         """Tell the drafter what became of its draft."""

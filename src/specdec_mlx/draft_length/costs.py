@@ -51,12 +51,14 @@ class Staircase:
 
     prior: the machine's. plain: seconds of passes over one row. ratios: rows -> measured costs.
     fitted: rows -> cost, of every width in `WIDTHS` and every measured one. seconds: of a pass over
-    one row. needs_plain: True while plain rounds are to be measured before a ratio means anything.
+    one row. needs_plain: True while plain rounds are to be measured before a ratio means
+    anything. first_rows: of the widest pass at first.
     """
 
     prior: Curve = MILDEST
     plain: deque[float] = field(default_factory=new_samples)
     ratios: dict[int, deque[float]] = field(default_factory=dict)
+    first_rows: int = FIRST_ROWS
 
     def __post_init__(self) -> None:
         """Fit the prior."""
@@ -106,8 +108,8 @@ class Staircase:
         if self.needs_plain:
             return 1
         if sum(map(len, self.ratios.values())) < 2:
-            return FIRST_ROWS
-        return max(FIRST_ROWS, 4 * max(self.ratios))
+            return self.first_rows
+        return max(self.first_rows, 4 * max(self.ratios))
 
     def __call__(self, rows: int) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 from specdec_mlx.draft_length.auto import RATE_DECAY, Ask, Auto
 from specdec_mlx.draft_length.chances import told
@@ -151,8 +153,16 @@ class RowLength(Auto):
         return self.shared.model(part).gain > self._chosen_gain
 
     def reaches(self, part: str, draft: Draft) -> list[float]:
-        """[K] chance of each token of a point mass that it and all before it are accepted."""
-        return self._parts[part].reaches(*told(draft)) if len(draft) else []
+        """[K] chance of each token of a draft that it and all before it are accepted.
+
+        Of one that was drawn, by the places alone.
+        """
+        if not len(draft):
+            return []
+        if draft.logprobs is None:
+            return self._parts[part].reaches(*told(draft))
+        chances = self._parts[part].learned.chances.of_draft([0] * len(draft))
+        return [*accumulate(chances, mul)]
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""

@@ -70,11 +70,12 @@ class Learned:
     account: Account = field(default_factory=Account)
 
     def as_dict(self) -> dict[str, Any]:
-        """All but what tokens were written, and the account, ready for JSON."""
+        """All but what tokens were written, ready for JSON."""
         return {
             "chances": self.chances.as_dict(),
             "unseen": self.unseen.as_dict(),
             "steps": self.steps.as_dict(),
+            "budget": self.account.budget,
         }
 
     def restore(self, saved: Mapping[str, Any]) -> None:
@@ -82,6 +83,7 @@ class Learned:
         self.chances.restore(saved["chances"])
         self.unseen.restore(saved["unseen"])
         self.steps.restore(saved["steps"])
+        (self.account.budget,) = finite([saved["budget"]])
 
 
 @dataclass
@@ -116,8 +118,9 @@ class Tuning:
         kind = num_texts, (context // SHORT_CONTEXT).bit_length()
         if kind not in self.costs:
             points = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            prior = self.prior if num_texts == 1 else Curve(tuple(points))
-            self.costs[kind] = Staircase(prior)
+            self.costs[kind] = Staircase(self.prior)
+            if num_texts > 1:
+                self.costs[kind] = Staircase(Curve(tuple(points)), first_rows=2)
             near = [k for k in self.costs if k != kind and (k[0] > 1) == (num_texts > 1)]
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
