@@ -19,7 +19,7 @@ import mlx.nn as nn
 
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve, prior_for
-from specdec_mlx.draft_length.costs import Staircase, Steps
+from specdec_mlx.draft_length.costs import Staircase, Steps, finite
 from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
