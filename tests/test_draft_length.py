@@ -448,8 +448,8 @@ def test_two_more_after_a_whole_draft_and_one_less_otherwise() -> None:
     """The schedule of Hugging Face's assisted generation, never below 1; fixed lengths stay."""
     for policy in (Heuristic(), Fixed(0), Fixed(7)):
         lengths = [policy.limit("it", True)]
-        for drafted, accepted in [(5, 5), (7, 6), (6, 0), (0, 0), (5, 5), *[(7, 0)] * 8, (1, 1)]:
-            policy.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+        for num, accepted in [(5, 5), (7, 6), (6, 0), (0, 0), (5, 5), *[(7, 0)] * 8, (1, 1)]:
+            policy.record(RoundRecord(num, accepted, accepted + 1, num + 1))
             lengths.append(policy.limit("it", True))
             assert policy.limit("another", False) == lengths[-1]
         expected = [5, 7, 6, 5, 5, 7, 6, 5, 4, 3, 2, 1, 1, 1, 3]
