@@ -23,10 +23,9 @@ from specdec_mlx.types.trees import ROOT, chain
 class TreeOf(FirstOf):
     """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
 
-    (Miao et al. 2024, section 3.) With the automatic draft length the tree is grown node by node
-    out of all their guesses, as far as each is worth its position, and is a chain where no second
-    guess is; see `draft_length.trees`. With a fixed length it is what each of them proposes. A
-    model on which trees are not exact gets chains.
+    (Miao et al. 2024, section 3.) With the automatic draft length the tokens are kept that are
+    worth their rows, and a chain where no second guess is; see `draft_length.auto`. With a fixed
+    length it is what each of them proposes. A model on which trees are not exact gets chains.
 
     drafters: at least one, the likelier first; each proposes without a model, such as
         `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none.
