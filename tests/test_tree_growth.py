@@ -35,6 +35,7 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     Draft,
     DraftContext,
@@ -68,7 +69,8 @@ def chains_of(seed: int) -> list[tuple[str, Draft]]:
 def texts_of(draft: Draft) -> list[tuple[int, ...]]:
     """The text up to each node."""
     parents = chain(len(draft)) if draft.parents is None else draft.parents
-    return [tuple(draft.tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
+    tokens = to_list(draft.tokens)
+    return [tuple(tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
 
 
 @pytest.mark.parametrize("seed", range(4))
