@@ -15,13 +15,13 @@ from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve
 NUM_SAMPLES = 7
 """Measurements that a median is taken over: other programs use the machine too."""
 
-NUM_PLAIN = 3
+NUM_PLAIN = NUM_SAMPLES // 2
 """Plain rounds that are measured before anything is drafted, and after `EXPIRES` without one."""
 
 EXPIRES = 256
 """Rounds after which a measurement of the least recently used width is dropped."""
 
-FIRST_ROWS = 5
+FIRST_ROWS = WIDTHS[3]
 """Rows of the widest pass at first: MLX's kernels for few rows read the weights once for 5."""
 
 FIRST_EXCESS = 3.0

@@ -9,9 +9,6 @@ from specdec_mlx.options import whole, wrong
 from specdec_mlx.types import Draft, RoundRecord
 from specdec_mlx.types import DraftLength as DraftLength
 
-DEFAULT_LENGTH = 4
-"""MLX's Metal kernels read the weights once for up to 5 rows: 4 drafts and the pending token."""
-
 NAMES = ("auto", "heuristic")
 
 
