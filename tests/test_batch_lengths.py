@@ -16,20 +16,20 @@ from hypothesis import strategies as st
 import narrow
 import scripted
 import specdec_mlx as sd
-from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
-from specdec_mlx.bench import batches
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.prompts import Task, groups_of
-from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.recorded import Modelled
-from specdec_mlx.bench.recorded_rows import (
+from benchmarks import batches
+from benchmarks.recorded_rows import (
     ModelledPace,
     RecordedBatch,
     plain_seconds,
     replay_rows,
     score_rows,
 )
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.prompts import Task, groups_of
+from specdec_mlx.bench.record import Record, RecordedText
+from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.draft_length import rows as shared
 from specdec_mlx.draft_length.chips import Curve
 from specdec_mlx.draft_length.costs import NUM_PLAIN, Staircase

@@ -14,15 +14,15 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import make_contenders
-from specdec_mlx.bench.peers import (
+from benchmarks.peers import (
     MLX_DSPARK,
     MLX_OPTIQ,
     PEERS,
     _Rounds,
     make_peer,
 )
+from specdec_mlx.bench import run
+from specdec_mlx.bench.contenders import make_contenders
 from specdec_mlx.bench.prompts import Prompt
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation

@@ -137,9 +137,7 @@ def repeated(num_texts: int) -> Record:
 
 def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
     """The first text is new to each draft length; the others are drafted for whole."""
-    scores = replay.score_record(
-        repeated(4), {"memory": Rememberer}, ["5", "8"], linear_cost(0.0), longest=0
-    )
+    scores = replay.score_record(repeated(4), {"memory": Rememberer}, ["5", "8"], linear_cost(0.0))
     passes = [s.target_passes for s in scores if s.category == "all"]
     assert passes == [6 + 3 * 2] * 2
 
@@ -148,7 +146,7 @@ def test_sessions_are_scored_one_by_one() -> None:
     """Their passes add up to all; the table says in which one a drafter does worst."""
     wrong = scripted.OracleDrafter([11] * 20, VOCAB)
     drafters = {"none of use": wrong, "memory": Rememberer}
-    scores = replay.score_record(repeated(4), drafters, ["5"], linear_cost(0.5), longest=0)
+    scores = replay.score_record(repeated(4), drafters, ["5"], linear_cost(0.5))
     for name in drafters:
         own = [s for s in scores if s.drafter == name]
         by_session = [s.target_passes for s in own if s.session]
@@ -179,7 +177,7 @@ def test_the_command_replays_sessions(
     scores = str(tmp_path / "scores.json")
     arguments = [str(tmp_path / "record.json"), "--sessions", path, "--model", str(tmp_path)]
     monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
-    given = [*arguments, "--draft-length", "2", "--longest", "0", "--json", scores]
+    given = [*arguments, "--draft-length", "2", "--json", scores]
     assert replay.main(parser.parse_args(given)) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2

@@ -246,7 +246,6 @@ def test_bench_and_replay_are_tables() -> None:
     assert isinstance(scores, Scores)
     page = Checker(scores._repr_html_())
     assert "code & <b>" in page.text
-    assert "text oracle" in page.text
 
 
 def test_bins_are_means_of_all_values() -> None:

@@ -28,7 +28,7 @@ class RecordedText:
         generated: [m] token ids.
         session: the conversation that it is a part of; "" where it stands alone.
         top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
-            first; [] where they were not recorded (`bench.recorded_tops`).
+            first; [] where they were not recorded.
     """
 
     id: str

@@ -4,12 +4,6 @@ The loop itself runs, with its drafters, draft lengths and both of its modes. On
 replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
 curve c(m). At temperature 0 the counts are therefore those of a live run.
 
-Two bounds show how far a drafter is from what could be had. The length oracle has the same drafter
-but knows how many of its tokens will be accepted, and drafts exactly those. The text oracle knows
-the text, and cuts it into passes in the cheapest way.
-
-With `--rows` groups of texts are written together, as in a batch; see `recorded_rows`.
-
 With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
 on with what the texts before have left it.
 """
@@ -19,26 +13,15 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
-from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.recorded_drafts import load_drafts
-from specdec_mlx.bench.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.bench.scores import (
-    LENGTH_ORACLE,
-    TEXT_ORACLE,
-    Score,
-    Scores,
-    format_scores,
-)
+from specdec_mlx.bench.scores import Score, Scores, format_scores
 from specdec_mlx.bench.sessions import session_record
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
@@ -47,7 +30,6 @@ from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
-from specdec_mlx.options import argument, positive_int
 from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
@@ -61,9 +43,8 @@ def score_record(
     cost: CostCurve,
     *,
     draft_cost: float = 0.0,
-    longest: int = LONGEST_DRAFT,
 ) -> Scores:
-    """Every drafter with every draft length on all texts, and the oracles.
+    """Every drafter with every draft length on all texts.
 
     What a draft length learns it keeps from text to text, as in a live benchmark.
 
@@ -74,7 +55,6 @@ def score_record(
         draft_lengths: numbers and policies, as on the command line.
         cost: c(m), in seconds.
         draft_cost: of a draft token, in c(1).
-        longest: most tokens that the oracles draft.
 
     Returns:
         A score for each category and for all of them, of each way of drafting, and where the texts
@@ -83,36 +63,15 @@ def score_record(
     Raises:
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
-    draft_seconds = draft_cost * cost(1)
-    vocab_size = int(record.settings["vocab_size"])
     scores = Scores()
-
-    def add(drafter: str, length: str, modelled: Iterable[Modelled]) -> None:
-        scores.extend(_scores(record, cost.name, drafter, length, list(modelled)))
-
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            add(name, length, _replayed(record, _fresh(made), length, cost, draft_seconds))
-        drafter = _fresh(made)
-        if drafter is not None and longest > 0:
-            bound = (
-                length_oracle(
-                    text,
-                    drafter,
-                    cost,
-                    vocab_size=vocab_size,
-                    draft_seconds=draft_seconds,
-                    longest=longest,
-                )
-                for text in record.texts
-            )
-            add(name, LENGTH_ORACLE, bound)
-    if longest > 0:
-        add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
+            modelled = _replayed(record, fresh(made), length, cost, draft_cost * cost(1))
+            scores += scores_of(record, cost.name, name, length, list(modelled))
     return scores
 
 
-def _fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
+def fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
     """A drafter, made if it is to be made; a class of drafters makes them, too."""
     if isinstance(drafter, type) or (drafter is not None and not isinstance(drafter, Drafter)):
         return drafter()
@@ -135,12 +94,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
     add(
-        "--drafts",
-        action="append",
-        metavar="FILE",
-        help="repeatable: a draft model's drafts, recorded by specdec_mlx.bench.recorded_drafts",
-    )
-    add(
         "--draft-length",
         action="append",
         metavar="N|POLICY",
@@ -161,63 +114,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="of a token drafted by a model, in passes over one position (%(default)s)",
     )
-    add(
-        "--longest",
-        type=int,
-        default=LONGEST_DRAFT,
-        metavar="N",
-        help="most tokens that the oracles draft; 0 leaves them out (%(default)s)",
-    )
-    add(
-        "--rows",
-        action="append",
-        type=argument(positive_int),
-        metavar="N",
-        help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
-        "c(N m)",
-    )
     add("--json", metavar="FILE", help="write the scores")
 
 
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
-    record = _record(args)
-    drafters: dict[str, Any] = _drafters(args) | {
-        Path(path).stem: load_drafts(path, record.texts) for path in args.drafts or ()
-    }
-    default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
-    costs = [parse_cost(text, record.cost) for text in args.cost or default_costs]
-    lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
-    everything: list[Score | RowsScore] = []
-    for cost in costs:
-        what = f"{len(record.texts)} texts, cost {cost.name}:\n"
-        if args.rows:
-            of_rows = score_rows(record, drafters, lengths, args.rows, cost)
-            everything += of_rows
-            print(f"Modelled speedup over the plain batch, {what}\n{format_rows(of_rows)}\n")
-            continue
-        scores = score_record(
-            record, drafters, lengths, cost, draft_cost=args.draft_cost, longest=args.longest
-        )
+    record, drafters = read_record(args), drafters_of(args)
+    everything = Scores()
+    for cost in costs_of(args, record):
+        lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
+        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
-        print(f"Modelled speedup, {what}\n{format_scores(scores)}\n")
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
+        print(f"{format_scores(scores)}\n")
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(s) for s in everything], indent=1))
+        Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
     return 0
 
 
-def _record(args: argparse.Namespace) -> Record:
-    """The texts to score, and the costs that were measured."""
+def read_record(args: argparse.Namespace) -> Record:
+    """The texts to score, and the costs that were measured. Raises ValueError where none is."""
     if args.record is None and args.sessions is None:
         raise ValueError(
             "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
         )
-    record = None if args.record is None else load_record(args.record)
-    if args.sessions is None:
-        assert record is not None
-        return record
-    cost = None if record is None else record.cost
-    return record_of_sessions(args.sessions, args.model, cost)
+    record = load_record(args.record) if args.record else None
+    if args.sessions:
+        return record_of_sessions(args.sessions, args.model, record.cost if record else None)
+    assert record is not None
+    return record
+
+
+def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
+    """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
+    defaults = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
+    return [parse_cost(text, record.cost) for text in args.cost or defaults]
 
 
 def record_of_sessions(
@@ -240,11 +171,11 @@ def record_of_sessions(
     return session_record(path, tokenizer, len(tokenizer), cost)
 
 
-def _drafters(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
+def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; whether they can be made is found out now."""
     draft_model, draft_tokenizer = draft_pair(args)
-    specs = args.drafter or ([] if args.drafts else [DEFAULT_DRAFTER])
     make = functools.partial(make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+    specs = args.drafter or [DEFAULT_DRAFTER]
     for spec in specs:
         make(spec)
     return {spec: functools.partial(make, spec) for spec in specs}
@@ -267,10 +198,10 @@ def _replayed(
         )
 
 
-def _scores(
+def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
-    """One score per category, "all", and one for each session."""
+    """One score per category, "all", and one for each session, of what became of each text."""
     scores = []
     for category in [*record.categories, ALL]:
         chosen = [m for m in modelled if category in (m.category, ALL)]

@@ -17,7 +17,6 @@ from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostCurve, CostMeter
 from specdec_mlx.bench.identity import Difference, find_differences, reference_texts
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
-from specdec_mlx.bench.peers import PEERS, make_peer
 from specdec_mlx.bench.prompts import (
     Prompt,
     Task,
@@ -83,12 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="acceptance rule, repeatable: every drafter and length with every rule (auto)",
     )
-    add(
-        "--peer",
-        action="append",
-        choices=PEERS,
-        help="also run this package's own prompt lookup, if it is installed; repeatable",
-    )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
@@ -97,8 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+def main(
+    args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
+) -> int:
+    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason.
+
+    others: further contenders, of a model and its tokenizer.
+    """
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
@@ -116,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         args.rule or DEFAULT_RULES,
         typed.make,
     )
-    contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
+    contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     models = [m for m in (model, draft_model) if m is not None]

@@ -10,9 +10,6 @@ from specdec_mlx.bench.summary import ALL
 from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.rows import Row, Rows
 
-LENGTH_ORACLE = "length oracle"
-TEXT_ORACLE = "text oracle"
-
 
 @dataclass(frozen=True)
 class Score:
@@ -20,8 +17,8 @@ class Score:
 
     Attributes:
         cost: name of the cost curve.
-        drafter: a drafter, "text oracle", or "none".
-        draft_length: N, a policy, or "length oracle".
+        drafter: as given on the command line.
+        draft_length: N or a policy; "" where it means nothing.
         category: of the texts; "all" is every text.
         texts: how many.
         tokens: how many they have together.
@@ -64,9 +61,8 @@ class Scores(list[Score], Rows):
 def format_scores(scores: Sequence[Score]) -> str:
     """Table of one cost curve: speedups per category; tokens per pass and live ratio over all.
 
-    "of oracle" is the speedup over all texts relative to the length oracle's. Where there are
-    sessions, "least" is the session in which a drafter does worst relative to the first drafter of
-    the table with the same draft length.
+    Where there are sessions, "least" is the session in which a drafter does worst relative to the
+    first drafter of the table with the same draft length.
     """
     categories = list(dict.fromkeys(score.category for score in scores))
     rows: dict[tuple[str, str], dict[str, Score]] = {}
@@ -74,17 +70,15 @@ def format_scores(scores: Sequence[Score]) -> str:
         if not score.session:
             rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
     least = least_of_sessions(scores)
-    header = ["drafter", "K", *categories, "of oracle", "tok/pass", "accepted", "live"]
+    header = ["drafter", "K", *categories, "tok/pass", "accepted", "live"]
     header += ["least"] * bool(least)
     lines = []
     for (drafter, length), by_category in rows.items():
         total = by_category[ALL]
-        oracle = rows.get((drafter, LENGTH_ORACLE))
         lines.append(
             [
                 *(drafter, length or "-"),
                 *(f"{by_category[name].speedup:.2f}" for name in categories),
-                f"{total.speedup / oracle[ALL].speedup:.2f}" if oracle else "-",
                 f"{total.tokens_per_pass:.2f}",
                 f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
                 "-" if total.live_ratio is None else f"{total.live_ratio:.2f}",

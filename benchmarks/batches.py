@@ -1,4 +1,4 @@
-"""Several texts at once, against mlx-lm's batches: `python -m specdec_mlx.bench.batches`.
+"""Several texts at once, against mlx-lm's batches: `python -m benchmarks.batches`.
 
 The prompts are taken in groups, in the order of their file, and each group is written by mlx-lm's
 `BatchGenerator` and by `batch_stream_generate` with each drafter, in turns of a few tokens, so that
@@ -288,9 +288,7 @@ def _line(groups: Sequence[Group]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m specdec_mlx.bench.batches", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
     count = argument(positive_int)
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")

@@ -1,5 +1,7 @@
 """Other packages' prompt lookup, on the same model, prompts and clock.
 
+    python -m benchmarks.peers --peer mlx-dspark --model M   # and the flags of specdec-mlx bench
+
 Both draft by copying from the text, so that they need no checkpoint of their own. They are run as
 they come, with their own defaults, and are imported only when asked for: importing either changes
 parts of transformers and mlx-lm.
@@ -7,9 +9,11 @@ parts of transformers and mlx-lm.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.bench import run
 from specdec_mlx.bench.contenders import Contender, Emitted, Passes
 from specdec_mlx.errors import MissingPackageError
 
@@ -144,3 +149,20 @@ def _import(module: str, package: str) -> Any:
         raise MissingPackageError(
             f"{package} cannot be imported here ({error}). Use: pip install {package}"
         ) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """A benchmark with other packages among the contenders."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    run.add_arguments(parser)
+    parser.add_argument("--peer", action="append", required=True, choices=PEERS, help="repeatable")
+    args = parser.parse_args(arguments)
+
+    def others(model: nn.Module, tokenizer: Any) -> list[Contender]:
+        return [make_peer(name, model, tokenizer, args.temp) for name in args.peer]
+
+    return run.main(args, others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

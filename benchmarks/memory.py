@@ -1,4 +1,4 @@
-"""What a memory costs: `python -m specdec_mlx.bench.memory --tokenizer M FILE|FOLDER...`.
+"""What a memory costs: `python -m benchmarks.memory --tokenizer M FILE|FOLDER...`.
 
 A memory is built from files, saved, loaded, and drafted from: a few of the files are left out of
 it, and written as they stand, after a prompt that is their first half. Times are of this machine,
@@ -125,7 +125,7 @@ def format_costs(costs: Costs) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.memory")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
     parser.add_argument("paths", nargs="+", metavar="FILE|FOLDER")
     parser.add_argument("--tokenizer", required=True, metavar="MODEL")
     parser.add_argument("--max-tokens", type=int, default=1_000_000, metavar="N")

@@ -1,6 +1,6 @@
 """Fits what is believed of look-ups before anything was learned to recorded texts.
 
-    python -m specdec_mlx.bench.prior texts.json --sessions sessions.jsonl
+    python -m benchmarks.prior texts.json --sessions sessions.jsonl
 
 The texts are replayed with the automatic draft length, and every draft token that could be scored
 is a trial: its evidence, its place, how predictable the text had been, and whether it was right.
