@@ -75,7 +75,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
     update(memory, paths, tokenizer)
     reading = time.perf_counter() - reading
     texts = memory.texts()
-    left_out = texts[:: max(1, len(texts) // TEXTS)][:TEXTS]
+    left_out = texts[:: max(2, len(texts) // TEXTS)][:TEXTS]
     memory.replace(Counter(map(text_digest, left_out)), [])
     everything = join(memory.texts())
     building = time.perf_counter()

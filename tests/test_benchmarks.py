@@ -54,7 +54,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "prompts": prompts,
         "texts": made["texts.json"],
         "out": made["out.json"],
-        "folder": str(ROOT / "src" / "specdec_mlx" / "drafters"),
+        "folder": str(ROOT / "benchmarks"),
     }
 
 
