@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import Contender, Emitted, Passes
+from specdec_mlx.bench.contenders import Contender, Counts, Emitted
 from specdec_mlx.errors import MissingPackageError
 
 MLX_DSPARK = "mlx-dspark"
@@ -98,14 +98,14 @@ class _Rounds:
     def emitted(self, tokens: list[int]) -> Generator[Emitted, None, None]:
         """The tokens with their rounds; the last round may be cut."""
         coming = iter(tokens)
-        passes = Passes(1, 0, 0)
+        counts = Counts(1, 0, 0)
         for token in coming:
-            yield Emitted(token, passes=passes, at=self.first_at)
+            yield Emitted(token, counts=counts, at=self.first_at)
             break
         for drafted, accepted, at in self.rounds:
-            passes = Passes(passes[0] + 1, passes[1] + drafted, passes[2] + (drafted > 0))
+            counts = Counts(counts[0] + 1, counts[1] + drafted, counts[2] + (drafted > 0))
             for i, token in zip(range(accepted + 1), coming, strict=False):
-                yield Emitted(token, i < accepted, passes=passes, at=at)
+                yield Emitted(token, i < accepted, counts=counts, at=at)
 
 
 def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
@@ -128,8 +128,8 @@ def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
                 from_draft = num_from_draft < stats.accepted
                 num_from_draft += from_draft
                 target_passes = stats.verify_steps + stats.plain_steps
-                passes = Passes(target_passes, stats.drafted, stats.verify_steps)
-                yield Emitted(int(token), from_draft, passes=passes)
+                counts = Counts(target_passes, stats.drafted, stats.verify_steps)
+                yield Emitted(int(token), from_draft, counts=counts)
 
     return Contender(MLX_OPTIQ, "", start)
 

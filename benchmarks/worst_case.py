@@ -24,8 +24,7 @@ from mlx.utils import tree_map
 from specdec_mlx import lab
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
-from specdec_mlx.bench.record import or_dash
-from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
 from specdec_mlx.draft_length.store import Tuning

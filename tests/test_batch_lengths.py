@@ -20,6 +20,7 @@ from benchmarks import batches
 from benchmarks.recorded_rows import (
     ModelledPace,
     RecordedBatch,
+    groups_of,
     plain_seconds,
     replay_rows,
     score_rows,
@@ -27,7 +28,7 @@ from benchmarks.recorded_rows import (
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
 from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.prompts import Task, groups_of
+from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.draft_length import rows as shared

@@ -22,7 +22,7 @@ from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.scores import Score, Scores, format_scores
-from specdec_mlx.bench.sessions import session_record
+from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
@@ -168,7 +168,10 @@ def record_of_sessions(
     name = model or demo_model_path()
     with explained(name):
         tokenizer = load_tokenizer(name)
-    return session_record(path, tokenizer, len(tokenizer), cost)
+    texts = read_sessions(path, tokenizer)
+    longest = max(len(text.generated) for text in texts)
+    settings = {"vocab_size": len(tokenizer), "max_tokens": longest, "temp": 0.0}
+    return Record(f"sessions of {path}", {}, settings, texts, cost)
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
