@@ -69,10 +69,8 @@ class Contender:
     """A way to generate.
 
     Attributes:
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        drafter, draft_length, rule: as given on the command line; "" where it means nothing.
         start: prompt [n], max_tokens and seed to a stream of tokens.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str

@@ -22,16 +22,11 @@ class Difference:
     """First place where a text parts from that of plain decoding.
 
     Attributes:
-        id: of the text.
-        category: of the text.
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
-        repeat: which of the runs.
+        id, category, drafter, draft_length, repeat, rule: of the sample.
         position: index among the generated tokens.
         top_two_gap: how far the target's two greatest logits are apart there, in a single-token
             pass.
         excused: whether that is a tie but for rounding.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -69,21 +64,15 @@ def find_differences(
     references = reference_texts(samples)
     gaps: dict[tuple[str, int], float] = {}
     differences = []
-    for sample in samples:
-        position = first_difference(sample.tokens, references[sample.id])
+    for s in samples:
+        position = first_difference(s.tokens, references[s.id])
         if position is None:
             continue
-        place = sample.id, position
-        if place not in gaps:
-            gaps[place] = top_two_gap(model, prompts[sample.id], position)
-        gap = gaps[place]
-        excused = gap < EXCUSED_GAP
-        differences.append(
-            Difference(
-                *(sample.id, sample.category, sample.drafter, sample.draft_length, sample.repeat),
-                *(position, gap, excused, sample.rule),
-            )
-        )
+        if (s.id, position) not in gaps:
+            gaps[s.id, position] = top_two_gap(model, prompts[s.id], position)
+        gap = gaps[s.id, position]
+        whose = s.id, s.category, s.drafter, s.draft_length, s.repeat
+        differences.append(Difference(*whose, position, gap, gap < EXCUSED_GAP, s.rule))
     return differences
 
 

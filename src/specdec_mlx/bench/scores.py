@@ -17,14 +17,10 @@ class Score:
 
     Attributes:
         cost: name of the cost curve.
-        drafter: as given on the command line.
-        draft_length: N or a policy; "" where it means nothing.
+        drafter, draft_length: as given on the command line; "" where it means nothing.
         category: of the texts; "all" is every text.
-        texts: how many.
-        tokens: how many they have together.
-        target_passes: of the target.
-        drafted: draft tokens proposed.
-        accepted: draft tokens handed out.
+        texts, tokens, target_passes: how many.
+        drafted, accepted: draft tokens proposed, and handed out.
         tokens_per_pass: tokens over passes.
         speedup: plain seconds over modelled seconds, sums over the texts.
         live_ratio: what the recorded benchmark measured; None if it did not run this, or the curve

@@ -29,20 +29,16 @@ class Result:
     counts. They are None where no text is longer than its first round.
 
     Attributes:
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        drafter, draft_length, rule: of the contender.
         category: of the texts; "all" is every text.
-        texts: how many were generated, in one repeat.
-        tokens: how many were generated, in one repeat.
+        texts, tokens: how many were generated, in one repeat.
         total_tokens_per_second: all tokens over all seconds.
         ratio: that, over plain decoding's.
-        ratio_low: lower end of its 95% bootstrap interval over texts.
-        ratio_high: upper end.
+        ratio_low, ratio_high: its 95% bootstrap interval over texts.
         end_to_end_ratio: as `ratio`, from the call to the last token.
         tokens_per_pass: tokens over target passes, of all repeats.
-        target_passes: sum over all repeats.
-        drafted: draft tokens proposed, sum over all repeats.
-        accepted: draft tokens handed out, sum over all repeats.
+        target_passes, drafted, accepted: sums over all repeats; drafted tokens are those proposed,
+            accepted ones those handed out.
         drafting_share: share of the passes that had a draft.
         host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
             say; None for mlx-lm's own loops.
@@ -53,7 +49,6 @@ class Result:
         identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
             random.
         excused: further texts that part from it at a near tie only; None as above.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str

@@ -44,10 +44,8 @@ class Sample:
     """One generation as it happened.
 
     Attributes:
-        id: of the text.
-        category: of the text.
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        id, category: of the text.
+        drafter, draft_length, rule: of the contender.
         repeat: which of the runs.
         tokens: [n] ids, the end token included.
         first_round: how many of them came with the first round; their time is in `first_seconds`,
@@ -62,7 +60,6 @@ class Sample:
             say, and for a text that met an end token, since it leaves a pass under way whose launch
             would count.
         peak_bytes: MLX's peak memory, with the caches of all that run side by side.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
