@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
@@ -64,10 +64,22 @@ def score_record(
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
     scores = Scores()
+    sizes = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            modelled = _replayed(record, fresh(made), length, cost, draft_cost * cost(1))
-            scores += scores_of(record, cost.name, name, length, list(modelled))
+            drafter, tuning = fresh(made), Tuning()
+            modelled = [
+                replay_text(
+                    text,
+                    drafter,
+                    make_draft_length(parse_draft_length(length or "0"), tuning),
+                    cost,
+                    draft_seconds=draft_cost * cost(1),
+                    **sizes,
+                )
+                for text in record.texts
+            ]
+            scores += scores_of(record, cost.name, name, length, modelled)
     return scores
 
 
@@ -184,62 +196,35 @@ def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | No
     return {spec: functools.partial(make, spec) for spec in specs}
 
 
-def _replayed(
-    record: Record, drafter: Drafter | None, length: str, cost: CostCurve, draft_seconds: float
-) -> Iterator[Modelled]:
-    """All texts in order, with one memory of what was learned."""
-    tuning = Tuning()
-    for text in record.texts:
-        yield replay_text(
-            text,
-            drafter,
-            make_draft_length(parse_draft_length(length or "0"), tuning),
-            cost,
-            max_tokens=int(record.settings["max_tokens"]),
-            vocab_size=int(record.settings["vocab_size"]),
-            draft_seconds=draft_seconds,
-        )
-
-
 def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
-    scores = []
-    for category in [*record.categories, ALL]:
-        chosen = [m for m in modelled if category in (m.category, ALL)]
-        live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
-        scores.append(_score(cost, drafter, length, category, chosen, live))
+    groups = [
+        (category, "", [m for m in modelled if category in (m.category, ALL)])
+        for category in [*record.categories, ALL]
+    ]
     for session in dict.fromkeys(text.session for text in record.texts if text.session):
         of_it = zip(record.texts, modelled, strict=True)
         chosen = [m for text, m in of_it if text.session == session]
-        category = chosen[0].category
-        scores.append(_score(cost, drafter, length, category, chosen, None, session))
-    return scores
-
-
-def _score(
-    cost: str,
-    drafter: str,
-    length: str,
-    category: str,
-    modelled: Sequence[Modelled],
-    live_ratio: float | None,
-    session: str = "",
-) -> Score:
-    tokens, passes = sum(m.tokens for m in modelled), sum(m.passes for m in modelled)
-    return Score(
-        cost=cost,
-        drafter=drafter,
-        draft_length=length,
-        category=category,
-        texts=len(modelled),
-        tokens=tokens,
-        target_passes=passes,
-        drafted=sum(m.drafted for m in modelled),
-        accepted=sum(m.accepted for m in modelled),
-        tokens_per_pass=tokens / passes,
-        speedup=sum(m.plain_seconds for m in modelled) / sum(m.seconds for m in modelled),
-        live_ratio=live_ratio,
-        session=session,
-    )
+        groups.append((chosen[0].category, session, chosen))
+    return [
+        Score(
+            cost=cost,
+            drafter=drafter,
+            draft_length=length,
+            category=category,
+            texts=len(group),
+            tokens=sum(m.tokens for m in group),
+            target_passes=sum(m.passes for m in group),
+            drafted=sum(m.drafted for m in group),
+            accepted=sum(m.accepted for m in group),
+            tokens_per_pass=sum(m.tokens for m in group) / sum(m.passes for m in group),
+            speedup=sum(m.plain_seconds for m in group) / sum(m.seconds for m in group),
+            live_ratio=record.live_ratio(drafter, length, category)
+            if cost == MEASURED and not session
+            else None,
+            session=session,
+        )
+        for category, session, group in groups
+    ]
