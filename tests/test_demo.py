@@ -419,7 +419,7 @@ def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
     said = capsys.readouterr().err
     assert "a pass over m positions costs m times one" in said
     assert 'pip install "specdec-mlx[cpu]"' in said
-    assert "preloads it by itself" in said
+    assert "then preloads it by itself" in said
 
 
 def test_with_one_it_says_how_other_programs_get_it(

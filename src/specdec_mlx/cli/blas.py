@@ -1,15 +1,12 @@
 """OpenBLAS for MLX on a Linux CPU: found, given its plain names, and preloaded.
 
-The extra `cpu` brings `scipy-openblas32`, with `scipy_` in front of all its names; a copy without
-the prefix is kept in the cache. Symbols are bound when libraries are loaded: a command that wants
-the copy starts again with it in `LD_PRELOAD`, on half of the cores or OPENBLAS_NUM_THREADS.
+The extra `cpu` brings `scipy-openblas32`, with `scipy_` before its names; a copy without is kept in
+the cache. A command that wants it starts again, on half of the cores or OPENBLAS_NUM_THREADS.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -22,7 +19,6 @@ from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.folders import cache_root
 
 WHEEL, LIBRARY = "scipy-openblas32", "scipy_openblas32/lib/libscipy_openblas.so"
-SYSTEM_LIBRARY = "libopenblas.so.0"  # Debian's and others'; the loader knows where
 PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREADS", 8
 DYNAMIC, SYMBOLS, GNU_HASH, HASH_TAG, GNU_HASH_TAG = 6, 11, 0x6FFFFFF6, 4, 0x6FFFFEF5
 SECTION = "<u4,<u4,<u8,<u8,<u8,<u8,<u4,<u4,<u8,<u8"  # 1: type, 4: offset, 5: size, 6: link
@@ -31,12 +27,11 @@ SECTION = "<u4,<u4,<u8,<u8,<u8,<u8,<u4,<u4,<u8,<u8"  # 1: type, 4: offset, 5: si
 def start_again_with_openblas(command: str) -> str | None:
     """Replace this process by the same command with OpenBLAS preloaded, where that is faster.
 
-    Returns the library in the process that was started again, None where nothing is gained or this
-    process is not the command itself.
+    Returns the library in the process that was started again, elsewhere None.
     """
     if library := os.environ.pop(PRELOADED, None):  # what this process starts is to inherit nothing
-        others = os.environ.pop("LD_PRELOAD", "").split()[1:]
-        os.environ.update({"LD_PRELOAD": " ".join(others)} if others else {})
+        if others := os.environ.pop("LD_PRELOAD", "").split()[1:]:
+            os.environ["LD_PRELOAD"] = " ".join(others)
         return library
     arguments = sys.argv[1:]
     is_command = arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
@@ -44,32 +39,31 @@ def start_again_with_openblas(command: str) -> str | None:
         print(f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}", file=sys.stderr)
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         preload = " ".join([library, *os.environ.get("LD_PRELOAD", "").split()])
-        changed = {"LD_PRELOAD": preload, PRELOADED: library}
-        environment = {THREADS: str(threads)} | dict(os.environ) | changed
+        environment = {THREADS: str(threads), **os.environ, PRELOADED: library}
+        environment["LD_PRELOAD"] = preload
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
     return None
 
 
 def needs_openblas() -> bool:
     """Whether matrices are multiplied on a Linux CPU with the reference BLAS."""
-    on_linux_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
-    return on_linux_cpu and blas_name() == REFERENCE_BLAS
+    is_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
+    return is_cpu and blas_name() == REFERENCE_BLAS
 
 
 def find_openblas() -> str | None:
-    """What to write into `LD_PRELOAD`: the wheel's library, else the system's, else None."""
+    """What to write into `LD_PRELOAD`: the wheel's library under its plain names; None without."""
     with suppress(PackageNotFoundError, OSError, ValueError, KeyError):
         wheel = distribution(WHEEL)
         copy = cache_root() / "blas" / f"libopenblas-{wheel.version}.so"
         if not copy.exists():
             library = without_prefix(Path(str(wheel.locate_file(LIBRARY))).read_bytes(), b"scipy_")
             copy.parent.mkdir(parents=True, exist_ok=True)
-            (part := copy.with_suffix(f".{os.getpid()}")).write_bytes(library)
+            (part := copy.with_suffix(f".{os.getpid()}")).write_bytes(
+                without_prefix(original, b"scipy_")
+            )
             part.replace(copy)
         return str(copy)
-    with suppress(OSError):
-        ctypes.CDLL(SYSTEM_LIBRARY)
-        return SYSTEM_LIBRARY
     return None
 
 
@@ -82,11 +76,11 @@ def without_prefix(library: bytes, prefix: bytes) -> bytes:
     if not library.startswith(b"\x7fELF\x02\x01"):
         raise ValueError(f"It begins with {library[:6]!r}, expected a 64-bit ELF library.")
     image = bytearray(library)
-    (start,), (count,) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<H", image, 60)
+    start, count = (int.from_bytes(image[i:j], "little") for i, j in ((40, 48), (60, 62)))
     sections = np.frombuffer(image, SECTION, count, start).tolist()
     words = {s[1]: np.frombuffer(image, "<u4", s[5] // 4, s[4]) for s in sections}
     strings = sections[next(s[6] for s in sections if s[1] == SYMBOLS)]
-    text = library[strings[4] : strings[4] + strings[5]]
+    text = library[strings[4] :]
     names, table = words[SYMBOLS][::6], words[GNU_HASH]  # of the six words of a symbol the first
     names += np.array([len(prefix) * text.startswith(prefix, at) for at in names.tolist()], "<u4")
     num_buckets = len(table) - 2 - len(names)
