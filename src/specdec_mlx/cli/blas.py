@@ -59,9 +59,7 @@ def find_openblas() -> str | None:
         if not copy.exists():
             library = without_prefix(Path(str(wheel.locate_file(LIBRARY))).read_bytes(), b"scipy_")
             copy.parent.mkdir(parents=True, exist_ok=True)
-            (part := copy.with_suffix(f".{os.getpid()}")).write_bytes(
-                without_prefix(original, b"scipy_")
-            )
+            (part := copy.with_suffix(f".{os.getpid()}")).write_bytes(library)
             part.replace(copy)
         return str(copy)
     return None

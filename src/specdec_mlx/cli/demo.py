@@ -106,7 +106,7 @@ def say_what_multiplies(preloaded: str | None) -> None:
     if blas_name() == REFERENCE_BLAS:
         say(
             "MLX's wheel has the reference BLAS here, where a pass over m positions costs m times "
-            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (8 MB), and this '
+            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (8 MB); this '
             "command then preloads it by itself; or LD_PRELOAD=libopenblas.so.0, the system's own."
         )
         return
