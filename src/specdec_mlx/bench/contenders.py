@@ -64,8 +64,21 @@ class Emitted:
 Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 
+class Keyed:
+    """What belongs to a contender: a way to draft, a length and a rule tell it from the others."""
+
+    drafter: str
+    draft_length: str
+    rule: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from the others."""
+        return self.drafter, self.draft_length, self.rule
+
+
 @dataclass(frozen=True)
-class Contender:
+class Contender(Keyed):
     """A way to generate.
 
     Attributes:
@@ -77,11 +90,6 @@ class Contender:
     draft_length: str
     start: Start
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What tells it from the others."""
-        return self.drafter, self.draft_length, self.rule
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.bench.contenders import PLAIN
+from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import Sample
 
@@ -18,7 +18,7 @@ EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row 
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Keyed):
     """First place where a text parts from that of plain decoding.
 
     Attributes:
@@ -38,11 +38,6 @@ class Difference:
     top_two_gap: float
     excused: bool
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
 
 def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:

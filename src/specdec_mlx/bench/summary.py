@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.bench.contenders import PLAIN
+from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.identity import Difference
 from specdec_mlx.bench.timing import Sample
 
@@ -22,7 +22,7 @@ Array = Float[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Keyed):
     """One contender on one category of texts.
 
     Speeds leave out the prefill and the first round, and of a text the median of the repeats
@@ -73,11 +73,6 @@ class Result:
     excused: int | None
     rule: str = ""
     first_token_ratio: float | None = None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
     @property
     def accepted_share(self) -> float:

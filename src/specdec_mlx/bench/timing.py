@@ -11,7 +11,7 @@ from itertools import islice
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.contenders import Contender, Counts, Emitted
+from specdec_mlx.bench.contenders import Contender, Counts, Emitted, Keyed
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.options import whole
 
@@ -40,7 +40,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Keyed):
     """One generation as it happened.
 
     Attributes:
@@ -78,11 +78,6 @@ class Sample:
     host_seconds: float | None
     peak_bytes: int
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
     @property
     def seconds_per_token(self) -> float | None:
