@@ -1,6 +1,6 @@
 """`specdec-mlx server` against stock `mlx_lm.server`, as a client sees them.
 
-    python benchmarks/server.py --prompts FILE.jsonl --num 20 --max-tokens 96
+    python -m benchmarks.server --prompts FILE.jsonl --num 20 --max-tokens 96
 
 Both serve the same model on the loopback, as processes, and are asked in turn, so that what else
 the machine does hits both: first one request after another, then several clients at once, for each
@@ -340,7 +340,7 @@ def record(phases: Sequence[Phase], texts: bool) -> dict[str, Any]:
 
 def make_parser() -> argparse.ArgumentParser:
     """The flags."""
-    parser = argparse.ArgumentParser(prog="python benchmarks/server.py", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.server", description=__doc__)
     add = parser.add_argument
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add("--model", help="model folder or Hugging Face name (default: a small one)")

@@ -17,20 +17,21 @@ from hypothesis import strategies as st
 import narrow
 import scripted
 import specdec_mlx as sd
-from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
-from specdec_mlx.bench import batches
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.prompts import Task, groups_of
-from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.recorded import Modelled
-from specdec_mlx.bench.recorded_rows import (
+from benchmarks import batches
+from benchmarks.recorded_rows import (
     ModelledPace,
     RecordedBatch,
+    groups_of,
     plain_seconds,
     replay_rows,
     score_rows,
 )
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.record import Record, RecordedText
+from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.draft_length.chips import WIDTHS, Curve
 from specdec_mlx.draft_length.costs import NUM_PLAIN
 from specdec_mlx.draft_length.parts import LENGTHS

@@ -379,7 +379,7 @@ def test_texts_of_a_single_round_have_no_speed() -> None:
     """A text that came with its first round is compared and counted, but not timed."""
     record = bench(settings=Settings(max_tokens=1))
     result = only(record, "prompt-lookup")
-    assert (result.ratio, result.tokens_per_second, result.end_to_end_ratio) == (None, None, None)
+    assert (result.ratio, result.total_tokens_per_second, result.end_to_end_ratio) == (None,) * 3
     assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
     assert "- to -" in format_record(record)
 

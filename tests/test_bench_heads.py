@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from specdec_mlx.bench import heads
+from benchmarks import heads
 from specdec_mlx.loop import Token
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks import rules
+from benchmarks.rules import account_of, by_rule, format_results
 from specdec_mlx import Sampling, lab, speculate
-from specdec_mlx.bench import rules
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.rules import account_of, by_rule, format_results
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
 from tiny_model_folder import write_model_folder

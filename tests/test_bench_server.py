@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-import server as bench
+from benchmarks import server as bench
+from benchmarks.server import OURS, STOCK, Answer, Phase
 from selection import FULL
-from server import OURS, STOCK, Answer, Phase
 from specdec_mlx.errors import MissingPackageError
 from tiny_model_folder import write_model_folder
 

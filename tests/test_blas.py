@@ -1,4 +1,4 @@
-"""OpenBLAS for MLX on Linux: the library's names, the copy, the second start, the threads."""
+"""OpenBLAS for MLX on Linux: the library's names, the copy, and the second start."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import mlx.nn as nn
 import numpy as np
 import pytest
 
 from specdec_mlx.cli import blas
-from specdec_mlx.cli.elf import system_v_hash, without_prefix
+from specdec_mlx.cli.blas import system_v_hash, without_prefix
 
 # --- names --------------------------------------------------------------------------------------
 
@@ -66,14 +64,14 @@ def look_up(library: bytes, name: str) -> int | None:
 
 def test_symbols_are_found_without_the_prefix() -> None:
     """Each of them, and those that never had it; none with it any more."""
-    library = without_prefix(make_library(), "scipy_")
+    library = without_prefix(make_library(), b"scipy_")
     assert [look_up(library, name) for name in RENAMED if name] == [1, 2, 3, 5]
     assert look_up(library, "scipy_cblas_sgemm") is None
 
 
 def test_the_loader_is_told_which_kind_of_table_it_is() -> None:
     """The tag of GNU's kind becomes that of System V's; where the table lies stays."""
-    before, after = make_library(), without_prefix(make_library(), "scipy_")
+    before, after = make_library(), without_prefix(make_library(), b"scipy_")
     at = before.index(struct.pack("<QQ", GNU_HASH_TAG, 0x99))
     assert struct.unpack_from("<2Q", after, at) == (HASH_TAG, 0x99)
     assert len(after) == len(before)
@@ -91,14 +89,14 @@ def test_the_hash_is_that_of_the_elf_standard() -> None:
     [
         (b"\xcf\xfa\xed\xfe" + bytes(100), "expected a 64-bit ELF library"),
         (b"\x7fELF\x01\x01" + bytes(100), "expected a 64-bit ELF library"),
-        (make_library(hash_type=9), "no section of type"),
+        (make_library(hash_type=9), str(0x6FFFFFF6)),
         (make_library(num_hash_words=len(SYMBOLS)), "no room for 6 symbols"),
     ],
 )
 def test_other_libraries_are_refused(library: bytes, reason: str) -> None:
     """A Mac's, a 32-bit one, one without the table, and one whose table is too small."""
-    with pytest.raises(ValueError, match=reason):
-        without_prefix(library, "scipy_")
+    with pytest.raises((ValueError, KeyError), match=reason):
+        without_prefix(library, b"scipy_")
 
 
 if sys.platform == "linux":
@@ -108,7 +106,7 @@ if sys.platform == "linux":
         folder = Path(np.__file__).parent.parent / "numpy.libs"
         (source,) = folder.glob("libscipy_openblas64_*.so")
         copy = tmp_path / "plain.so"
-        copy.write_bytes(without_prefix(source.read_bytes(), "scipy_"))
+        copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
         library = ctypes.CDLL(str(copy))
         assert library.openblas_get_num_threads64_() >= 1
         assert not hasattr(library, "scipy_openblas_get_num_threads64_")
@@ -124,7 +122,7 @@ class Wheel:
 
     def __init__(self, root: Path, library: bytes) -> None:
         self.root = root
-        file = root / blas.WHEEL_LIBRARY
+        file = root / blas.LIBRARY
         file.parent.mkdir(parents=True)
         file.write_bytes(library)
 
@@ -137,7 +135,6 @@ def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
     installed = Wheel(tmp_path / "site-packages", make_library())
     monkeypatch.setattr(blas, "distribution", lambda name: installed)
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(blas.ctypes, "CDLL", raises(OSError("not found")))
     return installed
 
 
@@ -152,9 +149,9 @@ def test_the_wheels_library_is_copied_with_plain_names_once(wheel: Wheel, tmp_pa
     """The copy alone lies in the cache, by the wheel's version; the wheel stays as it is."""
     copy = Path(str(blas.find_openblas()))
     assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
-    assert copy.read_bytes() == without_prefix(make_library(), "scipy_")
-    assert wheel.locate_file(blas.WHEEL_LIBRARY).read_bytes() == make_library()
-    (wheel.root / blas.WHEEL_LIBRARY).unlink()
+    assert copy.read_bytes() == without_prefix(make_library(), b"scipy_")
+    assert wheel.locate_file(blas.LIBRARY).read_bytes() == make_library()
+    (wheel.root / blas.LIBRARY).unlink()
     assert blas.find_openblas() == str(copy)
     assert list(copy.parent.iterdir()) == [copy]
 
@@ -164,11 +161,11 @@ def no_wheel(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def no_library(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wheel.root / blas.WHEEL_LIBRARY).unlink()
+    (wheel.root / blas.LIBRARY).unlink()
 
 
 def another_kind(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wheel.root / blas.WHEEL_LIBRARY).write_bytes(b"MZ")
+    (wheel.root / blas.LIBRARY).write_bytes(b"MZ")
 
 
 def no_cache(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,14 +173,12 @@ def no_cache(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize("spoil", [no_wheel, no_library, another_kind, no_cache])
-def test_without_the_wheel_the_systems_library_is_taken_if_there_is_one(
+def test_without_the_wheel_nothing_is_preloaded(
     spoil: Any, wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is wrong with the wheel is an error: the command works without."""
     spoil(wheel, tmp_path / "cache", monkeypatch)
     assert blas.find_openblas() is None
-    monkeypatch.setattr(blas.ctypes, "CDLL", lambda name: name)
-    assert blas.find_openblas() == "libopenblas.so.0"
 
 
 # --- the second start ---------------------------------------------------------------------------
@@ -204,6 +199,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str
 
     environment = {"LD_PRELOAD": "libtrace.so", "PATH": "/bin"}
     monkeypatch.setattr(blas.os, "environ", dict(environment))
+    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(blas.os, "execve", execve)
     monkeypatch.setattr(sys, "argv", ["/venv/bin/specdec-mlx", "demo", "--seconds", "9"])
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
@@ -228,6 +224,7 @@ def test_the_command_starts_again_with_the_library_preloaded(
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == {
         "LD_PRELOAD": "/cache/libopenblas.so libtrace.so",
+        "OPENBLAS_NUM_THREADS": "4",
         "PATH": "/bin",
         blas.PRELOADED: "/cache/libopenblas.so",
     }
@@ -238,7 +235,7 @@ def test_the_command_starts_again_with_the_library_preloaded(
 def test_the_second_start_is_the_last_and_its_children_inherit_nothing(
     before: dict[str, str], starts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even where the library could not be loaded after all."""
+    """Even where the library could not be loaded after all; the number of threads stays."""
     monkeypatch.setattr(blas.os, "environ", dict(before))
     with pytest.raises(Started):
         blas.start_again_with_openblas("demo")
@@ -246,7 +243,15 @@ def test_the_second_start_is_the_last_and_its_children_inherit_nothing(
     assert blas.start_again_with_openblas("demo") == "/cache/libopenblas.so"
     assert len(starts) == 1
     blas.os.environ.pop("PYTEST_CURRENT_TEST", None)
-    assert blas.os.environ == before
+    assert blas.os.environ == before | {blas.THREADS: "4"}
+
+
+def test_the_users_number_of_threads_stays(starts: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the cores is only what is taken where nobody has chosen."""
+    monkeypatch.setenv(blas.THREADS, "3")
+    with pytest.raises(Started):
+        blas.start_again_with_openblas("demo")
+    assert starts[0][2][blas.THREADS] == "3"
 
 
 @pytest.mark.parametrize(
@@ -277,118 +282,3 @@ def test_nothing_starts_again_where_that_gains_nothing(
     monkeypatch.setattr(module, name, value)
     assert blas.start_again_with_openblas("demo") is None
     assert starts == []
-
-
-# --- threads ------------------------------------------------------------------------------------
-
-
-class Machine:
-    """A clock that the work moves: seconds of a piece of work by number of threads."""
-
-    def __init__(self, seconds: dict[int, float]) -> None:
-        self.seconds = seconds
-        self.now = 0.0
-
-    def work(self, num_threads: int) -> None:
-        self.now += self.seconds[num_threads]
-
-    def clock(self) -> float:
-        return self.now
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        ({1: 0.010, 2: 0.006}, 2),
-        ({1: 0.010, 2: 0.0095}, 1),
-        ({1: 0.010, 2: 0.500}, 1),
-        ({1: 0.010, 2: 0.006, 4: 0.0058}, 2),
-        ({1: 0.010, 2: 0.011, 4: 0.004}, 4),
-        ({1: 9.0, 2: 5.0}, 2),
-    ],
-)
-def test_threads_are_taken_where_they_clearly_help(
-    seconds: dict[int, float], expected: int
-) -> None:
-    """By the time that all trials took; a trial is no longer than a second, or one of each."""
-    machine = Machine(seconds)
-    assert blas.soonest(list(seconds), machine.work, machine.clock) == expected
-    assert machine.now <= blas.TRIAL_SECONDS + 2 * sum(seconds.values())
-
-
-def test_occasional_waiting_counts_in_full() -> None:
-    """Two threads that are quick nine times out of ten, and then wait long, are not taken."""
-    machine = Machine({1: 0.010, 2: 0.006})
-    calls = 0
-
-    def work(num_threads: int) -> None:
-        nonlocal calls
-        calls += 1
-        machine.work(num_threads)
-        machine.now += 0.5 if num_threads == 2 and calls % 10 == 0 else 0.0
-
-    assert blas.soonest([1, 2], work, machine.clock) == 1
-
-
-@pytest.fixture
-def openblas(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """A process with OpenBLAS on eight cores; the numbers of threads that were set."""
-    counts: list[int] = []
-    library = SimpleNamespace(openblas_set_num_threads=counts.append)
-    monkeypatch.setattr(blas.ctypes, "CDLL", lambda name: library)
-    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
-    monkeypatch.setattr(sys, "platform", "linux")
-    for name in blas.THREADS_VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    return counts
-
-
-class Layered(nn.Module):
-    """A model of one layer."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layers = [layer]
-
-
-def test_the_number_that_is_left_set_is_the_best_one(openblas: list[int]) -> None:
-    """1, 2 and 4 are tried, half of the cores at most, on the model's own matrices."""
-    chosen = blas.choose_num_threads(Layered(nn.Linear(8, 8)))
-    assert set(openblas) == {1, 2, 4}
-    assert openblas[-1] == chosen
-
-
-@pytest.mark.parametrize("cores", [1, 2, 3])
-def test_on_few_cores_one_thread_is_taken_untried(
-    cores: int, openblas: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A second one would wait whenever another program runs."""
-    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(cores)), raising=False)
-    assert blas.choose_num_threads(Layered(nn.Linear(8, 8))) == 1
-    assert set(openblas) == {1}
-
-
-def test_the_users_number_of_threads_stays(
-    openblas: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whichever of OpenBLAS's variables it is in."""
-    for name in blas.THREADS_VARIABLES:
-        with monkeypatch.context() as patch:
-            patch.setenv(name, "2")
-            assert blas.choose_num_threads(Layered(nn.Linear(8, 8))) is None
-    assert openblas == []
-
-
-def test_quantized_matrices_are_not_for_blas(openblas: list[int]) -> None:
-    """There is nothing to measure, and nothing is set."""
-    quantized = nn.QuantizedLinear(64, 64, bias=False)
-    assert blas.choose_num_threads(Layered(quantized)) is None
-    assert openblas == []
-
-
-def test_a_process_without_openblas_has_nothing_to_set(
-    openblas: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The reference BLAS has one thread."""
-    monkeypatch.setattr(blas.ctypes, "CDLL", lambda name: SimpleNamespace())
-    assert blas.choose_num_threads(Layered(nn.Linear(8, 8))) is None

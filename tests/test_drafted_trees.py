@@ -14,6 +14,7 @@ import pytest
 
 import test_distribution as distribution
 import tiny
+from benchmarks.head_trees import compare_trees, format_tree_rows
 from exact import Source
 from exact_trees import TREE_RULES, ByTreeRule
 from heads import HEADS, mtp, random_head
@@ -21,7 +22,6 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import ScriptedSession
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
-from specdec_mlx.bench.head_trees import compare_trees, format_tree_rows
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import EDGES, NUM_WEIGHTS, PLACES, PRIORS, Chances, class_of
 from specdec_mlx.draft_length.chips import Curve

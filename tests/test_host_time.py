@@ -18,10 +18,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from scripted import ScriptedDrafter
-from specdec_mlx import loop
-from specdec_mlx.bench import host_time
-from specdec_mlx.bench.host_time import (
+from benchmarks import host_time
+from benchmarks.host_time import (
     VOCAB_SIZE,
     Kind,
     Table,
@@ -30,6 +28,8 @@ from specdec_mlx.bench.host_time import (
     prompt_of,
     round_seconds,
 )
+from scripted import ScriptedDrafter
+from specdec_mlx import loop
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.parts import REST

@@ -14,15 +14,17 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
 
+from benchmarks.lab import byte_tokens, pack, train
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
-from specdec_mlx.lab import corpus, train
+from specdec_mlx.lab import corpus
+from specdec_mlx.lab.pair import WEIGHTS, unpack
 from specdec_mlx.training import fitting
 
-LARGEST = 18_000_000  # bytes that the package may grow by
-LARGEST_HEADS = 2_000_000
+LARGEST = 5_200_000  # bytes; the whole package is to have at most 6 MB
+LARGEST_HEADS = 1_100_000
 LEAST_ACCEPTANCE = {"mtp": 0.7, "eagle3": 0.4, "medusa": 0.2, "exit": 0.3}
 """By head, on one text; the model card has them on all that was held out."""
 
@@ -68,7 +70,7 @@ def test_shapes_and_dtype(pair: lab.Pair) -> None:
     sizes = []
     for model, shape in [(pair.target, train.TARGET_SHAPE), (pair.draft, train.DRAFT_SHAPE)]:
         assert {name: getattr(model.args, name) for name in shape} == shape
-        assert model.args.vocab_size == len(pair.tokenizer.get_vocab()) == corpus.VOCAB_SIZE
+        assert model.args.vocab_size == len(pair.tokenizer.get_vocab()) == byte_tokens.VOCAB_SIZE
         weights = [weight for _, weight in tree_flatten(model.parameters())]
         assert {weight.dtype for weight in weights} == {mx.float32}
         sizes.append(sum(weight.size for weight in weights))
@@ -82,10 +84,41 @@ def test_fits_into_the_package() -> None:
     assert sum(file.stat().st_size for file in files if "__pycache__" not in file.parts) < LARGEST
 
 
+def test_what_is_packed_is_read_back_in_float32(tmp_path: Path) -> None:
+    """To half a step of its row's scale; what is no matrix, as it was; a row of zeros too."""
+    (tmp_path / "m").mkdir()
+    matrix = mx.random.normal((4, 5), key=mx.random.key(0)) * mx.array([[1], [9], [0], [0.1]])
+    stored = {"a": matrix, "b": mx.arange(3), "c": mx.ones(2), "d": matrix[None]}
+    mx.save_safetensors(str(tmp_path / "m" / "model.safetensors"), stored)
+    pack.pack(tmp_path / "m", tmp_path / "packed")
+    read = mx.load(str(unpack(tmp_path / "packed", tmp_path / "full") / "model.safetensors"))
+    assert {weight.dtype for weight in mx.load(str(tmp_path / "packed" / WEIGHTS)).values()} == {
+        *(mx.int8, mx.float32, mx.int32)
+    }
+    for name in ("b", "c"):
+        assert mx.array_equal(read[name], stored[name])
+    half_step = mx.max(mx.abs(matrix), axis=1, keepdims=True) / 254
+    for found in (read["a"], read["d"][0]):
+        assert mx.all(mx.abs(found - matrix) <= half_step * 1.001)
+
+
+def test_where_the_cache_cannot_be_written_the_pair_loads_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From a folder of this process, which is made once."""
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "file"))
+    folder = lab.draft_path()
+    assert tmp_path not in folder.parents
+    written = (folder / WEIGHTS).stat().st_mtime_ns
+    assert lab.draft_path() == folder
+    assert (folder / WEIGHTS).stat().st_mtime_ns == written
+
+
 def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
     _, draft_tokenizer = mlx_lm.load(str(lab.draft_path()))[:2]
     check_same_tokenizer(pair.tokenizer, draft_tokenizer)
-    assert pair.tokenizer.eos_token_ids == {corpus.END_OF_TEXT_ID}
+    assert pair.tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
     assert not pair.tokenizer.has_chat_template
 
 
@@ -97,7 +130,11 @@ def test_a_text_is_its_bytes_and_comes_back(pair: lab.Pair, text: str) -> None:
 
 
 def test_end_of_text_is_one_token(pair: lab.Pair) -> None:
-    assert pair.tokenizer.encode(f"a{corpus.END_OF_TEXT}b") == [97, corpus.END_OF_TEXT_ID, 98]
+    assert pair.tokenizer.encode(f"a{byte_tokens.END_OF_TEXT}b") == [
+        97,
+        byte_tokens.END_OF_TEXT_ID,
+        98,
+    ]
 
 
 @pytest.mark.parametrize("draft_length", cases([4, "auto"], "auto"))
@@ -141,18 +178,18 @@ def test_held_out_topics_are_not_trained_on() -> None:
     known = {paragraph for text in trained for paragraph in text.split("\n\n")}
     paragraphs = [p for text in held_out for p in text.split("\n\n")]
     assert not [p for p in paragraphs if len(p) >= corpus.SHORTEST_QUOTE and p in known]
-    assert 0.03 < len(corpus.to_stream(held_out)) / len(corpus.to_stream(trained)) < 0.1
+    assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
 
 
 def test_bytes_have_the_characters_of_other_byte_level_vocabularies() -> None:
     from tokenizers.pre_tokenizers import ByteLevel
 
-    assert sorted(corpus.byte_characters().values()) == sorted(ByteLevel.alphabet())
+    assert sorted(byte_tokens.byte_characters().values()) == sorted(ByteLevel.alphabet())
 
 
 def test_agreement_of_a_model_with_itself() -> None:
     model = train.build(train.DRAFT_SHAPE)
-    stream = np.arange(100) % corpus.VOCAB_SIZE
+    stream = np.arange(100) % byte_tokens.VOCAB_SIZE
     measured = train.agreement(model, model, stream, 32)
     assert measured.greedy == 1
     assert measured.acceptance == pytest.approx(1, abs=1e-5)
@@ -196,7 +233,7 @@ def test_the_script_runs_and_repeats_itself(
 def weights(folder: Path) -> dict[str, mx.array]:
     model, tokenizer = mlx_lm.load(str(folder))[:2]
     assert isinstance(model, llama.Model)
-    assert tokenizer.eos_token_ids == {corpus.END_OF_TEXT_ID}
+    assert tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
     texts = mlx_lm.stream_generate(model, tokenizer, "a", max_tokens=2)
     assert len(list(islice(texts, 2))) <= 2
     return dict(tree_flatten(model.parameters()))
@@ -241,7 +278,7 @@ def test_heads_are_lossless_and_worth_their_passes(
 
 
 def test_heads_fit_into_the_package() -> None:
-    """Together at most 2 MB, and nothing of their training beside them."""
+    """Together at most 1.1 MB, and nothing of their training beside them."""
     folder = Path(lab.__file__).parent / "heads"
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert {file.name for file in files} == {"config.json", "model.safetensors"}

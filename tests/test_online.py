@@ -561,7 +561,7 @@ def test_the_measurement_counts_the_same_tokens_before_and_after(
     flags = ["--model", folder, "--draft-model", draft, "--texts", "2", "--held-out", "1"]
     counts = tmp_path / "counts.json"
     done = command_line.run(
-        *(*flags, "--max-tokens", "12", "--json", counts), program="specdec_mlx.bench.online"
+        *(*flags, "--max-tokens", "12", "--json", counts), program="benchmarks.online"
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(counts.read_text())["rows"]

@@ -14,15 +14,15 @@ from typing import Any
 import mlx.nn as nn
 import pytest
 
-from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import make_contenders
-from specdec_mlx.bench.peers import (
+from benchmarks.peers import (
     MLX_DSPARK,
     MLX_OPTIQ,
     PEERS,
     _Rounds,
     make_peer,
 )
+from specdec_mlx.bench import run
+from specdec_mlx.bench.contenders import make_contenders
 from specdec_mlx.bench.prompts import Prompt
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
@@ -101,4 +101,4 @@ def test_rounds_of_callbacks_become_tokens() -> None:
     assert [e.token for e in emitted] == list(range(7))
     assert [e.from_draft for e in emitted] == [False, True, True, False, False, True, True]
     assert [e.at for e in emitted[:2]] == [first_at, rounds.rounds[0][2]]
-    assert [e.passes for e in emitted[::3]] == [(1, 0, 0), (2, 4, 1), (4, 7, 2)]
+    assert [e.counts for e in emitted[::3]] == [(1, 0, 0, None), (2, 4, 1, None), (4, 7, 2, None)]

@@ -19,7 +19,6 @@ from PIL import Image
 import specdec_mlx as sd
 from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.scores import Score
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.notebook import plots, tree_plots
 from specdec_mlx.notebook.palette import VERMILLION
@@ -40,8 +39,8 @@ def stats_of(rounds: list[tuple[int, int]]) -> sd.SpeculationStats:
 def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     """A benchmark's result of which only the speed matters."""
     return Result(
-        *(drafter, length, category, 3, 30, 10.0, 10.0),
-        *(ratio, ratio - 0.1, ratio + 0.2, ratio, ratio),
+        *(drafter, length, category, 3, 30, 10.0),
+        *(ratio, ratio - 0.1, ratio + 0.2, ratio),
         *(1.5, 20, 20, 10, 0.5, 0.1, 1.0, 0.1, 3, 0),
     )
 
@@ -58,13 +57,11 @@ def line(ax: Axes, label: str) -> tuple[list[float], list[float]]:
 
 def every_plot() -> dict[str, plots.Plot]:
     stats = stats_of(ROUNDS)
-    score = Score("measured", "ngram", "4", "all", 1, 9, 5, 8, 4, 1.8, 1.4, live_ratio=1.3)
     return {
         "stats": stats.plot(),
         "cost": plots.cost_curve(linear_cost(0.24), 0.8),
         "lengths": plots.draft_lengths({2: stats}),
         "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
-        "expected": bench_plots.expected_and_observed([score]),
         "by text": bench_plots.speed_by_text(
             [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
         ),
@@ -203,12 +200,6 @@ def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
     assert line(ax, "observed") == ([2, 4], [2, 4])
     speeds = line(axes(plots.draft_lengths(runs, linear_cost(0.5))), "observed")[1]
     assert speeds == pytest.approx([2 / 2, 4 / 3])
-
-
-def test_expected_and_observed_are_the_scores() -> None:
-    score = Score("measured", "ngram", "4", "all", 1, 9, 5, 8, 4, 1.8, 1.4, live_ratio=1.3)
-    ax = axes(bench_plots.expected_and_observed([score, replace(score, live_ratio=None)]))
-    assert line(ax, "ngram, K = 4") == ([1.4], [1.3])
 
 
 def test_speed_by_text_has_ratios_and_intervals() -> None:

@@ -16,11 +16,12 @@ import pytest
 import narrow
 import scripted
 import specdec_mlx as sd
+from benchmarks import replay as experiment
+from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_oracle
 from selection import cases
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.contenders import make_contenders, ours
 from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.oracles import length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.run import run_bench
@@ -258,8 +259,7 @@ def test_scores_add_up_and_carry_the_live_ratio() -> None:
     drafters = {"prompt-lookup": DRAFTERS["prompt lookup"], "none": None}
     scores = replay.score_record(record(), drafters, ["4", "auto"], measured)
     keys = {(s.drafter, s.draft_length) for s in scores}
-    lookups = {("prompt-lookup", k) for k in ("4", "auto", replay.LENGTH_ORACLE)}
-    assert keys == {*lookups, ("none", ""), (replay.TEXT_ORACLE, "")}
+    assert keys == {("prompt-lookup", "4"), ("prompt-lookup", "auto"), ("none", "")}
     for key in keys:
         own = {s.category: s for s in scores if (s.drafter, s.draft_length) == key}
         for count in ("texts", "tokens", "target_passes", "drafted", "accepted"):
@@ -270,6 +270,38 @@ def test_scores_add_up_and_carry_the_live_ratio() -> None:
         assert (live is not None) == (key == ("prompt-lookup", "4"))
     other = replay.score_record(record(), drafters, ["4"], FLAT)
     assert {score.live_ratio for score in other} == {None}
+
+
+def test_oracles_stand_beside_the_drafters_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With 3 draft tokens at most, the text oracle writes 4 tokens a pass on either curve."""
+    save_record(record(), tmp_path / "record.json")
+    arguments = [
+        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
+        *("--cost", "linear:0", "--cost", "1,1.5,2", "--longest", "3", "--draft-cost", "0.1"),
+        *("--json", str(tmp_path / "scores.json")),
+    ]
+    assert experiment.main(arguments) == 0
+    assert capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    oracle = [s for s in scores if s["drafter"] == TEXT_ORACLE and s["category"] == ALL]
+    assert [s["tokens_per_pass"] for s in oracle] == [4, 4]
+
+
+def test_batches_are_scored_by_the_experiments_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each number of texts, and the same in the file."""
+    save_record(record(), tmp_path / "record.json")
+    arguments = [
+        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
+        *("--rows", "1", "--rows", "2", "--json", str(tmp_path / "scores.json")),
+    ]
+    assert experiment.main(arguments) == 0
+    assert "| rows" in capsys.readouterr().out
+    scores = json.loads((tmp_path / "scores.json").read_text())
+    assert [score["rows"] for score in scores] == [1, 2]
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -283,18 +315,15 @@ def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     save_record(record(), tmp_path / "record.json")
     arguments = [
         *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
-        *("--cost", "linear:0", "--cost", "1,1.5,2", "--longest", "3", "--draft-cost", "0.1"),
+        *("--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"),
         *("--json", str(tmp_path / "scores.json")),
     ]
     assert replay.main(parse(*arguments)) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2
     assert "kind 0" in report
-    assert replay.TEXT_ORACLE in report
     scores = json.loads((tmp_path / "scores.json").read_text())
     assert {s["cost"] for s in scores} == {"linear:0", "1,1.5,2"}
-    oracle = [s for s in scores if s["drafter"] == replay.TEXT_ORACLE and s["category"] == ALL]
-    assert [s["tokens_per_pass"] for s in oracle] == [4, 4]  # 3 drafts and a token on each curve
 
 
 def test_without_a_measured_curve_replay_falls_back(

@@ -18,14 +18,8 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
-from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
-from simulated import know
-from specdec_mlx import loop
-from specdec_mlx.bench import recorded_drafts
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.recorded_drafts import (
+from benchmarks import recorded_drafts
+from benchmarks.recorded_drafts import (
     Chain,
     RecordedDrafter,
     RecordedDrafts,
@@ -33,6 +27,12 @@ from specdec_mlx.bench.recorded_drafts import (
     record_drafts,
     save_drafts,
 )
+from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from simulated import know
+from specdec_mlx import loop
+from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.chips import Curve

@@ -21,8 +21,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
+from benchmarks.heads import compare, format_rows
 from selection import cases
-from specdec_mlx.bench.heads import compare, format_rows
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.mtp import MTPHead

@@ -16,12 +16,12 @@ from mlx_lm.sample_utils import make_logits_processors
 import narrow
 import specdec_mlx as sd
 import tiny
+from benchmarks.oracles import length_oracle
+from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.oracles import length_oracle
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
-from specdec_mlx.bench.recorded_tops import with_tops
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.chips import Curve

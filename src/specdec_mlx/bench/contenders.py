@@ -27,18 +27,20 @@ MLX_LM_SPECULATION = "mlx-lm-speculation"
 MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
-class Passes(NamedTuple):
-    """What somebody else's loop says of itself so far.
+class Counts(NamedTuple):
+    """What a loop says of itself so far.
 
     Attributes:
         target_passes: the one that gave the first token included.
         drafted: tokens proposed.
         drafting: passes that had a draft.
+        host_seconds: in the loop, outside the target's passes; None where it does not say.
     """
 
     target_passes: int
-    drafted: int
-    drafting: int
+    drafted: int = 0
+    drafting: int = 0
+    host_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -48,42 +50,46 @@ class Emitted:
     Attributes:
         token: its id.
         from_draft: whether it was proposed.
-        stats: the running account, of our loop only.
-        passes: the same of another package's loop; None for mlx-lm's.
+        counts: up to this token; None of a loop that takes a pass for every token.
         at: when the token was known, by `time.perf_counter`; None is now, as it is handed out,
             which a loop without streaming cannot do.
     """
 
     token: int
     from_draft: bool = False
-    stats: SpeculationStats | None = None
-    passes: Passes | None = None
+    counts: Counts | None = None
     at: float | None = None
 
 
 Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 
+class Keyed:
+    """What belongs to a contender: a way to draft, a length and a rule tell it from the others."""
+
+    drafter: str
+    draft_length: str
+    rule: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """What tells it from the others."""
+        return self.drafter, self.draft_length, self.rule
+
+
 @dataclass(frozen=True)
-class Contender:
+class Contender(Keyed):
     """A way to generate.
 
     Attributes:
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        drafter, draft_length, rule: as given on the command line; "" where it means nothing.
         start: prompt [n], max_tokens and seed to a stream of tokens.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str
     draft_length: str
     start: Start
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """What tells it from the others."""
-        return self.drafter, self.draft_length, self.rule
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
@@ -104,7 +110,7 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding.
+    """mlx-lm's own speculative decoding, which drafts K tokens a round, or as many as are wanted.
 
     Args:
         model: the target.
@@ -124,9 +130,19 @@ def mlx_lm_speculation(
             max_tokens=max_tokens,
             sampler=make_sampler(temp),
         )
+        passes = drafted = drafting = 0
+        begins_round = True
         with closing(steps):
-            for token, _, from_draft in steps:
-                yield Emitted(int(token), bool(from_draft))
+            for n, (token, _, from_draft) in enumerate(steps):
+                if begins_round:
+                    length = min(draft_length, max_tokens - n)
+                    passes, drafted, drafting = (
+                        passes + 1,
+                        drafted + length,
+                        drafting + (length > 0),
+                    )
+                begins_round = not from_draft
+                yield Emitted(int(token), bool(from_draft), Counts(passes, drafted, drafting))
 
     return Contender(MLX_LM_SPECULATION, str(draft_length), start)
 
@@ -174,11 +190,17 @@ def ours(
         )
         with closing(tokens):
             for token in tokens:
-                yield Emitted(token.token, token.from_draft, token.stats)
+                yield Emitted(token.token, token.from_draft, _counts(token.stats))
 
     if drafter is None:
         return Contender(name, "", start)
     return Contender(name, draft_length, start, rule)
+
+
+def _counts(stats: SpeculationStats) -> Counts:
+    drafting = stats.drafted_at[0] if stats.drafted_at else 0
+    host_seconds = stats.draft_seconds + stats.other_seconds
+    return Counts(stats.target_passes, stats.drafted, drafting, host_seconds)
 
 
 def make_contenders(

@@ -81,12 +81,6 @@ def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
     return CostCurve(f"linear:{slope:g}", (1, 2), (unit, unit * (1 + slope)))
 
 
-def chip_cost(name: str, unit: float = RELATIVE_UNIT) -> CostCurve:
-    """The curve of a chip, as others measured it (`draft_length.chips`), times `unit` seconds."""
-    rows = range(1, MOST_ROWS + 1)
-    return CostCurve(name, tuple(rows), tuple(unit * CURVES[name](m) for m in rows))
-
-
 def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
     """Curve out of a command line: "measured", "linear:0.24", a chip, or costs of 1, 2 ... rows.
 
@@ -99,7 +93,8 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
             raise ValueError("No measured cost curve in this file. Give linear:SLOPE or a list.")
         return measured
     if text in CURVES:
-        return chip_cost(text, unit)
+        rows = range(1, MOST_ROWS + 1)
+        return CostCurve(text, tuple(rows), tuple(unit * CURVES[text](m) for m in rows))
     kind, _, rest = text.partition(":")
     try:
         if kind == "linear":

@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.bench.contenders import PLAIN
+from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import Sample
 
@@ -18,20 +18,15 @@ EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row 
 
 
 @dataclass(frozen=True)
-class Difference:
+class Difference(Keyed):
     """First place where a text parts from that of plain decoding.
 
     Attributes:
-        id: of the text.
-        category: of the text.
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
-        repeat: which of the runs.
+        id, category, drafter, draft_length, repeat, rule: of the sample.
         position: index among the generated tokens.
         top_two_gap: how far the target's two greatest logits are apart there, in a single-token
             pass.
         excused: whether that is a tie but for rounding.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -43,11 +38,6 @@ class Difference:
     top_two_gap: float
     excused: bool
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
 
 def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
@@ -69,21 +59,15 @@ def find_differences(
     references = reference_texts(samples)
     gaps: dict[tuple[str, int], float] = {}
     differences = []
-    for sample in samples:
-        position = first_difference(sample.tokens, references[sample.id])
+    for s in samples:
+        position = first_difference(s.tokens, references[s.id])
         if position is None:
             continue
-        place = sample.id, position
-        if place not in gaps:
-            gaps[place] = top_two_gap(model, prompts[sample.id], position)
-        gap = gaps[place]
-        excused = gap < EXCUSED_GAP
-        differences.append(
-            Difference(
-                *(sample.id, sample.category, sample.drafter, sample.draft_length, sample.repeat),
-                *(position, gap, excused, sample.rule),
-            )
-        )
+        if (s.id, position) not in gaps:
+            gaps[s.id, position] = top_two_gap(model, prompts[s.id], position)
+        gap = gaps[s.id, position]
+        whose = s.id, s.category, s.drafter, s.draft_length, s.repeat
+        differences.append(Difference(*whose, position, gap, gap < EXCUSED_GAP, s.rule))
     return differences
 
 

@@ -5,10 +5,9 @@ As in `notebook.plots`, each returns a `Plot`, or draws into the axes that it is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from specdec_mlx.bench.contenders import MLX_LM_SPECULATION
-from specdec_mlx.bench.scores import Score
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.drafters.registry import NO_DRAFTER
 from specdec_mlx.notebook.canvas import (
@@ -17,7 +16,6 @@ from specdec_mlx.notebook.canvas import (
     axes_or_new,
     figure_of,
     label_axes,
-    legend,
     legend_above,
 )
 from specdec_mlx.notebook.palette import COLOURS, GREY, MARKERS
@@ -54,31 +52,6 @@ def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str 
     ax.set_ylim(len(categories), 0)
     label_axes(ax, "", "tokens per second relative to plain mlx-lm, 95% interval over texts", "")
     legend_above(ax, title)
-    return figure_of(ax)
-
-
-def expected_and_observed(scores: Iterable[Score], ax: Axes | None = None) -> Figure:
-    """Modelled speedup of replayed texts against what the live benchmark measured.
-
-    scores: of `score_record`, under the measured cost; those without a live ratio are left out.
-    """
-    ax = axes_or_new(ax)
-    by_contender: dict[str, list[Score]] = {}
-    for score in scores:
-        if score.live_ratio is not None and score.drafted:
-            name = contender_name(score.drafter, score.draft_length)
-            by_contender.setdefault(name, []).append(score)
-    values = [1.0]
-    for i, (name, chosen) in enumerate(by_contender.items()):
-        x = [score.speedup for score in chosen]
-        y = [score.live_ratio or 0.0 for score in chosen]
-        ax.plot(x, y, MARKERS[i % 6], color=COLOURS[i % 6], label=name)
-        values += x + y
-    ends = [0.95 * min(values), 1.05 * max(values)]
-    ax.plot(ends, ends, ":", color=GREY)
-    x_label, y_label = "modelled speed, plain = 1", "measured speed, plain = 1"
-    label_axes(ax, "Expected and observed", x_label, y_label)
-    legend(ax)
     return figure_of(ax)
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from specdec_mlx.bench.builtin_prompts import BUILTIN
+BUILTIN = Path(__file__).parent / "prompts.jsonl"
+"""Six kinds of work, from much repetition of the prompt to none."""
 
 
 @dataclass(frozen=True)
@@ -29,17 +30,12 @@ class Task:
     prompt: list[int]
 
 
-Kind = TypeVar("Kind")
 WithCategory = TypeVar("WithCategory", Prompt, Task)
 
 
 def builtin_prompts() -> list[Prompt]:
     """Our own prompts, a handful per kind of work."""
-    return [
-        Prompt(f"{category}/{i}", category, text)
-        for category, texts in BUILTIN.items()
-        for i, text in enumerate(texts)
-    ]
+    return read_prompts(BUILTIN)
 
 
 def read_prompts(path: Path | str) -> list[Prompt]:
@@ -47,8 +43,25 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
     Raises ValueError with the number of the line that is none.
     """
+    prompts = []
+    for number, line in numbered_lines(path):
+        try:
+            row = json.loads(line)
+            text = row["turns"][0] if "turns" in row else row["prompt"]
+            name, category = row.get("id", number), row.get("category", "prompts")
+            prompts.append(Prompt(str(name), str(category), str(text)))
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with `turns` (a list of messages) "
+                f"or `prompt`, and `id` and `category`; got {line[:60]!r}."
+            ) from error
+    return prompts
+
+
+def numbered_lines(path: Path | str) -> list[tuple[int, str]]:
+    """The lines of a file that are not empty, with their numbers."""
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [_parse(path, n, line) for n, line in enumerate(lines, start=1) if line.strip()]
+    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
 
 
 def choose(
@@ -74,21 +87,14 @@ def choose(
             known = ", ".join(sorted(by_category))
             raise ValueError(f"Unknown category {name!r}. The prompts have: {known}.")
     wanted = list(by_category) if categories is None else list(categories)
-    return [prompt for name in wanted for prompt in _spread(by_category[name], per_category)]
+    return [prompt for name in wanted for prompt in spread(by_category[name], per_category)]
 
 
-def groups_of(
-    texts: Sequence[Kind], num_rows: int, count: int | None = None
-) -> list[Sequence[Kind]]:
-    """Groups of neighbours; what is left over is left out.
-
-    Args:
-        texts: in order.
-        num_rows: texts of a group.
-        count: most groups, at equal distances; all if None.
-    """
-    starts = list(range(0, len(texts) - num_rows + 1, num_rows))
-    return [texts[start : start + num_rows] for start in _spread(starts, count)]
+def spread(items: list[Any], count: int | None) -> list[Any]:
+    """`count` of the items at equal distances, from the first on; all if None."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
 
 
 def encode_chat(tokenizer: Any, text: str) -> list[int]:
@@ -104,22 +110,3 @@ def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> li
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))
     return list(tokenizer.apply_chat_template(list(messages), add_generation_prompt=True))
-
-
-def _spread(prompts: list[Any], count: int | None) -> list[Any]:
-    """`count` of the prompts at equal distances, from the first on."""
-    if count is None or count >= len(prompts):
-        return prompts
-    return [prompts[i * len(prompts) // count] for i in range(count)]
-
-
-def _parse(path: Path | str, number: int, line: str) -> Prompt:
-    try:
-        row = json.loads(line)
-        text = row["turns"][0] if "turns" in row else row["prompt"]
-        return Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(
-            f"{path}, line {number}: expected a JSON object with `turns` (a list of messages) or "
-            f"`prompt`, and `id` and `category`; got {line[:60]!r}."
-        ) from error

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from html import escape
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.identity import Difference
+from specdec_mlx.bench.report import record_html
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.bench.timing import Sample
-from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.rows import Row, Rows
 
 
@@ -28,7 +27,7 @@ class RecordedText:
         generated: [m] token ids.
         session: the conversation that it is a part of; "" where it stands alone.
         top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
-            first; [] where they were not recorded (`bench.recorded_tops`).
+            first; [] where they were not recorded.
     """
 
     id: str
@@ -79,12 +78,9 @@ class Record(Rows):
         Returns:
             Tokens per second over plain decoding's; None if that was not run.
         """
-        wanted = drafter, draft_length, category
-        for result in self.results:
-            own = result.drafter, result.draft_length, result.category
-            if own == wanted and result.rule in ("", "auto"):
-                return result.ratio
-        return None
+        wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
+        found = (r.ratio for r in self.results if r.key in wanted and r.category == category)
+        return next(found, None)
 
     def rows(self) -> list[Row]:
         """A row for each result, a column for each of its fields."""
@@ -123,39 +119,9 @@ def load_record(path: Path | str) -> Record:
 
 
 def read_result(data: dict[str, Any]) -> Result:
-    """A result as JSON has it; `acceptance_rate`, which older files have too, is left out."""
-    return Result(**{name: value for name, value in data.items() if name != "acceptance_rate"})
-
-
-def record_html(record: Record) -> str:
-    """For a notebook: a row for each kind of text and contender, and where it ran.
-
-    The acceptance rule has a column where there is more than one.
-    """
-    with_rule = len({r.rule for r in record.results if r.rule}) > 1
-    who = ["texts", "drafter", "K", *(["rule"] if with_rule else [])]
-    header = [*who, "speed", "95%", "tok/s", "tok/pass", "accepted", "identical"]
-    rows = [
-        [
-            *(r.category, r.drafter, r.draft_length or "-"),
-            *([r.rule or "-"] if with_rule else []),
-            or_dash(r.ratio),
-            "-" if r.ratio_low is None else f"{r.ratio_low:.2f} to {r.ratio_high:.2f}",
-            *(or_dash(r.total_tokens_per_second, 1), f"{r.tokens_per_pass:.2f}"),
-            f"{r.accepted_share:.0%}" if r.drafted else "-",
-            "-" if r.identical is None else f"{r.identical + (r.excused or 0)} of {r.texts}",
-        ]
-        for r in record.results
-    ]
-    machine = ", ".join(f"{key} {value}" for key, value in record.machine.items())
-    note = "speed: tokens per second relative to plain mlx-lm, with a 95% interval over texts"
-    table = table_html(header, rows, len(who))
-    return f"{table}<p>{escape(note)}<br><small>{escape(machine)}</small></p>"
-
-
-def or_dash(value: float | None, digits: int = 2) -> str:
-    """A number with so many decimals; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
+    """A result as JSON has it; what only older versions wrote is left out."""
+    known = {field.name for field in fields(Result)}
+    return Result(**{name: value for name, value in data.items() if name in known})
 
 
 def read_cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:

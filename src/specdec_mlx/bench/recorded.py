@@ -126,7 +126,7 @@ class RecordedTarget:
         if wanted != Features(top=wanted.top):
             raise UnreadableError(
                 "A recorded text has no states to read, only the likeliest tokens. Replay drafters "
-                "that work on tokens, or record their drafts with bench.recorded_drafts."
+                "that work on tokens."
             )
         self._is_tapped = True
         self.rollback = Rollback([])

@@ -4,12 +4,6 @@ The loop itself runs, with its drafters, draft lengths and both of its modes. On
 replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
 curve c(m). At temperature 0 the counts are therefore those of a live run.
 
-Two bounds show how far a drafter is from what could be had. The length oracle has the same drafter
-but knows how many of its tokens will be accepted, and drafts exactly those. The text oracle knows
-the text, and cuts it into passes in the cheapest way.
-
-With `--rows` groups of texts are written together, as in a batch; see `recorded_rows`.
-
 With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
 on with what the texts before have left it.
 """
@@ -19,27 +13,16 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
-from specdec_mlx.bench.oracles import LONGEST_DRAFT, length_oracle, text_oracle
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.recorded_drafts import load_drafts
-from specdec_mlx.bench.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.bench.scores import (
-    LENGTH_ORACLE,
-    TEXT_ORACLE,
-    Score,
-    Scores,
-    format_scores,
-)
-from specdec_mlx.bench.sessions import session_record
+from specdec_mlx.bench.scores import Score, Scores, format_scores
+from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
@@ -47,7 +30,6 @@ from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
-from specdec_mlx.options import argument, positive_int
 from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
@@ -61,9 +43,8 @@ def score_record(
     cost: CostCurve,
     *,
     draft_cost: float = 0.0,
-    longest: int = LONGEST_DRAFT,
 ) -> Scores:
-    """Every drafter with every draft length on all texts, and the oracles.
+    """Every drafter with every draft length on all texts.
 
     What a draft length learns it keeps from text to text, as in a live benchmark.
 
@@ -74,7 +55,6 @@ def score_record(
         draft_lengths: numbers and policies, as on the command line.
         cost: c(m), in seconds.
         draft_cost: of a draft token, in c(1).
-        longest: most tokens that the oracles draft.
 
     Returns:
         A score for each category and for all of them, of each way of drafting, and where the texts
@@ -83,36 +63,27 @@ def score_record(
     Raises:
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
-    draft_seconds = draft_cost * cost(1)
-    vocab_size = int(record.settings["vocab_size"])
     scores = Scores()
-
-    def add(drafter: str, length: str, modelled: Iterable[Modelled]) -> None:
-        scores.extend(_scores(record, cost.name, drafter, length, list(modelled)))
-
+    sizes = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            add(name, length, _replayed(record, _fresh(made), length, cost, draft_seconds))
-        drafter = _fresh(made)
-        if drafter is not None and longest > 0:
-            bound = (
-                length_oracle(
+            drafter, tuning = fresh(made), Tuning()
+            modelled = [
+                replay_text(
                     text,
                     drafter,
+                    make_draft_length(parse_draft_length(length or "0"), tuning),
                     cost,
-                    vocab_size=vocab_size,
-                    draft_seconds=draft_seconds,
-                    longest=longest,
+                    draft_seconds=draft_cost * cost(1),
+                    **sizes,
                 )
                 for text in record.texts
-            )
-            add(name, LENGTH_ORACLE, bound)
-    if longest > 0:
-        add(TEXT_ORACLE, "", (text_oracle(text, cost, longest) for text in record.texts))
+            ]
+            scores += scores_of(record, cost.name, name, length, modelled)
     return scores
 
 
-def _fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
+def fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
     """A drafter, made if it is to be made; a class of drafters makes them, too."""
     if isinstance(drafter, type) or (drafter is not None and not isinstance(drafter, Drafter)):
         return drafter()
@@ -135,12 +106,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
     add(
-        "--drafts",
-        action="append",
-        metavar="FILE",
-        help="repeatable: a draft model's drafts, recorded by specdec_mlx.bench.recorded_drafts",
-    )
-    add(
         "--draft-length",
         action="append",
         metavar="N|POLICY",
@@ -161,63 +126,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="of a token drafted by a model, in passes over one position (%(default)s)",
     )
-    add(
-        "--longest",
-        type=int,
-        default=LONGEST_DRAFT,
-        metavar="N",
-        help="most tokens that the oracles draft; 0 leaves them out (%(default)s)",
-    )
-    add(
-        "--rows",
-        action="append",
-        type=argument(positive_int),
-        metavar="N",
-        help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
-        "c(N m)",
-    )
     add("--json", metavar="FILE", help="write the scores")
 
 
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
-    record = _record(args)
-    drafters: dict[str, Any] = _drafters(args) | {
-        Path(path).stem: load_drafts(path, record.texts) for path in args.drafts or ()
-    }
-    default_costs = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
-    costs = [parse_cost(text, record.cost) for text in args.cost or default_costs]
-    lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
-    everything: list[Score | RowsScore] = []
-    for cost in costs:
-        what = f"{len(record.texts)} texts, cost {cost.name}:\n"
-        if args.rows:
-            of_rows = score_rows(record, drafters, lengths, args.rows, cost)
-            everything += of_rows
-            print(f"Modelled speedup over the plain batch, {what}\n{format_rows(of_rows)}\n")
-            continue
-        scores = score_record(
-            record, drafters, lengths, cost, draft_cost=args.draft_cost, longest=args.longest
-        )
+    record, drafters = read_record(args), drafters_of(args)
+    everything = Scores()
+    for cost in costs_of(args, record):
+        lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
+        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
-        print(f"Modelled speedup, {what}\n{format_scores(scores)}\n")
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
+        print(f"{format_scores(scores)}\n")
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(s) for s in everything], indent=1))
+        Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
     return 0
 
 
-def _record(args: argparse.Namespace) -> Record:
-    """The texts to score, and the costs that were measured."""
+def read_record(args: argparse.Namespace) -> Record:
+    """The texts to score, and the costs that were measured. Raises ValueError where none is."""
     if args.record is None and args.sessions is None:
         raise ValueError(
             "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
         )
-    record = None if args.record is None else load_record(args.record)
-    if args.sessions is None:
-        assert record is not None
-        return record
-    cost = None if record is None else record.cost
-    return record_of_sessions(args.sessions, args.model, cost)
+    record = load_record(args.record) if args.record else None
+    if args.sessions:
+        return record_of_sessions(args.sessions, args.model, record.cost if record else None)
+    assert record is not None
+    return record
+
+
+def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
+    """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
+    defaults = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
+    return [parse_cost(text, record.cost) for text in args.cost or defaults]
 
 
 def record_of_sessions(
@@ -237,75 +180,51 @@ def record_of_sessions(
     name = model or demo_model_path()
     with explained(name):
         tokenizer = load_tokenizer(name)
-    return session_record(path, tokenizer, len(tokenizer), cost)
+    texts = read_sessions(path, tokenizer)
+    longest = max(len(text.generated) for text in texts)
+    settings = {"vocab_size": len(tokenizer), "max_tokens": longest, "temp": 0.0}
+    return Record(f"sessions of {path}", {}, settings, texts, cost)
 
 
-def _drafters(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
+def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; whether they can be made is found out now."""
     draft_model, draft_tokenizer = draft_pair(args)
-    specs = args.drafter or ([] if args.drafts else [DEFAULT_DRAFTER])
     make = functools.partial(make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+    specs = args.drafter or [DEFAULT_DRAFTER]
     for spec in specs:
         make(spec)
     return {spec: functools.partial(make, spec) for spec in specs}
 
 
-def _replayed(
-    record: Record, drafter: Drafter | None, length: str, cost: CostCurve, draft_seconds: float
-) -> Iterator[Modelled]:
-    """All texts in order, with one memory of what was learned."""
-    tuning = Tuning()
-    for text in record.texts:
-        yield replay_text(
-            text,
-            drafter,
-            make_draft_length(parse_draft_length(length or "0"), tuning),
-            cost,
-            max_tokens=int(record.settings["max_tokens"]),
-            vocab_size=int(record.settings["vocab_size"]),
-            draft_seconds=draft_seconds,
-        )
-
-
-def _scores(
+def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
-    """One score per category, "all", and one for each session."""
-    scores = []
-    for category in [*record.categories, ALL]:
-        chosen = [m for m in modelled if category in (m.category, ALL)]
-        live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
-        scores.append(_score(cost, drafter, length, category, chosen, live))
+    """One score per category, "all", and one for each session, of what became of each text."""
+    groups = [
+        (category, "", [m for m in modelled if category in (m.category, ALL)])
+        for category in [*record.categories, ALL]
+    ]
     for session in dict.fromkeys(text.session for text in record.texts if text.session):
         of_it = zip(record.texts, modelled, strict=True)
         chosen = [m for text, m in of_it if text.session == session]
-        category = chosen[0].category
-        scores.append(_score(cost, drafter, length, category, chosen, None, session))
-    return scores
-
-
-def _score(
-    cost: str,
-    drafter: str,
-    length: str,
-    category: str,
-    modelled: Sequence[Modelled],
-    live_ratio: float | None,
-    session: str = "",
-) -> Score:
-    tokens, passes = sum(m.tokens for m in modelled), sum(m.passes for m in modelled)
-    return Score(
-        cost=cost,
-        drafter=drafter,
-        draft_length=length,
-        category=category,
-        texts=len(modelled),
-        tokens=tokens,
-        target_passes=passes,
-        drafted=sum(m.drafted for m in modelled),
-        accepted=sum(m.accepted for m in modelled),
-        tokens_per_pass=tokens / passes,
-        speedup=sum(m.plain_seconds for m in modelled) / sum(m.seconds for m in modelled),
-        live_ratio=live_ratio,
-        session=session,
-    )
+        groups.append((chosen[0].category, session, chosen))
+    return [
+        Score(
+            cost=cost,
+            drafter=drafter,
+            draft_length=length,
+            category=category,
+            texts=len(group),
+            tokens=sum(m.tokens for m in group),
+            target_passes=sum(m.passes for m in group),
+            drafted=sum(m.drafted for m in group),
+            accepted=sum(m.accepted for m in group),
+            tokens_per_pass=sum(m.tokens for m in group) / sum(m.passes for m in group),
+            speedup=sum(m.plain_seconds for m in group) / sum(m.seconds for m in group),
+            live_ratio=record.live_ratio(drafter, length, category)
+            if cost == MEASURED and not session
+            else None,
+            session=session,
+        )
+        for category, session, group in groups
+    ]

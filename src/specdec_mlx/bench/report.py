@@ -1,92 +1,101 @@
-"""Tables in Markdown."""
+"""What a benchmark says, as tables: in Markdown, and in HTML for a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.identity import EXCUSED_GAP, Difference
-from specdec_mlx.bench.record import Record, or_dash
 from specdec_mlx.bench.summary import Result
+from specdec_mlx.notebook.views import table_html
+
+if TYPE_CHECKING:
+    from specdec_mlx.bench.record import Record
+
+Table = tuple[list[str], list[list[str]], int]
+"""Header, rows, and how many columns, from the first on, are text."""
 
 SPEED_NOTE = (
     "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
-    "left out, with a 95% bootstrap interval over texts; mean: of the texts' own ratios; end to "
-    "end: prefill included; tok/s: median over texts, and all tokens over all seconds."
+    "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
+    "tokens over all seconds; accepted: of the drafted tokens."
 )
 ROUNDS_NOTE = (
-    "share: of the drafted tokens, those accepted; drafting: share of target passes that verified "
-    "a draft (the others are plain steps); host: time per pass in the loop outside the target's "
-    "passes; first: time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."
+    "drafting: share of target passes that verified a draft (the others are plain steps); host: "
+    "time per pass in the loop outside the target's passes; first: time to the first token, in "
+    "seconds and over plain mlx-lm's (1.020: 2% later)."
 )
 
 
 def format_record(record: Record) -> str:
     """The whole report."""
     parts = [
-        _header(record),
-        format_speed(record.results),
+        f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(record.settings)}",
+        markdown_table(*speed_table(record.results)),
         SPEED_NOTE,
-        format_rounds(record.results),
+        markdown_table(*rounds_table(record.results)),
         ROUNDS_NOTE,
         format_differences(record.differences),
+        format_cost(record.cost) if record.cost else "",
     ]
-    if record.cost is not None:
-        parts.append(format_cost(record.cost))
     return "\n\n".join(part for part in parts if part)
 
 
-def format_speed(results: Sequence[Result]) -> str:
+def record_html(record: Record) -> str:
+    """For a notebook: how fast, and where it ran."""
+    notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(record.machine))}</small>"
+    return f"{table_html(*speed_table(record.results))}<p>{notes}</p>"
+
+
+def speed_table(results: Sequence[Result]) -> Table:
     """How fast: a row per category and contender."""
-    names = _Names(results)
-    header = ["category", *names.header, "ratio", "95%", "mean", "end to end", "tok/s", "total"]
+    who = _Names(results)
+    header = ["ratio", "95%", "end to end", "tok/s", "tok/pass", "accepted", "identical"]
     rows = [
         [
-            *(r.category, *names(r), or_dash(r.ratio)),
-            f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}",
-            *(or_dash(r.mean_ratio), or_dash(r.end_to_end_ratio)),
-            *(or_dash(r.tokens_per_second, 1), or_dash(r.total_tokens_per_second, 1)),
-        ]
-        for r in results
-    ]
-    return markdown_table(header, rows, 1 + len(names.header))
-
-
-def format_rounds(results: Sequence[Result]) -> str:
-    """What happened in the rounds: a row per category and contender."""
-    names = _Names(results)
-    header = ["category", *names.header, "tok/pass", "accepted", "share", "drafting", "host ms"]
-    header += ["peak GB", "first s", "of plain's", "identical"]
-    rows = [
-        [
-            *(r.category, *names(r), f"{r.tokens_per_pass:.2f}"),
+            *(*who(r), or_dash(r.ratio), f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}"),
+            *(or_dash(r.end_to_end_ratio), or_dash(r.total_tokens_per_second, 1)),
+            f"{r.tokens_per_pass:.2f}",
             f"{r.accepted} of {r.drafted}" if r.drafted else "-",
-            f"{r.accepted_share:.2f}" if r.drafted else "-",
-            f"{r.drafting_share:.2f}",
-            or_dash(r.host_ms_per_round),
-            *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.3f}"),
-            *(or_dash(r.first_token_ratio, 3), _identical(r)),
+            _identical(r),
         ]
         for r in results
     ]
-    return markdown_table(header, rows, 1 + len(names.header))
+    return [*who.header, *header], rows, len(who.header)
+
+
+def rounds_table(results: Sequence[Result]) -> Table:
+    """What happened in the rounds: a row per category and contender."""
+    who = _Names(results)
+    rows = [
+        [
+            *(*who(r), f"{r.drafting_share:.2f}", or_dash(r.host_ms_per_round)),
+            *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.3f}"),
+            or_dash(r.first_token_ratio, 3),
+        ]
+        for r in results
+    ]
+    header = ["drafting", "host ms", "peak GB", "first s", "of plain's"]
+    return [*who.header, *header], rows, len(who.header)
 
 
 def format_differences(differences: Sequence[Difference]) -> str:
-    """Where texts part from plain decoding's; empty if nowhere."""
+    """Texts that are not plain decoding's; "" if there are none."""
     if not differences:
         return ""
-    names = _Names(differences)
+    who = _Names(differences)
     rows = [
         [
-            *(d.id, *names(d), str(d.repeat), str(d.position)),
+            *(d.id, *who(d)[1:], str(d.repeat), str(d.position)),
             *(f"{d.top_two_gap:.2e}", "yes" if d.excused else "NO"),
         ]
         for d in differences
     ]
-    header = ["text", *names.header, "repeat", "position", "top-two gap", "excused"]
+    header = ["text", *who.header[1:], "repeat", "position", "top-two gap", "excused"]
     note = f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
-    return f"{note}\n\n{markdown_table(header, rows, 1 + len(names.header))}"
+    return f"{note}\n\n{markdown_table(header, rows, len(who.header))}"
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -119,27 +128,29 @@ def markdown_table(
         "-" * width if i < num_text_columns else "-" * (width - 1) + ":"
         for i, width in enumerate(widths)
     ]
-    return "\n".join(_line(cells, widths, num_text_columns) for cells in [header, rule, *rows])
+    pads = [str.ljust if i < num_text_columns else str.rjust for i in range(len(header))]
+    padded = (
+        [pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)]
+        for row in [header, rule, *rows]
+    )
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 class _Names:
-    """The columns that tell contenders apart: the rule only where there is more than one."""
+    """The columns that tell results apart: the rule only where there is more than one."""
 
     def __init__(self, rows: Sequence[Result | Difference]) -> None:
         self.with_rule = len({row.rule for row in rows if row.rule}) > 1
-        self.header = ["drafter", "K", *(["rule"] if self.with_rule else [])]
+        self.header = ["category", "drafter", "K", *(["rule"] if self.with_rule else [])]
 
     def __call__(self, row: Result | Difference) -> list[str]:
         rule = [row.rule or "-"] if self.with_rule else []
-        return [row.drafter, row.draft_length or "-", *rule]
-
-
-def _line(cells: Sequence[str], widths: Sequence[int], num_text_columns: int) -> str:
-    padded = [
-        cell.ljust(width) if i < num_text_columns else cell.rjust(width)
-        for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-    ]
-    return f"| {' | '.join(padded)} |"
+        return [row.category, row.drafter, row.draft_length or "-", *rule]
 
 
 def _identical(result: Result) -> str:
@@ -149,7 +160,5 @@ def _identical(result: Result) -> str:
     return f"{result.identical}{excused} of {result.texts}"
 
 
-def _header(record: Record) -> str:
-    settings = ", ".join(f"{name} {value}" for name, value in record.settings.items())
-    machine = ", ".join(f"{name} {value}" for name, value in record.machine.items())
-    return f"    {record.command}\n\n{machine}\n\n{settings}"
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())

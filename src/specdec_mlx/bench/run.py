@@ -14,10 +14,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
-from specdec_mlx.bench.cost import CostCurve, CostMeter
-from specdec_mlx.bench.identity import Difference, find_differences, reference_texts
+from specdec_mlx.bench.cost import CostMeter
+from specdec_mlx.bench.identity import find_differences, reference_texts
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
-from specdec_mlx.bench.peers import PEERS, make_peer
 from specdec_mlx.bench.prompts import (
     Prompt,
     Task,
@@ -28,9 +27,9 @@ from specdec_mlx.bench.prompts import (
 )
 from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.report import format_record
-from specdec_mlx.bench.sessions import session_tasks
+from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import summarise
-from specdec_mlx.bench.timing import Sample, Settings, run_interleaved
+from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.draft_models import add_lighter_arguments
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
@@ -83,12 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="acceptance rule, repeatable: every drafter and length with every rule (auto)",
     )
-    add(
-        "--peer",
-        action="append",
-        choices=PEERS,
-        help="also run this package's own prompt lookup, if it is installed; repeatable",
-    )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
@@ -97,8 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
 
 
-def main(args: argparse.Namespace) -> int:
-    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+def main(
+    args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
+) -> int:
+    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason.
+
+    others: further contenders, of a model and its tokenizer.
+    """
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
@@ -116,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
         args.rule or DEFAULT_RULES,
         typed.make,
     )
-    contenders += [make_peer(name, model, tokenizer, args.temp) for name in args.peer or ()]
+    contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     models = [m for m in (model, draft_model) if m is not None]
@@ -183,15 +181,24 @@ def run_bench(
         if bar:
             bar.close()
     differences = find_differences(model, tasks, samples) if temp == 0 else []
-    return make_record(
-        model,
-        tasks,
-        samples,
-        differences,
-        meter.curve() if meter else None,
-        machine=machine,
-        settings={**(about or {}), "temp": temp, **_settings(settings)},
+    references = reference_texts(samples)
+    return Record(
         command=command,
+        machine=machine,
+        settings={
+            **(about or {}),
+            "temp": temp,
+            "max_tokens": settings.max_tokens,
+            "repeats": settings.repeats,
+            "seed": settings.seed,
+            "dtype": describe_dtype(model),
+            "vocab_size": model(mx.array([[0]])).shape[-1],
+        },
+        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        cost=meter.curve() if meter else None,
+        results=summarise(samples, differences, greedy=temp == 0),
+        differences=differences,
+        samples=samples,
     )
 
 
@@ -254,59 +261,11 @@ def bench_texts(
     )
 
 
-def make_record(
-    model: nn.Module,
-    tasks: Sequence[Task],
-    samples: Sequence[Sample],
-    differences: Sequence[Difference],
-    cost: CostCurve | None,
-    *,
-    machine: dict[str, str],
-    settings: dict[str, Any],
-    command: str,
-) -> Record:
-    """Put together what was measured.
-
-    Args:
-        model: the target.
-        tasks: the prompts.
-        samples: every generation.
-        differences: where texts part from plain decoding's.
-        cost: measured c(m); None where it was not.
-        machine: what `describe_machine` says.
-        settings: for the record; `temp` says whether texts were compared.
-        command: for the record, as typed.
-    """
-    references = reference_texts(samples)
-    return Record(
-        command=command,
-        machine=machine,
-        settings={
-            **settings,
-            "dtype": describe_dtype(model),
-            "vocab_size": model(mx.array([[0]])).shape[-1],
-        },
-        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
-        cost=cost,
-        results=summarise(samples, differences, greedy=settings["temp"] == 0),
-        differences=list(differences),
-        samples=list(samples),
-    )
-
-
 def make_tasks(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Task]:
     """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
     if not prompts:
         raise ValueError("No prompts. Give another file, or drop --categories.")
     return [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
-
-
-def _settings(settings: Settings) -> dict[str, Any]:
-    return {
-        "max_tokens": settings.max_tokens,
-        "repeats": settings.repeats,
-        "seed": settings.seed,
-    }
 
 
 def _drafters(args: argparse.Namespace) -> list[str]:
@@ -320,7 +279,9 @@ def _drafters(args: argparse.Namespace) -> list[str]:
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
     if args.sessions:
-        return choose(session_tasks(args.sessions, tokenizer), args.categories, args.per_category)
+        texts = read_sessions(args.sessions, tokenizer)
+        tasks = [Task(text.id, text.category, text.prompt) for text in texts]
+        return choose(tasks, args.categories, args.per_category)
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
     return make_tasks(tokenizer, choose(prompts, args.categories, args.per_category))
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.rows import Row, Rows
-
-LENGTH_ORACLE = "length oracle"
-TEXT_ORACLE = "text oracle"
 
 
 @dataclass(frozen=True)
@@ -20,14 +17,10 @@ class Score:
 
     Attributes:
         cost: name of the cost curve.
-        drafter: a drafter, "text oracle", or "none".
-        draft_length: N, a policy, or "length oracle".
+        drafter, draft_length: as given on the command line; "" where it means nothing.
         category: of the texts; "all" is every text.
-        texts: how many.
-        tokens: how many they have together.
-        target_passes: of the target.
-        drafted: draft tokens proposed.
-        accepted: draft tokens handed out.
+        texts, tokens, target_passes: how many.
+        drafted, accepted: draft tokens proposed, and handed out.
         tokens_per_pass: tokens over passes.
         speedup: plain seconds over modelled seconds, sums over the texts.
         live_ratio: what the recorded benchmark measured; None if it did not run this, or the curve
@@ -58,75 +51,31 @@ class Scores(list[Score], Rows):
         return [asdict(score) for score in self]
 
     def _repr_html_(self) -> str:
-        return scores_html(self)
+        note = "<p>modelled speed relative to plain decoding</p>"
+        return table_html(*_table(self), 3) + note
 
 
 def format_scores(scores: Sequence[Score]) -> str:
-    """Table of one cost curve: speedups per category; tokens per pass and live ratio over all.
+    """Speedups per category; tokens per pass, acceptance and the measured ratio over all."""
+    return markdown_table(*_table(scores), 3)
 
-    "of oracle" is the speedup over all texts relative to the length oracle's. Where there are
-    sessions, "least" is the session in which a drafter does worst relative to the first drafter of
-    the table with the same draft length.
-    """
-    categories = list(dict.fromkeys(score.category for score in scores))
-    rows: dict[tuple[str, str], dict[str, Score]] = {}
+
+def _table(scores: Sequence[Score]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: one for each cost curve, drafter and draft length, all sessions together."""
+    ways: dict[tuple[str, str, str], dict[str, Score]] = {}
     for score in scores:
         if not score.session:
-            rows.setdefault((score.drafter, score.draft_length), {})[score.category] = score
-    least = least_of_sessions(scores)
-    header = ["drafter", "K", *categories, "of oracle", "tok/pass", "accepted", "live"]
-    header += ["least"] * bool(least)
-    lines = []
-    for (drafter, length), by_category in rows.items():
-        total = by_category[ALL]
-        oracle = rows.get((drafter, LENGTH_ORACLE))
-        lines.append(
-            [
-                *(drafter, length or "-"),
-                *(f"{by_category[name].speedup:.2f}" for name in categories),
-                f"{total.speedup / oracle[ALL].speedup:.2f}" if oracle else "-",
-                f"{total.tokens_per_pass:.2f}",
-                f"{total.accepted / total.drafted:.2f}" if total.drafted else "-",
-                "-" if total.live_ratio is None else f"{total.live_ratio:.2f}",
-                *([f"{least[drafter, length]:.3f}"] if least else []),
-            ]
-        )
-    return markdown_table(header, lines, num_text_columns=2)
-
-
-def least_of_sessions(scores: Sequence[Score]) -> dict[tuple[str, str], float]:
-    """(drafter, draft length) -> its speed over the first drafter's, in the worst session for it.
-
-    The first drafter's with the same draft length, or its first one. {} without sessions.
-    """
-    ways: dict[tuple[str, str], dict[str, float]] = {}
-    for score in scores:
-        if score.session:
-            way = ways.setdefault((score.drafter, score.draft_length), {})
-            way[score.session] = score.speedup
-    if not ways:
-        return {}
-    first_way = next(iter(ways))
-    least = {}
-    for drafter, length in ways:
-        base = ways.get((first_way[0], length), ways[first_way])
-        least[drafter, length] = min(
-            speed / base[session] for session, speed in ways[drafter, length].items()
-        )
-    return least
-
-
-def scores_html(scores: Sequence[Score]) -> str:
-    """The modelled speedup of each drafter and draft length, by kind of text, for a notebook."""
-    by_row: dict[tuple[str, str, str], dict[str, Score]] = {}
-    for score in [score for score in scores if not score.session]:
-        row = by_row.setdefault((score.cost, score.drafter, score.draft_length), {})
-        row[score.category] = score
+            way = ways.setdefault((score.cost, score.drafter, score.draft_length), {})
+            way[score.category] = score
     categories = list(dict.fromkeys(score.category for score in scores))
     rows = [
-        [*(part or "-" for part in key), *(f"{row[name].speedup:.2f}" for name in categories)]
-        for key, row in by_row.items()
+        [
+            *(part or "-" for part in key),
+            *(f"{way[name].speedup:.2f}" for name in categories),
+            f"{way[ALL].tokens_per_pass:.2f}",
+            f"{way[ALL].accepted / way[ALL].drafted:.2f}" if way[ALL].drafted else "-",
+            or_dash(way[ALL].live_ratio),
+        ]
+        for key, way in ways.items()
     ]
-    return table_html(["cost", "drafter", "K", *categories], rows, 3) + (
-        "<p>modelled speed relative to plain decoding</p>"
-    )
+    return ["cost", "drafter", "K", *categories, "tok/pass", "accepted", "live"], rows

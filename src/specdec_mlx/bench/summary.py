@@ -10,7 +10,7 @@ from typing import TypeVar
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.bench.contenders import PLAIN
+from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.identity import Difference
 from specdec_mlx.bench.timing import Sample
 
@@ -18,43 +18,27 @@ T = TypeVar("T")
 
 ALL = "all"
 NUM_RESAMPLES = 4000
-SPEED_FIELDS = (
-    "tokens_per_second",
-    "total_tokens_per_second",
-    "ratio",
-    "ratio_low",
-    "ratio_high",
-    "mean_ratio",
-    "end_to_end_ratio",
-)
-
 Array = Float[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
-class Result:
+class Result(Keyed):
     """One contender on one category of texts.
 
     Speeds leave out the prefill and the first round, and of a text the median of the repeats
     counts. They are None where no text is longer than its first round.
 
     Attributes:
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        drafter, draft_length, rule: of the contender.
         category: of the texts; "all" is every text.
-        texts: how many were generated, in one repeat.
-        tokens: how many were generated, in one repeat.
-        tokens_per_second: median over texts.
+        texts, tokens: how many were generated, in one repeat.
         total_tokens_per_second: all tokens over all seconds.
         ratio: that, over plain decoding's.
-        ratio_low: lower end of its 95% bootstrap interval over texts.
-        ratio_high: upper end.
-        mean_ratio: mean over texts of their own ratios.
+        ratio_low, ratio_high: its 95% bootstrap interval over texts.
         end_to_end_ratio: as `ratio`, from the call to the last token.
         tokens_per_pass: tokens over target passes, of all repeats.
-        target_passes: sum over all repeats.
-        drafted: draft tokens proposed, sum over all repeats.
-        accepted: draft tokens handed out, sum over all repeats.
+        target_passes, drafted, accepted: sums over all repeats; drafted tokens are those proposed,
+            accepted ones those handed out.
         drafting_share: share of the passes that had a draft.
         host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
             say; None for mlx-lm's own loops.
@@ -65,7 +49,6 @@ class Result:
         identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
             random.
         excused: further texts that part from it at a near tie only; None as above.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     drafter: str
@@ -73,12 +56,10 @@ class Result:
     category: str
     texts: int
     tokens: int
-    tokens_per_second: float | None
     total_tokens_per_second: float | None
     ratio: float | None
     ratio_low: float | None
     ratio_high: float | None
-    mean_ratio: float | None
     end_to_end_ratio: float | None
     tokens_per_pass: float
     target_passes: int
@@ -92,11 +73,6 @@ class Result:
     excused: int | None
     rule: str = ""
     first_token_ratio: float | None = None
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
     @property
     def accepted_share(self) -> float:
@@ -130,14 +106,13 @@ def summarise(
         greedy: whether the texts were compared.
     """
     results = []
-    categories = [*_unique(s.category for s in samples), ALL]
-    for category in categories:
+    for category in [*_unique(s.category for s in samples), ALL]:
         chosen = [s for s in samples if category in (s.category, ALL)]
         baseline = [s for s in chosen if s.drafter == PLAIN]
         for key in _unique(s.key for s in samples):
             own = [s for s in chosen if s.key == key]
-            parted = [d for d in differences if d.key == key]
-            results.append(_result(category, own, baseline, parted, greedy))
+            parted = [d for d in differences if d.key == key] if greedy else None
+            results.append(_result(category, own, baseline, parted))
     return results
 
 
@@ -148,7 +123,10 @@ def speeds(samples: Iterable[Sample], ids: Sequence[str]) -> Speeds:
         if sample.id in by_id:
             by_id[sample.id].append(sample)
     tokens = [statistics.mean(len(s.tokens) for s in by_id[name]) for name in ids]
-    pace = [statistics.median(_paces(by_id[name])) for name in ids]
+    pace = [
+        statistics.median(s.seconds_per_token or 0.0 for s in by_id[name] if s.seconds_per_token)
+        for name in ids
+    ]
     total = [
         statistics.median(s.first_seconds + s.decode_seconds for s in by_id[name]) for name in ids
     ]
@@ -187,68 +165,56 @@ def _ratio(ours: Speeds, plain: Speeds, rows: np.ndarray) -> np.ndarray:
 
 
 def _result(
-    category: str,
-    own: list[Sample],
-    baseline: list[Sample],
-    parted: list[Difference],
-    greedy: bool,
+    category: str, own: list[Sample], baseline: list[Sample], parted: list[Difference] | None
 ) -> Result:
-    passes = sum(s.passes for s in own)
-    drafted = sum(s.drafted for s in own)
-    accepted = sum(s.accepted for s in own)
-    identical, excused = _identity(own, parted)
-    first = own[0]
+    """One contender's samples of a category; parted: None where texts were not compared."""
+    passes, known = sum(s.passes for s in own), [s for s in own if s.host_seconds is not None]
+    host_seconds = sum(s.host_seconds or 0.0 for s in known)
+    identical, excused = (None, None) if parted is None else _identity(own, parted)
+    drafter, draft_length, rule = own[0].key
     return Result(
-        drafter=first.drafter,
-        draft_length=first.draft_length,
+        drafter=drafter,
+        draft_length=draft_length,
         category=category,
         texts=len({s.id for s in own}),
         tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
-        **_speed_fields(own, baseline),
+        **_speeds(own, baseline),
         tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
         target_passes=passes,
-        drafted=drafted,
-        accepted=accepted,
+        drafted=sum(s.drafted for s in own),
+        accepted=sum(s.accepted for s in own),
         drafting_share=sum(s.drafting_rounds for s in own) / passes,
-        host_ms_per_round=_host_ms(own),
+        host_ms_per_round=1e3 * host_seconds / sum(s.passes for s in known) if known else None,
         peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
         first_token_seconds=statistics.median(s.first_seconds for s in own),
-        identical=identical if greedy else None,
-        excused=excused if greedy else None,
-        rule=first.rule,
-        first_token_ratio=_first_token_ratio(own, baseline),
+        identical=identical,
+        excused=excused,
+        rule=rule,
+        first_token_ratio=_to_first(own) / _to_first(baseline) if baseline else None,
     )
 
 
-def _speed_fields(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
-    """The fields of a result that come from the clock, by name."""
-    ids = _timed_ids(own, baseline)
+def _speeds(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
+    """The fields of a result that are speeds, by name, of texts that both sides have a pace for."""
+    names = ("total_tokens_per_second", "ratio", "ratio_low", "ratio_high", "end_to_end_ratio")
+    timed = [{s.id for s in side if s.seconds_per_token is not None} for side in (own, baseline)]
+    ids = [name for name in _unique(s.id for s in own) if name in timed[0] & timed[1]]
     if not ids:
-        return dict.fromkeys(SPEED_FIELDS)
+        return dict.fromkeys(names)
     ours, plain = speeds(own, ids), speeds(baseline, ids)
     end_to_end = ours.tokens.sum() / ours.total_seconds.sum()
     end_to_end /= plain.tokens.sum() / plain.total_seconds.sum()
-    own_pace, plain_pace = ours.tokens / ours.seconds, plain.tokens / plain.seconds
-    values = (
-        np.median(own_pace),
-        ours.tokens.sum() / ours.seconds.sum(),
-        throughput_ratio(ours, plain),
-        *bootstrap_interval(ours, plain),
-        np.mean(own_pace / plain_pace),
-        end_to_end,
-    )
-    return {name: float(value) for name, value in zip(SPEED_FIELDS, values, strict=True)}
+    pace, ratio = ours.tokens.sum() / ours.seconds.sum(), throughput_ratio(ours, plain)
+    values = pace, ratio, *bootstrap_interval(ours, plain), end_to_end
+    return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
-def _first_token_ratio(own: list[Sample], baseline: list[Sample]) -> float | None:
-    """Time to the first token over plain decoding's, all texts together."""
-    totals = []
-    for samples in (own, baseline):
-        by_id: dict[str, list[float]] = {}
-        for sample in samples:
-            by_id.setdefault(sample.id, []).append(sample.first_seconds)
-        totals.append(sum(statistics.median(seconds) for seconds in by_id.values()))
-    return totals[0] / totals[1] if baseline else None
+def _to_first(samples: list[Sample]) -> float:
+    """Seconds to the first token, of all texts together."""
+    by_id: dict[str, list[float]] = {}
+    for sample in samples:
+        by_id.setdefault(sample.id, []).append(sample.first_seconds)
+    return sum(statistics.median(seconds) for seconds in by_id.values())
 
 
 def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
@@ -259,22 +225,6 @@ def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
         if difference.id in ids:
             by_id.setdefault(difference.id, []).append(difference.excused)
     return len(ids) - len(by_id), sum(all(excuses) for excuses in by_id.values())
-
-
-def _host_ms(own: list[Sample]) -> float | None:
-    known = [s for s in own if s.host_seconds is not None]
-    seconds = sum(s.host_seconds or 0.0 for s in known)
-    return 1e3 * seconds / sum(s.passes for s in known) if known else None
-
-
-def _timed_ids(own: list[Sample], baseline: list[Sample]) -> list[str]:
-    """Texts that both sides have a pace for: a text of one round has none."""
-    timed = [{s.id for s in side if s.seconds_per_token is not None} for side in (own, baseline)]
-    return [name for name in _unique(s.id for s in own) if name in timed[0] & timed[1]]
-
-
-def _paces(samples: list[Sample]) -> list[float]:
-    return [s.seconds_per_token for s in samples if s.seconds_per_token is not None]
 
 
 def _unique(items: Iterable[T]) -> list[T]:

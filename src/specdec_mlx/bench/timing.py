@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.contenders import MLX_LM_SPECULATION, Contender, Emitted
+from specdec_mlx.bench.contenders import Contender, Counts, Emitted, Keyed
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.options import whole
 
@@ -40,14 +40,12 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Sample:
+class Sample(Keyed):
     """One generation as it happened.
 
     Attributes:
-        id: of the text.
-        category: of the text.
-        drafter: as given on the command line.
-        draft_length: the same; "" where it means nothing.
+        id, category: of the text.
+        drafter, draft_length, rule: of the contender.
         repeat: which of the runs.
         tokens: [n] ids, the end token included.
         first_round: how many of them came with the first round; their time is in `first_seconds`,
@@ -58,11 +56,10 @@ class Sample:
         drafted: draft tokens proposed.
         accepted: draft tokens handed out.
         drafting_rounds: passes that had a draft.
-        host_seconds: host time of the loop outside the target's passes; None for mlx-lm's own
-            loops, and for a text that met an end token, since it leaves a pass under way whose
-            launch would count.
+        host_seconds: host time of the loop outside the target's passes; None for loops that do not
+            say, and for a text that met an end token, since it leaves a pass under way whose launch
+            would count.
         peak_bytes: MLX's peak memory, with the caches of all that run side by side.
-        rule: as given on the command line; "" where it means nothing.
     """
 
     id: str
@@ -81,11 +78,6 @@ class Sample:
     host_seconds: float | None
     peak_bytes: int
     rule: str = ""
-
-    @property
-    def key(self) -> tuple[str, str, str]:
-        """Its contender's key."""
-        return self.drafter, self.draft_length, self.rule
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -180,7 +172,6 @@ class Run:
         self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
-        self._counts: tuple[int, int, int, float | None] = (0, 0, 0, None)
         self._peak_bytes = 0
 
     def go_on(self, num_tokens: int) -> None:
@@ -210,28 +201,30 @@ class Run:
         """End it as far as it is; nothing to do where it is over."""
         if not self.is_over:
             self.is_over = True
-            self._counts = _count(self.contender, self._emitted, self.settings)
             self._stream.close()
 
     def sample(self) -> Sample:
         """What happened."""
-        passes, drafted, drafting_rounds, host_seconds = self._counts
+        emitted = self._emitted
+        counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
+        is_whole = len(emitted) == self.settings.max_tokens
         first_seconds, decode_seconds = self._seconds()
+        first_round = next((i for i, item in enumerate(emitted, 1) if not item.from_draft), None)
         return Sample(
             id=self.task.id,
             category=self.task.category,
             drafter=self.contender.drafter,
             draft_length=self.contender.draft_length,
             repeat=self.repeat,
-            tokens=[item.token for item in self._emitted],
-            first_round=len(next(_rounds(self._emitted), [])),
+            tokens=[item.token for item in emitted],
+            first_round=len(emitted) if first_round is None else first_round,
             first_seconds=first_seconds,
             decode_seconds=decode_seconds,
-            passes=passes,
-            drafted=drafted,
-            accepted=sum(item.from_draft for item in self._emitted),
-            drafting_rounds=drafting_rounds,
-            host_seconds=host_seconds,
+            passes=counts.target_passes,
+            drafted=counts.drafted,
+            accepted=sum(item.from_draft for item in emitted),
+            drafting_rounds=counts.drafting,
+            host_seconds=counts.host_seconds if is_whole else None,
             peak_bytes=self._peak_bytes,
             rule=self.contender.rule,
         )
@@ -245,45 +238,6 @@ class Run:
         if not times:
             return self._first_seconds, self._decode_seconds
         return times[0] - self._began, times[-1] - times[0]
-
-
-def _count(
-    contender: Contender, emitted: list[Emitted], settings: Settings
-) -> tuple[int, int, int, float | None]:
-    """Passes, drafted tokens, passes with a draft, host seconds.
-
-    Ours, and those of other packages, are counted by the loop itself. mlx-lm's speculation drafts K
-    tokens a round, or as many as are still wanted.
-    """
-    stats = emitted[-1].stats if emitted else None
-    if stats is not None:
-        drafting = stats.drafted_at[0] if stats.drafted_at else 0
-        is_whole = len(emitted) == settings.max_tokens
-        host_seconds = stats.draft_seconds + stats.other_seconds if is_whole else None
-        return stats.target_passes, stats.drafted, drafting, host_seconds
-    if emitted and emitted[-1].passes is not None:
-        return *emitted[-1].passes, None
-    rounds = list(_rounds(emitted))
-    if contender.drafter != MLX_LM_SPECULATION:
-        return len(rounds), 0, 0, None
-    drafted = []
-    left = settings.max_tokens
-    for tokens in rounds:
-        drafted.append(min(left, int(contender.draft_length)))
-        left -= len(tokens)
-    return len(rounds), sum(drafted), sum(n > 0 for n in drafted), None
-
-
-def _rounds(emitted: Sequence[Emitted]) -> Iterator[list[Emitted]]:
-    """The tokens of each round: accepted ones, and the target's own token that ends it."""
-    current: list[Emitted] = []
-    for item in emitted:
-        current.append(item)
-        if not item.from_draft:
-            yield current
-            current = []
-    if current:
-        yield current
 
 
 def _warm_up(contender: Contender, task: Task, settings: Settings) -> None:

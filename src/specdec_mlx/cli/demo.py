@@ -8,6 +8,7 @@ pace meets all alike.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
-from specdec_mlx.cli.blas import MISSING, choose_num_threads
+from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.cli.demo_report import DIFFERENT, compare, format_table, legend
 from specdec_mlx.cli.demo_texts import Show, pair_that_ships, three_prompts
 from specdec_mlx.cli.plan import Budget, EnoughTime, fit
@@ -61,7 +61,7 @@ def run_demo(
     name = Path(model_path).name
     say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
     model, tokenizer = load_model(model_path)
-    say_what_multiplies(model, preloaded)
+    say_what_multiplies(preloaded)
     whole = three_prompts(model, tokenizer, draft_length, max_tokens)
     pair = [pair_that_ships(draft_length)] if is_default else []
     share = 1 - REHEARSAL_SHARE - PAIR_SHARE * len(pair)
@@ -99,21 +99,20 @@ def say(text: str) -> None:
 # --- what is said before ------------------------------------------------------------------------
 
 
-def say_what_multiplies(model: nn.Module, preloaded: str | None) -> None:
-    """On a Linux CPU, which BLAS is used and with how many threads, and what that means."""
+def say_what_multiplies(preloaded: str | None) -> None:
+    """On a Linux CPU, which BLAS is used, and what that means for other programs."""
     if sys.platform != "linux" or mx.default_device() != mx.cpu:
         return
     if blas_name() == REFERENCE_BLAS:
-        say(MISSING)
+        say(
+            "MLX's wheel has the reference BLAS here, where a pass over m positions costs m times "
+            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (8 MB); this '
+            "command then preloads it by itself; or LD_PRELOAD=libopenblas.so.0, the system's own."
+        )
         return
-    num_threads = choose_num_threads(model)
-    number = f" on {num_threads} thread{'s' * (num_threads > 1)}" if num_threads else ""
-    advice = (
-        f"; for programs of your own: LD_PRELOAD={preloaded} OPENBLAS_NUM_THREADS={num_threads}"
-        if preloaded and num_threads
-        else ""
-    )
-    say(f"Matrices are multiplied by {blas_name()}{number}{advice}.")
+    threads = f"{THREADS}={os.environ.get(THREADS)}"
+    advice = f"; for programs of your own: LD_PRELOAD={preloaded} {threads}" if preloaded else ""
+    say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 
 def announcement(whole: Show, main: Show, limit: float, with_pair: bool) -> str:

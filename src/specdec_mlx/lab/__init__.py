@@ -2,11 +2,12 @@
 
     target, draft, tokenizer = lab.load_pair()
 
-Both are ordinary mlx-lm model folders, so the commands take them too, as
+Both are ordinary mlx-lm model folders in float32, so that the commands take them too, as
 `--model $(python -m specdec_mlx.lab target) --draft-model $(python -m specdec_mlx.lab draft)`.
-They read and write the manner of Python's own reference manual, one byte a token, and nothing
-else. `MODEL_CARD.md` beside this file says what they were trained on and how well they agree;
-`specdec_mlx.lab.train` makes them. Heads were trained for the target too, one of each kind:
+They are kept in the cache; the package has them in 8 bits a weight. They read and write the manner
+of Python's own reference manual, one byte a token, and nothing else. `MODEL_CARD.md` beside this
+file says what they were trained on and how well they agree; `benchmarks/lab` in the repository
+makes them. Heads were trained for the target too, one of each kind:
 
     drafter = lab.head("mtp", target)
 """

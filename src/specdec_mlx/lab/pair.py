@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
+import zlib
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.folders import cache_root
 from specdec_mlx.types import Drafter
 
 HEADS = ("mtp", "eagle3", "medusa", "exit")
 """Kinds of heads that were trained for the target."""
+
+PACKED = Path(__file__).parent
+WEIGHTS = "model.safetensors"
+
+SCALE = ".row_scale"
+"""Ending of the name of a matrix's scales: a weight is an int8 times the scale of its row."""
 
 
 class Pair(NamedTuple):
@@ -33,12 +45,12 @@ def load_pair() -> Pair:
 
 def target_path() -> Path:
     """Folder of the target, for anything that takes an mlx-lm model folder."""
-    return Path(__file__).parent / "target"
+    return unpacked(PACKED / "target")
 
 
 def draft_path() -> Path:
     """Folder of the draft model."""
-    return Path(__file__).parent / "draft"
+    return unpacked(PACKED / "draft")
 
 
 def head(kind: str, target: nn.Module) -> Drafter:
@@ -50,4 +62,47 @@ def head_path(kind: str) -> Path:
     """Folder of a trained head, a name of HEADS; raises UnknownNameError for another."""
     if kind not in HEADS:
         raise UnknownNameError(f"The lab has no head {kind!r}: expected {', '.join(HEADS)}.")
-    return Path(__file__).parent / "heads" / kind
+    return unpacked(PACKED / "heads" / kind)
+
+
+def unpacked(packed: Path) -> Path:
+    """The folder in float32, in the cache; written on the first call, whole or not at all.
+
+    Where the cache cannot be written it is a temporary folder of this process.
+    """
+    digest = f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}"
+    within = Path("lab", digest, packed.name)
+    folder = cache_root() / within
+    if folder.exists():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        part = Path(tempfile.mkdtemp(dir=folder.parent))
+    except OSError:
+        own = Path(_of_this_process().name) / within
+        return own if own.exists() else unpack(packed, own)
+    try:
+        return unpack(packed, part).rename(folder)
+    except OSError:
+        shutil.rmtree(part)
+        if not folder.exists():  # else another process was sooner
+            raise
+        return folder
+
+
+def unpack(packed: Path, folder: Path) -> Path:
+    """Write a folder of the package in float32, and return it."""
+    shutil.copytree(packed, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
+    stored: Any = mx.load(str(packed / WEIGHTS))
+    weights = {
+        name: weight.astype(mx.float32) * stored[name + SCALE] if name + SCALE in stored else weight
+        for name, weight in stored.items()
+        if not name.endswith(SCALE)
+    }
+    mx.save_safetensors(str(folder / WEIGHTS), weights, {"format": "mlx"})
+    return folder
+
+
+@cache
+def _of_this_process() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="specdec-mlx-lab-")

@@ -1,4 +1,4 @@
-"""Acceptance by rule in one table: `python -m specdec_mlx.bench.rules`.
+"""Acceptance by rule in one table: `python -m benchmarks.rules`.
 
 One run under token-level rejection says what every rule would have accepted, since both models'
 distributions are known at each position (see `counterfactual`). Sums are over the rounds of all

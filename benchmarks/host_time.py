@@ -1,4 +1,4 @@
-"""Host time of a round at long context: `python -m specdec_mlx.bench.host_time --context 32000`.
+"""Host time of a round at long context: `python -m benchmarks.host_time --context 32000`.
 
 The target is a table of logits by token behind a real key-value cache, so that its passes cost next
 to nothing and what is left of a round is the loop's own: drafting, launching, reading, handing out.

@@ -1,6 +1,6 @@
 """What rolling back costs: a round with rejected drafts against one without, interleaved.
 
-`python -m specdec_mlx.bench.rollback --context 8192`. A cache that was copied would show as a round
+`python -m benchmarks.rollback --context 8192`. A cache that was copied would show as a round
 that costs far more: the keys and values of a long text are much larger than what a round reads
 of them in writing a few rows.
 

@@ -2,7 +2,7 @@
 
 Drafters that read the target's guesses, such as Token Recycling, can then be replayed:
 
-    python -m specdec_mlx.bench.recorded_tops texts.json --model M --json with-tops.json
+    python -m benchmarks.recorded_tops texts.json --model M --json with-tops.json
     specdec-mlx replay with-tops.json --drafter recycling
 
 Only places of the text itself are recorded. What a live target computes after rejected draft tokens

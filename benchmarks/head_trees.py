@@ -1,4 +1,4 @@
-"""Trees of heads beside chains of the same heads: `python -m specdec_mlx.bench.head_trees`.
+"""Trees of heads beside chains of the same heads: `python -m benchmarks.head_trees`.
 
 Without flags on the lab's target and its heads. Each text is generated plainly, and with chains and
 trees of every size, in turns, so that they share the machine's pace; speeds are medians over the
@@ -18,7 +18,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.bench.heads import (
+from benchmarks.heads import (
     Begin,
     add_arguments,
     race,
@@ -167,7 +167,7 @@ def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str
 
 
 def _parser() -> argparse.ArgumentParser:
-    name = "python -m specdec_mlx.bench.head_trees"
+    name = "python -m benchmarks.head_trees"
     parser = argparse.ArgumentParser(prog=name, description=__doc__)
     add_arguments(parser)
     parser.add_argument(

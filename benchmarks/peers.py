@@ -1,5 +1,7 @@
 """Other packages' prompt lookup, on the same model, prompts and clock.
 
+    python -m benchmarks.peers --peer mlx-dspark --model M   # and the flags of specdec-mlx bench
+
 Both draft by copying from the text, so that they need no checkpoint of their own. They are run as
 they come, with their own defaults, and are imported only when asked for: importing either changes
 parts of transformers and mlx-lm.
@@ -7,9 +9,11 @@ parts of transformers and mlx-lm.
 
 from __future__ import annotations
 
+import argparse
 import importlib
+import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -17,7 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
-from specdec_mlx.bench.contenders import Contender, Emitted, Passes
+from specdec_mlx.bench import run
+from specdec_mlx.bench.contenders import Contender, Counts, Emitted
 from specdec_mlx.errors import MissingPackageError
 
 MLX_DSPARK = "mlx-dspark"
@@ -93,14 +98,14 @@ class _Rounds:
     def emitted(self, tokens: list[int]) -> Generator[Emitted, None, None]:
         """The tokens with their rounds; the last round may be cut."""
         coming = iter(tokens)
-        passes = Passes(1, 0, 0)
+        counts = Counts(1, 0, 0)
         for token in coming:
-            yield Emitted(token, passes=passes, at=self.first_at)
+            yield Emitted(token, counts=counts, at=self.first_at)
             break
         for drafted, accepted, at in self.rounds:
-            passes = Passes(passes[0] + 1, passes[1] + drafted, passes[2] + (drafted > 0))
+            counts = Counts(counts[0] + 1, counts[1] + drafted, counts[2] + (drafted > 0))
             for i, token in zip(range(accepted + 1), coming, strict=False):
-                yield Emitted(token, i < accepted, passes=passes, at=at)
+                yield Emitted(token, i < accepted, counts=counts, at=at)
 
 
 def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
@@ -123,8 +128,8 @@ def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
                 from_draft = num_from_draft < stats.accepted
                 num_from_draft += from_draft
                 target_passes = stats.verify_steps + stats.plain_steps
-                passes = Passes(target_passes, stats.drafted, stats.verify_steps)
-                yield Emitted(int(token), from_draft, passes=passes)
+                counts = Counts(target_passes, stats.drafted, stats.verify_steps)
+                yield Emitted(int(token), from_draft, counts=counts)
 
     return Contender(MLX_OPTIQ, "", start)
 
@@ -144,3 +149,20 @@ def _import(module: str, package: str) -> Any:
         raise MissingPackageError(
             f"{package} cannot be imported here ({error}). Use: pip install {package}"
         ) from error
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """A benchmark with other packages among the contenders."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
+    run.add_arguments(parser)
+    parser.add_argument("--peer", action="append", required=True, choices=PEERS, help="repeatable")
+    args = parser.parse_args(arguments)
+
+    def others(model: nn.Module, tokenizer: Any) -> list[Contender]:
+        return [make_peer(name, model, tokenizer, args.temp) for name in args.peer]
+
+    return run.main(args, others)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

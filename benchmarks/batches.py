@@ -1,4 +1,4 @@
-"""Several texts at once, against mlx-lm's batches: `python -m specdec_mlx.bench.batches`.
+"""Several texts at once, against mlx-lm's batches: `python -m benchmarks.batches`.
 
 The prompts are taken in groups, in the order of their file, and each group is written by mlx-lm's
 `BatchGenerator` and by `batch_stream_generate` with each drafter, in turns of a few tokens, so that
@@ -24,15 +24,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
+from benchmarks.recorded_rows import groups_of
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.bench.machine import describe_machine
-from specdec_mlx.bench.prompts import (
-    Task,
-    builtin_prompts,
-    encode_chat,
-    groups_of,
-    read_prompts,
-)
+from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat, read_prompts
 from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.models import load_model
@@ -288,9 +283,7 @@ def _line(groups: Sequence[Group]) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m specdec_mlx.bench.batches", description=__doc__
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.batches", description=__doc__)
     count = argument(positive_int)
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TypeVar, cast
 
 import mlx.nn as nn
 
@@ -18,7 +18,7 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.pace import Pace
 from specdec_mlx.batch.rows import Passes, Request, Rounds, Row
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.prompts import groups_of
+from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.bench.report import markdown_table
@@ -31,6 +31,22 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_pass import ToVerify
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import Drafter, PendingPass
+
+Kind = TypeVar("Kind")
+
+
+def groups_of(
+    texts: Sequence[Kind], num_rows: int, count: int | None = None
+) -> list[Sequence[Kind]]:
+    """Groups of neighbours; what is left over is left out.
+
+    Args:
+        texts: in order.
+        num_rows: texts of a group.
+        count: most groups, at equal distances; all if None.
+    """
+    starts = list(range(0, len(texts) - num_rows + 1, num_rows))
+    return [texts[start : start + num_rows] for start in spread(starts, count)]
 
 
 @dataclass

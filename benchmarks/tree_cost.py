@@ -1,6 +1,6 @@
 """What a tree of n draft tokens costs beside a chain of n, and to keep one path of it.
 
-    python -m specdec_mlx.bench.tree_cost --model M
+    python -m benchmarks.tree_cost --model M
 
 Passes over one position, a chain and a tree of each size follow each other, so that the machine's
 pace is the same for all of them; what is printed are medians, over passes and over ratios of

@@ -1,6 +1,6 @@
 """Train the pair: the target on text, the draft model on the target.
 
-    python -m specdec_mlx.lab.train --out my-pair
+    python -m benchmarks.lab.train --out my-pair
 
 No network and no other data than Python's own; half an hour on one core with a fast BLAS
 (on Linux: OpenBLAS through LD_PRELOAD, OPENBLAS_NUM_THREADS=1). The same seed, Python and library
@@ -29,6 +29,7 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from benchmarks.lab import byte_tokens
 from specdec_mlx.lab import corpus
 from specdec_mlx.training.fitting import rates
 from specdec_mlx.training.losses import forward_kl, total_variation
@@ -91,7 +92,7 @@ class Agreement:
 
 def train_pair(out: Path, plan: Plan) -> Agreement:
     """Train both models, write their folders, and measure them on the held-out text."""
-    trained, held_out = map(corpus.to_stream, corpus.split_topics())
+    trained, held_out = map(byte_tokens.to_stream, corpus.split_topics())
     target = train_target(out / "target", trained, plan)
     draft = train_draft(out / "draft", target, trained, plan)
     return agreement(target, draft, held_out, 2 * plan.window)
@@ -135,11 +136,11 @@ def model_config(shape: dict[str, int]) -> dict[str, Any]:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "max_position_embeddings": 2048,
-        "vocab_size": corpus.VOCAB_SIZE,
+        "vocab_size": byte_tokens.VOCAB_SIZE,
         "tie_word_embeddings": True,
         "torch_dtype": "float32",
-        "bos_token_id": corpus.END_OF_TEXT_ID,
-        "eos_token_id": corpus.END_OF_TEXT_ID,
+        "bos_token_id": byte_tokens.END_OF_TEXT_ID,
+        "eos_token_id": byte_tokens.END_OF_TEXT_ID,
     }
 
 
@@ -261,7 +262,7 @@ def save(folder: Path, model: llama.Model) -> None:
     shape = {name: getattr(model.args, name) for name in TARGET_SHAPE}
     config = json.dumps(model_config(shape), indent=2) + "\n"
     (folder / "config.json").write_text(config, encoding="utf-8")
-    corpus.save_tokenizer(folder)
+    byte_tokens.save_tokenizer(folder)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
 
@@ -269,7 +270,7 @@ def save(folder: Path, model: llama.Model) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train, and print what the model card says."""
     parser = argparse.ArgumentParser(
-        prog="python -m specdec_mlx.lab.train",
+        prog="python -m benchmarks.lab.train",
         description="Train the lab's pair of models on the manual that comes with Python.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,4 +1,4 @@
-"""What learning on brings a draft model: `python -m specdec_mlx.bench.online`.
+"""What learning on brings a draft model: `python -m benchmarks.online`.
 
 A draft model drafts for a series of texts of one kind and learns after each. Before the series, and
 after it, it drafts for other texts of the kind, from which it does not learn. Texts come under the
@@ -163,7 +163,7 @@ def _as_loaded(draft: str | Path) -> ModelDrafter:
 
 def _parser() -> argparse.ArgumentParser:
     number = argument(positive_int)
-    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.online", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.online", description=__doc__)
     add = parser.add_argument
     add("--model", help="target: folder or Hugging Face name (default: the lab's)")
     add("--draft-model", help="draft model, not quantized (default: the lab's)")

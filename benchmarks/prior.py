@@ -1,6 +1,6 @@
 """Fits what is believed of look-ups before anything was learned to recorded texts.
 
-    python -m specdec_mlx.bench.prior texts.json --sessions sessions.jsonl
+    python -m benchmarks.prior texts.json --sessions sessions.jsonl
 
 The texts are replayed with the automatic draft length, and every draft token that could be scored
 is a trial: its evidence, its place, how predictable the text had been, and whether it was right.
@@ -131,7 +131,7 @@ def fit(counts: Mapping[tuple[int, ...], Sequence[float]]) -> dict[str, tuple[fl
 
 
 def main() -> None:
-    """Fit, and print the table as Python."""
+    """Fit, and print the lines of `chances.tsv`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("record", nargs="+", help="what specdec-mlx bench --json wrote")
     parser.add_argument("--sessions", action="append", default=[], metavar="FILE")
@@ -152,7 +152,7 @@ def main() -> None:
     counts = trials(records, args.drafter or DEFAULT_DRAFTERS, cost)
     for name, odds in fit(counts).items():
         if any(odds):
-            print(f'        "{name}": {odds},')
+            print("look-up", name, " ".join(f"{odd:g}" for odd in odds), sep="\t")
 
 
 if __name__ == "__main__":

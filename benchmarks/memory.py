@@ -1,4 +1,4 @@
-"""What a memory costs: `python -m specdec_mlx.bench.memory --tokenizer M FILE|FOLDER...`.
+"""What a memory costs: `python -m benchmarks.memory --tokenizer M FILE|FOLDER...`.
 
 A memory is built from files, saved, loaded, and drafted from: a few of the files are left out of
 it, and written as they stand, after a prompt that is their first half. Times are of this machine,
@@ -75,7 +75,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
     update(memory, paths, tokenizer)
     reading = time.perf_counter() - reading
     texts = memory.texts()
-    left_out = texts[:: max(1, len(texts) // TEXTS)][:TEXTS]
+    left_out = texts[:: max(2, len(texts) // TEXTS)][:TEXTS]
     memory.replace(Counter(map(text_digest, left_out)), [])
     everything = join(memory.texts())
     building = time.perf_counter()
@@ -125,7 +125,7 @@ def format_costs(costs: Costs) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.memory")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.memory")
     parser.add_argument("paths", nargs="+", metavar="FILE|FOLDER")
     parser.add_argument("--tokenizer", required=True, metavar="MODEL")
     parser.add_argument("--max-tokens", type=int, default=1_000_000, metavar="N")

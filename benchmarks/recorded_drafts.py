@@ -2,7 +2,7 @@
 
 Recorded once, any policy can be scored at any cost of a draft step without running the model again:
 
-    python -m specdec_mlx.bench.recorded_drafts texts.json --draft-model SMALL --json drafts.json
+    python -m benchmarks.recorded_drafts texts.json --draft-model SMALL --json drafts.json
     specdec-mlx replay texts.json --drafts drafts.json --draft-cost 0.1
 """
 
@@ -237,7 +237,7 @@ def load_drafts(path: Path | str, texts: Sequence[RecordedText]) -> RecordedDraf
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"{path} holds no drafts for these texts ({error!r}). Record them: python -m "
-            "specdec_mlx.bench.recorded_drafts texts.json --draft-model MODEL --json drafts.json"
+            "benchmarks.recorded_drafts texts.json --draft-model MODEL --json drafts.json"
         ) from error
 
 

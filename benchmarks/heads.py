@@ -1,4 +1,4 @@
-"""Tokens a pass by head, draft length and temperature: `python -m specdec_mlx.bench.heads`.
+"""Tokens a pass by head, draft length and temperature: `python -m benchmarks.heads`.
 
 Without flags on the lab's pair: its draft model and its trained heads, on openings that neither
 was trained on. Each text is generated plainly and with every drafter in turn, so that they share
@@ -222,7 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m specdec_mlx.bench.heads", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.heads", description=__doc__)
     add_arguments(parser)
     parser.add_argument(
         "--lengths",

@@ -1,4 +1,8 @@
-"""Bounds on what drafting can bring on a recorded text."""
+"""Bounds on what drafting can bring on a recorded text.
+
+The length oracle has the same drafter but knows how many of its tokens will be accepted, and drafts
+exactly those. The text oracle knows the text, and cuts it into passes in the cheapest way.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,7 @@ from specdec_mlx.types import (
     session_parts,
 )
 
+LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
 
 

@@ -1,0 +1,1 @@
+"""Experiments, run from a checkout as `python -m benchmarks.NAME`; README.md lists them."""

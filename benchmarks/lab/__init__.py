@@ -1,0 +1,1 @@
+"""How the pair of `specdec_mlx.lab` was made."""

@@ -1,0 +1,133 @@
+"""`specdec-mlx replay` with more to compare: bounds, recorded drafts of a draft model, and batches.
+
+    python -m benchmarks.replay texts.json --drafter ngram            # and the oracles' rows
+    python -m benchmarks.replay texts.json --drafts drafts.json --draft-cost 0.1
+    python -m benchmarks.replay texts.json --rows 2 --rows 4
+
+`benchmarks.recorded_drafts` records drafts; see `oracles` for the bounds, `recorded_rows` for
+batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.oracles import (
+    LENGTH_ORACLE,
+    LONGEST_DRAFT,
+    TEXT_ORACLE,
+    length_oracle,
+    text_oracle,
+)
+from benchmarks.recorded_drafts import load_drafts
+from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
+from specdec_mlx.bench import replay
+from specdec_mlx.bench.cost import CostCurve
+from specdec_mlx.bench.record import Record
+from specdec_mlx.bench.scores import Score, Scores, format_scores
+from specdec_mlx.options import argument, positive_int
+from specdec_mlx.types import Drafter
+
+Drafters = Mapping[str, Callable[[], Drafter | None]]
+
+
+def score_oracles(
+    record: Record, drafters: Drafters, cost: CostCurve, *, draft_cost: float, longest: int
+) -> Scores:
+    """Of each drafter the length oracle, and the text oracle.
+
+    Args:
+        record: of a benchmark; its texts are scored.
+        drafters: name -> what makes the drafter.
+        cost: c(m), in seconds.
+        draft_cost: of a draft token, in c(1).
+        longest: most tokens of a draft.
+    """
+    vocab_size, scores = int(record.settings["vocab_size"]), Scores()
+    for name, make in drafters.items():
+        if (drafter := make()) is None:
+            continue
+        bounds = [
+            length_oracle(
+                text,
+                drafter,
+                cost,
+                vocab_size=vocab_size,
+                draft_seconds=draft_cost * cost(1),
+                longest=longest,
+            )
+            for text in record.texts
+        ]
+        scores += replay.scores_of(record, cost.name, name, LENGTH_ORACLE, bounds)
+    best = [text_oracle(text, cost, longest) for text in record.texts]
+    scores += replay.scores_of(record, cost.name, TEXT_ORACLE, "", best)
+    return scores
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Score, and print a table per cost curve."""
+    args = _parser().parse_args(arguments)
+    record = replay.read_record(args)
+    drafts = {Path(path).stem: load_drafts(path, record.texts) for path in args.drafts or ()}
+    drafters: dict[str, Callable[[], Drafter | None]] = {
+        name: lambda drafter=drafter: drafter  # type: ignore[misc]
+        for name, drafter in drafts.items()
+    }
+    if args.drafter or not drafters:
+        drafters = replay.drafters_of(args) | drafters
+    lengths = args.draft_length or replay.DEFAULT_DRAFT_LENGTHS
+    everything: list[Score | RowsScore] = []
+    for cost in replay.costs_of(args, record):
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
+        if args.rows:
+            of_rows = score_rows(record, drafters, lengths, args.rows, cost)
+            everything += of_rows
+            print(f"{format_rows(of_rows)}\n")
+            continue
+        scores = replay.score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
+        if args.longest > 0:
+            scores += score_oracles(
+                record, drafters, cost, draft_cost=args.draft_cost, longest=args.longest
+            )
+        everything += scores
+        print(f"{format_scores(scores)}\n")
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(score) for score in everything], indent=1))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay")
+    replay.add_arguments(parser)
+    add = parser.add_argument
+    add(
+        "--drafts",
+        action="append",
+        metavar="FILE",
+        help="repeatable: of benchmarks.recorded_drafts",
+    )
+    add(
+        "--longest",
+        type=int,
+        default=LONGEST_DRAFT,
+        metavar="N",
+        help="most tokens that the oracles draft; 0 leaves them out (%(default)s)",
+    )
+    add(
+        "--rows",
+        action="append",
+        type=argument(positive_int),
+        metavar="N",
+        help="repeatable: N texts at a time in one batch, without oracles; a pass of width m costs "
+        "c(N m)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
