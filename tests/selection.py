@@ -1,14 +1,27 @@
-"""Which cases of a table run always, and which in the full run only."""
+"""How a table of cases is run: which of it in the full run only, and what is one test."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
 FULL = pytest.mark.full
 """Marks what `make test` leaves to `make test-rest`."""
+
+
+def each(table: Iterable[Any], check: Callable[[Any], object]) -> None:
+    """Check every case of a table in one test; all that fail are told together, each by name."""
+    faults: list[BaseException] = []
+    for case in table:
+        try:
+            check(case)
+        except (Exception, pytest.fail.Exception) as error:
+            error.add_note(f"The case: {case!r:.200}")
+            faults.append(error)
+    if faults:
+        raise BaseExceptionGroup(f"{len(faults)} cases fail", faults)
 
 
 def cases(table: Iterable[Any], *always: Any) -> list[Any]:

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from selection import cases
 from specdec_mlx.beams.guesses import (
     BeamDrafting,
     FixedGuess,
@@ -33,10 +32,7 @@ from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
 STEPS = 12
 
-ARCHITECTURES = [
-    *("qwen2", "llama", "phi3", "gpt_oss", "gemma3_text", "cohere2", "olmo3"),
-    *("qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
-]
+ARCHITECTURES = ["qwen2", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3"]
 
 
 @functools.cache
@@ -144,20 +140,19 @@ def assert_same(beams: Sequence[Beam], found: Found) -> None:
     )
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next"))
-@pytest.mark.parametrize("num_beams", [1, 2, 3, 4])
-@pytest.mark.parametrize("wrong", [0, 3])
-def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int, wrong: int) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> None:
     """With no guesses, with right ones, and with a third of them wrong."""
     steps = expected(name, num_beams)
     plain = searched(model(name), num_beams, None, 0)
     assert_same(plain.beams, steps[-1])
     assert plain.num_passes == plain.num_steps == STEPS
-    oracle = BeamOracle(steps, PROMPT, wrong)
-    guessing = searched(model(name), num_beams, oracle, 3)
-    assert_same(guessing.beams, steps[-1])
-    assert guessing.num_steps == STEPS
-    assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
+    for wrong in (0, 3):
+        guessing = searched(model(name), num_beams, BeamOracle(steps, PROMPT, wrong), 3)
+        assert_same(guessing.beams, steps[-1])
+        assert guessing.num_steps == STEPS
+        assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
 
 
 @pytest.mark.parametrize(
@@ -234,7 +229,7 @@ REPEATING = """class TestCase(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("num_beams", [1, 2, 4])
+@pytest.mark.parametrize("num_beams", [1, 3])
 def test_a_repeating_text_takes_fewer_passes(num_beams: int) -> None:
     """Look-up on the lab target, and its draft model: the same beams, and passes are saved."""
     target, draft, tokenizer = lab()

@@ -17,7 +17,6 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import cases
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.types import Outcome, RoundRecord
@@ -28,9 +27,9 @@ NUM_TOKENS = 24
 
 
 @cache
-def target(name: str = "qwen2", bits: int | None = None, bf16: bool = False) -> nn.Module:
+def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
     """A tiny model; qwen2 has plain key-value caches only."""
-    model = tiny.build(name, mx.bfloat16 if bf16 else mx.float32)
+    model = tiny.build(name)
     if bits:
         nn.quantize(model, group_size=32, bits=bits)
         mx.eval(model.parameters())
@@ -77,19 +76,18 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
 
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bfloat16": {"bf16": True},
     "4 bit": {"bits": 4},
 }
 
 
-@pytest.mark.parametrize("dtype", cases(DTYPES, "float32", "4 bit"))
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", drafters())
 def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
     """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
     model = target(**DTYPES[dtype])
     for prompt in (PROMPT, [7], [1, 2, 3] * 12):
         expected = plain(prompt, model=model)
-        for length in (0, 1, 2, 4, 8, "auto", "heuristic"):
+        for length in (0, 1, 4, "auto", "heuristic"):
             drafter = drafters()[name](model)
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
 
@@ -213,7 +211,7 @@ def ends(how: str) -> Callable[[Any], list[int]]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
-@pytest.mark.parametrize("wrong", cases([0.0, 0.4, 1.1, None], 0.4, None))
+@pytest.mark.parametrize("wrong", [0.4, None])
 @pytest.mark.parametrize(
     "how",
     [
@@ -428,7 +426,7 @@ def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling
     assert emitted(None, sampler=sampling, seed=12) != expected
 
 
-@pytest.mark.parametrize("sampling", cases([sd.Sampling(temp=1.0), FILTERED], FILTERED))
+@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
 def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
     sampling: sd.Sampling,
 ) -> None:

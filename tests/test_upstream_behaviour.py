@@ -25,7 +25,6 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from selection import cases
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder
 
@@ -41,11 +40,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return loaded[0], loaded[1]
 
 
-@pytest.fixture(params=cases(["prompt-lookup", "ngram", "itself"], "itself"))
-def speculation(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Any]:
-    """The plugin in force, with each kind of drafter."""
-    drafter = pair[0] if request.param == "itself" else request.param
-    with installed(drafter, draft_length=3) as in_force:
+@pytest.fixture
+def speculation(pair: Pair) -> Iterator[Any]:
+    """The plugin in force, with the target as its own draft model."""
+    with installed(pair[0], draft_length=3) as in_force:
         yield in_force
 
 
