@@ -43,6 +43,7 @@ from exact import (
     to_mlx,
     up_to,
 )
+from selection import in_one_test
 from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
@@ -111,22 +112,6 @@ def test_residual_of_equal_laws_is_the_law_itself(p):
     assert np.array_equal(residual(p, p), p)
     p32 = to_mlx(p)
     assert mx.array_equal(residual(p32, p32), p32)
-
-
-@pytest.mark.parametrize("array", [np.array, mx.array])
-@pytest.mark.parametrize(
-    ("p", "q", "expected"),
-    [
-        ([1.0], [1.0], [1.0]),
-        ([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]),
-        ([0.0, 1.0], [0.0, 1.0], [0.0, 1.0]),
-        ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]),
-        ([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]),
-    ],
-)
-def test_residual_of_simple_laws(array, p, q, expected):
-    """One token, one-hots, disjoint supports, a point mass."""
-    assert residual(array(p), array(q)).tolist() == expected
 
 
 def test_residual_takes_any_batch():
@@ -272,7 +257,7 @@ def test_a_rule_is_known_by_its_own_name():
     assert Typical(0.2, 0.4) == Typical(epsilon=0.2, delta=0.4)
 
 
-@pytest.mark.parametrize("make", [*LOSSLESS.values(), *LOSSY.values()])
+@in_one_test("make", [*LOSSLESS.values(), *LOSSY.values()])
 def test_a_rule_does_not_change(make: Callable[..., AcceptanceRule]) -> None:
     """It can be shared and kept in sets, and equals another with the same arguments."""
     rule = make()
@@ -288,7 +273,7 @@ def test_rules_say_what_they_need() -> None:
     assert [rule.name for rule in rules if shares_noise(rule)] == ["coupled"]
 
 
-@pytest.mark.parametrize("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
+@in_one_test("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
 def test_with_a_greedy_target_tokens_are_compared(name: str) -> None:
     """No chance is worked out and no noise is drawn: the verdict is agreement with the argmax."""
     target: Any = SimpleNamespace(greedy=True, tokens=mx.array([1, 2]))
@@ -339,7 +324,7 @@ def distance(
     return Rounds(target, drafting, deciding).total_variation(rounds, length)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 3])
 @every_rule
 @given(shape=strategies.shapes, data=st.data())
 @settings(max_examples=25)
@@ -351,7 +336,7 @@ def test_drawn_drafts_leave_the_law_alone(name, rounds, shape, data):
     assert distance(target, drafting, ByRule(COIN_RULES[name]), rounds, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (5, 2), (5, 3)])
+@pytest.mark.parametrize("shape", [(4, 3), (5, 2)])
 @every_rule
 def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
     """The same for sizes too slow to try often; laws from a fixed seed."""

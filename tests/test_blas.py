@@ -15,6 +15,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
+from selection import in_one_test
 from specdec_mlx.cli import blas
 from specdec_mlx.cli.elf import system_v_hash, without_prefix
 
@@ -86,7 +87,7 @@ def test_the_hash_is_that_of_the_elf_standard() -> None:
     assert {name: system_v_hash(name) for name in known} == known
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("library", "reason"),
     [
         (b"\xcf\xfa\xed\xfe" + bytes(100), "expected a 64-bit ELF library"),
@@ -296,7 +297,7 @@ class Machine:
         return self.now
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("seconds", "expected"),
     [
         ({1: 0.010, 2: 0.006}, 2),
@@ -358,7 +359,7 @@ def test_the_number_that_is_left_set_is_the_best_one(openblas: list[int]) -> Non
     assert openblas[-1] == chosen
 
 
-@pytest.mark.parametrize("cores", [1, 2, 3])
+@in_one_test("cores", [1, 2, 3])
 def test_on_few_cores_one_thread_is_taken_untried(
     cores: int, openblas: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from tokenizers import normalizers
 
 import tiny_text
+from selection import in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters import candidates
 from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, report, weight_bytes
@@ -204,7 +205,7 @@ def test_the_report_has_it_all(
     assert f"({weight_bytes(target) / 1e6:.1f} MB)" in out
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "words"),
     [
         (["--in", "."], "--in needs --model"),

@@ -24,7 +24,7 @@ import specdec_mlx as sd
 import tiny
 from command_line import both_ways, run
 from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, continued, state_after, up_to
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import Tree, check_joint
@@ -398,7 +398,7 @@ def joint_of_texts(name: str) -> np.ndarray:
     return continued(TARGET, texts, 3)
 
 
-@pytest.mark.parametrize("name", [name for name in EXACT if name in {"lossless", *VARIANTS}])
+@in_one_test("name", [name for name in EXACT if name in {"lossless", *VARIANTS}])
 def test_cells_of_the_faults_have_the_chances_of_enumeration(name: str) -> None:
     """Each cell's chance, to 1e-12, for drafts of up to two tokens and texts of three."""
     tree = Tree(TextsOfSource(TARGET, DRAFT))
@@ -742,7 +742,7 @@ def test_flags_reach_the_check(
     assert cli.main(["check", "--model", str(folder)]) == 1
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("flags", "words"),
     [
         (["--temp", "-1"], "Sampling(temp=-1.0)"),

@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import chi2, ncx2
 
 from exact import COIN_RULES, WRONG_RULES
+from selection import in_one_test
 from specdec_mlx.rules.arithmetic import leading_run
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.match import Match
@@ -370,15 +371,9 @@ BROKEN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("part", "rule"),
-    [
-        pytest.param(
-            part, rule, id=f"{part}-{rule.__name__ if rule is Sound else type(rule).__name__}"
-        )
-        for part, rules in BROKEN.items()
-        for rule in rules
-    ],
+    [(part, rule) for part, rules in BROKEN.items() for rule in rules],
 )
 def test_a_broken_rule_fails_by_name(part: str, rule: Any) -> None:
     """AssertionError names the property that it breaks, and says what to do."""

@@ -16,7 +16,7 @@ import pytest
 
 import specdec_mlx
 from command_line import Done, both_ways, run
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
@@ -170,7 +170,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 }
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@in_one_test("case", BROKEN)
 def test_a_folder_that_is_no_model_is_named_with_the_next_step(case: str, copy: Path) -> None:
     """ModelFolderError, before anything is loaded."""
     spoil, reason, next_step = BROKEN[case]
@@ -224,7 +224,7 @@ def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path)
 
 
 @both_ways
-@pytest.mark.parametrize(
+@in_one_test(
     "arguments",
     [
         ("bench", "--repeats", "0"),
@@ -257,7 +257,7 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
     assert not list(tmp_path.glob("*"))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("typed", "words"),
     [
         ("--drafter prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),

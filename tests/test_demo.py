@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
+from selection import in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
@@ -112,7 +113,7 @@ def shape(shown: Sequence[Scene]) -> list[int]:
     return [len(scene.contenders) for scene in shown]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("seconds", "expected"),
     [
         (9 * LEAST_TOKENS, [3, 3, 3]),
@@ -366,9 +367,9 @@ def test_a_text_of_one_round_has_no_speed() -> None:
     assert "too short to time" in demo_report.format_table([row])
 
 
-@pytest.mark.parametrize("tokens", [[*range(10), 5], range(10)], ids=["another", "an early end"])
-@pytest.mark.parametrize("repeat", [0, 1])
-@pytest.mark.parametrize(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
+@in_one_test("tokens", [[*range(10), 5], range(10)])
+@in_one_test("repeat", [0, 1])
+@in_one_test(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
 def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     tokens: Sequence[int],
     repeat: int,

@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers.pre_tokenizers import ByteLevel
 
+from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.demo_model import (
@@ -234,7 +235,7 @@ def test_missing_metadata_is_named(key: str) -> None:
         model_config(metadata, tied=True)
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"])
+@in_one_test("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"])
 def test_tensors_without_a_place_are_refused(name: str) -> None:
     with pytest.raises(ModelFolderError, match=name):
         hugging_face_name(name)
@@ -251,12 +252,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return mlx_lm.load(str(folder))[1]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@in_one_test("text", TEXTS)
 def test_text_comes_back(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@in_one_test("text", TEXTS)
 def test_text_comes_back_when_streamed(tokenizer: Any, text: str) -> None:
     """Mlx-lm's byte-level detokenizer is chosen; it drops one leading space."""
     stream = tokenizer.detokenizer
@@ -272,7 +273,7 @@ def test_merges_apply_and_digits_stand_alone(tokenizer: Any) -> None:
     assert pieces == ["hello", "Ġ", "1", "2"]
 
 
-@pytest.mark.parametrize("token", SPECIAL)
+@in_one_test("token", SPECIAL)
 def test_special_tokens_are_one_id(tokenizer: Any, token: str) -> None:
     assert tokenizer.encode(token) == [TOKENS.index(token)]
     assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import heads
-import selection
 import specdec_mlx as sd
 import tiny
+from selection import FULL, each, in_one_test
 from specdec_mlx.drafters.drawing import Draws, draw_rows
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
@@ -146,6 +146,7 @@ def test_a_draft_follows_from_the_text_and_its_rows_alone(name: str) -> None:
 def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
     """Of the text before it; Medusa's on the last row."""
     one = drafter(name)
+    assert len(Shown(one, PROMPT[:1], context()).propose(4)) == 0, "before a row was shown"
     logits = first_logits(one, PROMPT)
     for position in range(len(PROMPT) - 1):
         changed = list(PROMPT)
@@ -165,10 +166,9 @@ def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
 
 
 @pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("temp", [0.7, 1.0])
-def test_what_is_handed_over_is_what_was_drawn_from(name: str, temp: float) -> None:
+def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
     """Normalised, filtered like the target's, and the argmax of it with the draft's own noise."""
-    sampling = sd.Sampling(temp=temp, top_p=0.9)
+    sampling = sd.Sampling(temp=0.7, top_p=0.9)
     given = context(sampling=sampling)
     draft = Shown(drafter(name), PROMPT, given).propose(3)
     assert draft.logprobs is not None
@@ -180,9 +180,12 @@ def test_what_is_handed_over_is_what_was_drawn_from(name: str, temp: float) -> N
     assert mx.isinf(draft.logprobs).any(), "top-p left everything in"
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_greedy_target_gets_point_masses(name: str) -> None:
+def test_a_greedy_target_gets_point_masses() -> None:
     """So does an opaque sampler, and any target if that is asked for."""
+    each(HEADS, gets_point_masses)
+
+
+def gets_point_masses(name: str) -> None:
     one = drafter(name)
     for given in (context(sampling=sd.Sampling()), context()):
         assert Shown(one, PROMPT, given).propose(2).logprobs is None
@@ -223,15 +226,6 @@ def test_processors_see_the_text_and_the_draft(name: str) -> None:
     shown.emit(1)
     drafted = to_list(shown.propose(3).tokens)
     assert seen == [[*PROMPT, 1, *drafted[:i]] for i in range(3)]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_nothing_is_drafted_before_a_row_was_shown(name: str) -> None:
-    """The first token of a prompt of one has no state before it."""
-    shown = Shown(drafter(name), [7], context())
-    assert len(shown.propose(4)) == 0
-    shown.emit(9)
-    assert len(shown.propose(4)) == 4
 
 
 @pytest.mark.parametrize("name", ["eagle3", "qwen3_5", "dflash", "medusa"])
@@ -378,7 +372,7 @@ def test_an_early_exit_by_hand() -> None:
     assert mx.allclose(first_layers(model, 3)(ids), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [0, 8, -1])
+@in_one_test("layers", [0, 8, -1])
 def test_an_exit_that_is_none_is_refused(layers: int) -> None:
     """Before the first layer, or behind the last."""
     with pytest.raises(sd.HeadError, match="expected 1 to 7"):
@@ -399,7 +393,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
 }
 
 
-@selection.FULL
+@FULL
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafters_that_read_tokens_conform(name: str) -> None:
     """What `check_drafter` asks of any."""
@@ -449,7 +443,7 @@ def test_heads_together_guess_what_each_does(own: int) -> None:
     assert np.allclose(head.first_logits(state, 2), each[:2], atol=1e-4)
 
 
-@pytest.mark.parametrize("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
+@in_one_test("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
 def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
     """Neighbours, all of them, others, in any order."""
     rows = mx.arange(8).reshape(4, 2)

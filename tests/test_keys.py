@@ -18,6 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.draft_length.store import LONGEST_NAME, Tuning, short_name
 from specdec_mlx.drafters import fingerprint as fingerprint_module
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -167,7 +168,7 @@ CHANGES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@in_one_test("name", CHANGES)
 def test_a_fingerprint_tells_models_apart(name: str) -> None:
     assert fingerprint(CHANGES[name]()) != fingerprint(tiny.build("qwen2"))
 

@@ -36,6 +36,7 @@ from exact import (
 )
 from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
+from selection import in_one_test
 from specdec_mlx.drafters.draft_models import Lighter, read_vocabulary
 from specdec_mlx.drafters.lighter import (
     OUTSIDE,
@@ -70,7 +71,7 @@ LIGHTER: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("way", LIGHTER)
+@in_one_test("way", LIGHTER)
 def test_the_model_that_was_given_is_left_alone(way: str) -> None:
     """The same arrays, under the same names, and the same logits."""
     model = tiny.build("llama")
@@ -81,7 +82,7 @@ def test_the_model_that_was_given_is_left_alone(way: str) -> None:
     assert mx.array_equal(logits_of(model), logits)
 
 
-@pytest.mark.parametrize("way", LIGHTER)
+@in_one_test("way", LIGHTER)
 def test_a_lighter_draft_model_has_a_key_of_its_own(way: str) -> None:
     """The same in every process, and for the same content."""
     model, again = tiny.build("llama"), tiny.build("llama")
@@ -166,7 +167,7 @@ WRONG_BITS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG_BITS)
+@in_one_test("what", WRONG_BITS)
 def test_what_cannot_be_quantized_is_said_in_words(what: str) -> None:
     make, bits, words = WRONG_BITS[what]
     with pytest.raises(sd.DraftModelError, match=words):
@@ -231,7 +232,7 @@ def test_the_caches_of_the_first_layers_are_enough(name: str) -> None:
     assert not caches[-1].empty()
 
 
-@pytest.mark.parametrize("num_layers", [0, -1, 4])
+@in_one_test("num_layers", [0, -1, 4])
 def test_layers_that_there_are_not_are_refused(num_layers: int) -> None:
     with pytest.raises(sd.DraftModelError, match="expected a number from 1 to 3"):
         first_layers(tiny.build("llama"), num_layers)
@@ -325,7 +326,7 @@ TOUCHES: dict[str, Callable[[mx.array], mx.array]] = {
 """Ways to treat the logits of some ids otherwise than those of all others."""
 
 
-@pytest.mark.parametrize("way", TOUCHES)
+@in_one_test("way", TOUCHES)
 def test_a_model_that_knows_ids_of_its_logits_is_refused_before_they_are_cut(way: str) -> None:
     """It never runs on fewer logits than it was made for: ids past their end are foreign memory."""
     widths: list[int] = []
@@ -504,7 +505,7 @@ def test_a_vocabulary_is_read_from_a_text_or_from_ids(tmp_path: Path) -> None:
     assert read_vocabulary(ids, tokenizer()) == [9, 4, 6]
 
 
-@pytest.mark.parametrize("content", ["[]", "{}", "[1, 2.5]", '["a"]', "[1", "5"])
+@in_one_test("content", ["[]", "{}", "[1, 2.5]", '["a"]', "[1", "5"])
 def test_a_vocabulary_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ids.json"
     path.write_text(content)
@@ -585,7 +586,7 @@ WRONG: dict[str, str] = {
 }
 
 
-@pytest.mark.parametrize("typed", WRONG)
+@in_one_test("typed", WRONG)
 def test_what_cannot_be_had_is_said_in_words(typed: str, folders: Path) -> None:
     """By every command that takes a draft model."""
     model = str(folders / "model")

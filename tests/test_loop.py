@@ -17,6 +17,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.rounds.clock import Round
 from specdec_mlx.types import Outcome, RoundRecord
@@ -130,7 +131,7 @@ def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass() -> N
         assert (stats.replayed > 0) == replays
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9])
+@in_one_test("num_tokens", [1, 2, 7, 8, 9])
 def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     """emitted + cut = accepted + passes; the histogram has one entry a round."""
     tokens = list(
@@ -358,7 +359,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pure", [True, False])
-@pytest.mark.parametrize("length", [0, 1, 4])
+@in_one_test("length", [0, 1, 4])
 @pytest.mark.parametrize("which", PROCESSORS)
 def test_processors_see_what_they_would_see_in_plain_decoding(
     which: str, length: int, pure: bool

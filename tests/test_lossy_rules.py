@@ -36,7 +36,7 @@ from exact import (
     longest_joint,
     up_to,
 )
-from selection import cases
+from selection import in_one_test
 from specdec_mlx import Lenient, Typical
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules.arithmetic import point_mass
@@ -239,7 +239,7 @@ def test_they_are_told_from_the_lossless_ones():
     assert not LOSSLESS.keys() & LOSSY.keys()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("spec", "rule"),
     [
         ("lenient", Lenient(lenience=0.5)),
@@ -258,7 +258,7 @@ def test_options_stand_behind_the_name(spec, rule):
     assert parser.parse_args([]).rule is None  # then the rule is "auto"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("spec", "words"),
     [
         ("lenient:lenience=0", r"\(0, 1\]"),
@@ -335,12 +335,11 @@ def test_a_typical_greedy_text_is_the_plain_one():
 
 
 @pytest.mark.parametrize("rule", [Lenient(lenience=0.3), Typical()])
-@pytest.mark.parametrize("drafter", cases(["model", "greedy model", "prompt lookup"], "model"))
+@pytest.mark.parametrize("drafter", ["model", "prompt lookup"])
 def test_more_is_accepted_when_sampling(rule, drafter):
     """Than by rejection, for drawn drafts and point masses."""
     made = {
         "model": sd.ModelDrafter(noisy_copy()),
-        "greedy model": sd.ModelDrafter(noisy_copy(), greedy=True),
         "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
     }[drafter]
     sampling = sd.Sampling(temp=0.8)

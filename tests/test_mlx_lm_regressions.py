@@ -31,7 +31,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import FULL, cases
+from selection import FULL
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 
 SEEN_ON = "0.32.2"
@@ -108,7 +108,7 @@ def stock_oracle(drafter: scripted.OracleDrafter) -> Any:
     return scripted.scripted_model(PROMPT, drafter)
 
 
-@pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "gpt_oss", "olmo3"], "llama"))
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
     """Rejected tokens leave a window that has wrapped."""
     target = model(name)
@@ -117,7 +117,7 @@ def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
     stock_fails(1, stock(target, stock_oracle(oracle(target))) != expected)
 
 
-@pytest.mark.parametrize("name", cases(["mamba", "qwen3_next", "lfm2", "falcon_h1"], "lfm2"))
+@pytest.mark.parametrize("name", ["lfm2", "falcon_h1"])
 def test_row_2_recurrent_state_is_drafted_for(name: str) -> None:
     """Not refused, and right."""
     target = model(name)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.ngram import (
     NGramDrafter,
@@ -208,8 +208,8 @@ def test_the_smaller_of_limit_and_num_draft_holds(stochastic: bool) -> None:
     assert [len(session.propose(limit)) for limit in (8, 3, 2, 0)] == [3, 3, 2, 0]
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
-@pytest.mark.parametrize("text", [[], [3], [1, 2, 3]])
+@in_one_test("stochastic", [False, True])
+@in_one_test("text", [[], [3], [1, 2, 3]])
 def test_no_known_context_gives_an_empty_draft(text: list[int], stochastic: bool) -> None:
     """Nothing is proposed before something has been repeated."""
     draft = NGramDrafter(stochastic=stochastic).begin(text, sampled()).propose(4)
@@ -534,7 +534,7 @@ def test_contracts_hold() -> None:
     assert isinstance(begin([1]), DraftSession)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "said"),
     [
         ({"max_order": 0}, "max_order=0): expected an int from 1 (unigram) to 8"),

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
+from selection import in_one_test
 from serving import serving
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
@@ -465,7 +466,7 @@ def test_a_target_with_another_tokenizer_is_refused(
         menu.check(tokenizer)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "lighter", "expected"),
     [
         (None, Lighter(), "expected --draft-model"),

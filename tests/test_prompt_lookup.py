@@ -10,6 +10,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from selection import in_one_test
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter, PromptLookupSession
 from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
@@ -247,7 +248,7 @@ def test_contracts_hold() -> None:
     assert isinstance(begin([1]), DraftSession)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "said"),
     [
         ({"max_ngram": 0}, "max_ngram=0): expected an int from 1 to 8"),

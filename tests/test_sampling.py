@@ -15,6 +15,7 @@ from scipy.special import softmax
 from scipy.stats import chisquare
 
 import strategies
+from selection import in_one_test
 from specdec_mlx import Sampling
 from specdec_mlx.sampling.noise import Noise
 
@@ -100,9 +101,7 @@ def test_law_is_normalised_and_finite(logits, data):
     assert not mx.any((law > -mx.inf) & (logits == -mx.inf)).item()
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 2}, {"top_p": 1.0}]
-)
+@in_one_test("filters", [{}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 2}, {"top_p": 1.0}])
 def test_law_takes_logits_as_it_takes_log_probabilities(filters):
     """A constant more in all of a row's logits changes nothing."""
     logits = mx.array([[0.3, 2.0, 1.5, -1.0], [3.0, 2.9, 2.8, 0.0]])
@@ -250,7 +249,7 @@ def test_defaults_are_those_of_the_host_sampler():
     ).item()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "value"),
     [
         ("temp", -0.1),
@@ -273,7 +272,7 @@ def test_arguments_out_of_range_are_refused(name, value):
         Sampling(**{name: value})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "arguments",
     [
         {"temp": 0.0},

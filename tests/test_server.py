@@ -28,7 +28,7 @@ from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
 from command_line import both_ways, run
-from selection import FULL, cases
+from selection import FULL
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
@@ -305,11 +305,15 @@ STATES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("state", "number"),
-    cases(
-        [(state, n) for state in STATES for n in (signal.SIGTERM, signal.SIGINT)],
+    [
         ("lone streaming", signal.SIGTERM),
         ("batched", signal.SIGINT),
-    ),
+        *(
+            pytest.param(state, signal.SIGTERM, marks=FULL)
+            for state in STATES
+            if state != "lone streaming"
+        ),
+    ],
 )
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path

@@ -19,15 +19,14 @@ import tiny
 from counting import Counting
 from lossless import PROMPT, SECOND_PROMPT, plain_text
 from scripted import OracleDrafter, Recorder, ScriptedDrafter, always_wrong
-from selection import FULL, cases
+from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import DraftContext, Drafter, key_of
 
-ARCHITECTURES = ["llama", "gemma3_text", "llama4", "mamba2", "rwkv7", "lfm2", "qwen3_next"]
-ARCHITECTURES += ["falcon_h1", "gpt_oss", "deepseek_v3"]
+ARCHITECTURES = ("llama", "llama4", "mamba2", "qwen3_next", "falcon_h1")
 """Caches that trim, windows, chunks, and recurrent states that only return to a checkpoint."""
 
 GUESSERS: dict[str, Callable[[], Drafter | str]] = {
@@ -67,7 +66,7 @@ def proposals(
     return recorder.proposals
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, "llama", "mamba2", "qwen3_next"))
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_drafts_are_the_same_token_by_token(name: str) -> None:
     """Greedy, past the window, with right guesses and wrong ones, for every kind of cache."""
     model = draft_model(name)

@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
+from selection import in_one_test
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.suffix import SuffixSession
@@ -272,9 +273,7 @@ def test_options_bound_the_draft() -> None:
     assert not begin(text, min_match=3).propose(4)
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}]
-)
+@in_one_test("options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}])
 def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
     """By name."""
     with pytest.raises(ValueError, match=next(iter(options))):

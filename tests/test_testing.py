@@ -17,7 +17,7 @@ from scipy.stats import chi2
 
 import specdec_mlx as sd
 import tiny
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.drafters.lighter import SubVocabulary
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.chi_square import limit
@@ -456,17 +456,9 @@ BROKEN: dict[str, list[Any]] = {
 }
 
 
-def name_of(drafter: Any) -> str:
-    return getattr(getattr(drafter, "session", None), "__name__", None) or repr(drafter)[:20]
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("check", "drafter"),
-    [
-        pytest.param(check, drafter, id=f"{check}-{name_of(drafter)}")
-        for check, drafters in BROKEN.items()
-        for drafter in drafters
-    ],
+    [(check, drafter) for check, drafters in BROKEN.items() for drafter in drafters],
 )
 def test_a_broken_drafter_fails_by_name(check: str, drafter: Any) -> None:
     """AssertionError names the property that it breaks, and says what to do."""
@@ -489,7 +481,7 @@ def test_memory_across_generations_has_to_be_meant() -> None:
     assert [line.partition(":")[0] for line in lines] == ["protocol", "empty drafts", *CHECKS[4:]]
 
 
-@pytest.mark.parametrize("freedom", [2, 9, 26, 59])
+@in_one_test("freedom", [2, 9, 26, 59])
 def test_chi_square_limit_is_the_quantile(freedom: int) -> None:
     """Wilson and Hilferty's approximation, against scipy's quantile; not below it."""
     quantile = chi2.isf(1e-6, freedom)

@@ -18,6 +18,7 @@ from tokenizers import models
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from selection import in_one_test
 from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer, first_difference
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
@@ -219,7 +220,7 @@ def test_a_prompt_with_tokens_that_only_the_target_has() -> None:
     assert max(seen) == NARROW - 1
 
 
-@pytest.mark.parametrize(("have", "want"), [(5, 5), (7, 5), (5, 7), (5, None)])
+@in_one_test(("have", "want"), [(5, 5), (7, 5), (5, 7), (5, None)])
 def test_logits_are_cut_or_padded_with_no_mass(have: int, want: int | None) -> None:
     """The ids that both have keep their logits; those that only the target has get -inf."""
     logits = mx.random.normal((3, have), key=mx.random.key(0))

@@ -21,7 +21,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.bench.heads import compare, format_rows
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
@@ -93,7 +93,7 @@ def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
 # Losses
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "expected"),
     [
         ("forward-kl", 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
@@ -107,7 +107,7 @@ def test_losses_are_what_the_formulas_give_by_hand(name: str, expected: float) -
     assert LOSSES[name](p, q).item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@in_one_test("name", LOSSES)
 def test_losses_and_their_gradients_are_finite_where_a_distribution_is_zero(name: str) -> None:
     """A target with filters, or a draft that is sure, has log-probabilities of -inf."""
     p = nn.log_softmax(mx.array([[0.0, 1.0, -mx.inf], [0.0, 0.0, 0.0]]))
@@ -971,7 +971,7 @@ def test_online_learns_in_a_command_and_saves_at_its_end(
     assert "expected --draft-model" in refused.stderr
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("flags", "expected"),
     [
         (["--texts", "missing.txt"], "There is no file missing.txt"),
@@ -1028,7 +1028,7 @@ def test_ctrl_c_ends_in_a_sentence(
     assert main(arguments) == 0
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
+@in_one_test("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
 def test_a_line_that_is_no_document_is_named(
     line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -1037,7 +1037,7 @@ def test_a_line_that_is_no_document_is_named(
         list(read_documents([str(tmp_path / "a.jsonl")], loaded[1]))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
+@in_one_test("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
 def test_a_line_that_is_no_prompt_is_named(
     line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:

@@ -21,7 +21,7 @@ from scipy.stats import chisquare
 import tiny
 from lossless import INEXACT, PROMPT, TOLERANCE, plain_text, rows_of, spoken
 from scripted import TREE, DrawnTrees, OracleDrafter, OracleTrees
-from selection import FULL, each
+from selection import FULL, each, in_one_test
 from specdec_mlx import Sampling, Token, speculate
 from specdec_mlx.rules.trees import KSequential
 from specdec_mlx.target import exactness, tree_passes
@@ -220,7 +220,7 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FIXED)
+@in_one_test("kind", FIXED)
 def test_other_scaled_ropes_are_exact_past_their_original_length(kind):
     """Their frequencies are fixed when a model is loaded."""
     model = tiny.build("llama", rope_scaling=FIXED[kind] | {"rope_type": kind})

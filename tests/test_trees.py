@@ -24,7 +24,7 @@ from exact_trees import (
     rounds,
     shapes,
 )
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import OwnTokens, climb, walk
 from specdec_mlx.testing.round_distribution import sources
@@ -58,7 +58,7 @@ def distance(vocab: int, parents: tuple[int, ...], way: str, name: str, num_roun
     return rounds(target, drawn, rule).total_variation(num_rounds, min(length, 6))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@in_one_test("way", WAYS)
 @pytest.mark.parametrize("name", [*TREE_RULES, "match"])
 def test_every_small_tree_leaves_the_distribution_alone(name, way):
     """All 22 shapes of up to 4 tokens, V = 3 or 2: the joint distribution is the target's."""
@@ -66,7 +66,7 @@ def test_every_small_tree_leaves_the_distribution_alone(name, way):
         assert distance(3 if len(parents) < 4 else 2, parents, way, name) < EXACT, parents
 
 
-@pytest.mark.parametrize("way", WAYS)
+@in_one_test("way", WAYS)
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_trees_of_seven_leave_the_distribution_alone(name, way):
     """Some shapes of 7 tokens, V = 2, a chain and a star among them: to 1e-12."""
@@ -75,8 +75,8 @@ def test_trees_of_seven_leave_the_distribution_alone(name, way):
 
 
 @FULL
-@pytest.mark.parametrize("size", [5, 6, 7])
 @pytest.mark.parametrize("name", TREE_RULES)
+@in_one_test("size", [5, 6, 7])
 def test_every_tree_leaves_the_distribution_alone(name, size):
     """All 603 shapes of 5 to 7 tokens, V = 2, drawn independently: to 1e-12."""
     for parents in shapes(size):
