@@ -101,17 +101,6 @@ def test_nothing_is_loaded_but_configurations_and_tokenizers(target: Path, shelf
     assert found["small"].size == 1000
 
 
-def test_weights_in_several_files_are_added_up(target: Path, shelf: Path) -> None:
-    """Large models come in shards."""
-    weights = shelf / "small" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.unlink()
-    for i, part in enumerate((whole[:5000], whole[5000:])):
-        (shelf / "small" / f"model-0000{i + 1}-of-00002.safetensors").write_bytes(part)
-    found = {one.name: one for one in find_candidates(str(target), shelf)}
-    assert found["small"].size == len(whole)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same models as Hugging Face's cache lays them out, two revisions of one, and rubbish."""
@@ -168,15 +157,6 @@ def test_a_target_may_be_named_as_in_the_cache(cache: Path) -> None:
         locate("somebody/else")
     with pytest.raises(ModelFolderError, match="hf download"):
         locate("./nowhere")
-
-
-def test_without_any_cache_there_is_nothing(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine on which nothing was ever fetched."""
-    default_cache(tmp_path / "none", monkeypatch)
-    assert find_candidates(str(target)) == []
-    assert "none in the Hugging Face cache" in report(str(target))
 
 
 def test_what_to_expect_follows_from_the_cost() -> None:

@@ -21,7 +21,7 @@ from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
-from specdec_mlx.models import check_folder, load_model
+from specdec_mlx.models import load_model
 from tiny_model_folder import write_model_folder
 
 
@@ -181,15 +181,6 @@ def test_a_folder_that_is_no_model_is_named_with_the_next_step(case: str, copy: 
     assert str(path) in message
     assert message.index(reason) < message.index(next_step)
     assert "\n" not in message
-
-
-def test_other_kinds_of_tokenizers_count(copy: Path) -> None:
-    """SentencePiece, tiktoken and vocabulary files."""
-    (copy / "tokenizer.json").unlink()
-    for name in ("tokenizer.model", "spiece.model", "qwen.tiktoken", "vocab.json"):
-        (copy / name).touch()
-        check_folder(copy)
-        (copy / name).unlink()
 
 
 def test_a_whole_folder_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ BEFORE = [8, 3, 77, 5]
 PROMPTS = ([5, 17, 99, 3, 64, 17, 99, 42], [9], [5, 17, 99] * 4, [30, 31, 32])
 NAMES = ("llama", "mamba", "qwen3_next", "gemma3_text", "gpt_oss")
 ROWS = ("llama", "qwen3_next", "gemma3_text", "gpt_oss", "mamba")
-MODELS = ("llama", "gemma3_text", "qwen3_next")
+
 
 DRAFTER = ("begin", "propose", "propose_while", "propose_tree", "observe", "close", "see", "fork")
 PLACES = (*DRAFTER, "layer", "processor", "sampler", "callback")

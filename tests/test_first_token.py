@@ -200,32 +200,3 @@ def test_the_first_token_is_shown_to_the_drafter_before_it_is_asked() -> None:
     items = sd.speculate(target(), PROMPT, Drafter(), max_tokens=6, draft_length=4)
     assert [t.token for t in items] == plain()[:6]
     assert shown == [plain()[:1], plain()[1:6]]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 24])
-@pytest.mark.parametrize("cheap", [True, False])
-def test_a_drafter_that_fails_at_the_first_token_costs_no_token(
-    cheap: bool, max_tokens: int
-) -> None:
-    """The token is handed out, then the error is raised; the caches can be continued from."""
-
-    class Session(scripted.ScriptedSession):
-        def observe(self, tokens: Sequence[int]) -> None:
-            raise ZeroDivisionError("drafter broke")
-
-    class Drafter:
-        def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-            session = Session(lambda emitted, limit: [1, 2][:limit])
-            session.cheap = cheap  # type: ignore[attr-defined]
-            return session
-
-    caches, got = make_prompt_cache(target()), []
-    with pytest.raises(ZeroDivisionError, match="drafter broke"):
-        for item in sd.speculate(
-            target(), PROMPT, Drafter(), max_tokens=max_tokens, prompt_cache=caches, draft_length=4
-        ):
-            got.append(item.token)
-    assert got == plain()[:1]
-    assert {c.offset for c in caches} == {len(PROMPT) + 1}
-    again = sd.speculate(target(), [9], max_tokens=4, prompt_cache=caches)
-    assert [t.token for t in again] == plain((*PROMPT, *got, 9), 4)

@@ -297,19 +297,6 @@ def test_logits_processors_pass_through() -> None:
     assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
 
 
-def test_an_opaque_sampler_passes_through() -> None:
-    """Any callable on log-probabilities: here the second best token."""
-
-    def second(logprobs: mx.array) -> mx.array:
-        return mx.argsort(-logprobs, axis=-1)[:, 1]
-
-    assert_same(ours(sampler=second, drafter="prompt-lookup"), theirs(sampler=second))
-
-
-def test_mlx_lms_greedy_sampler_passes_through() -> None:
-    assert_same(ours(sampler=make_sampler(temp=0.0), drafter=oracle()), theirs())
-
-
 @pytest.mark.parametrize("name", ["none", "by name", "oracle", "itself"])
 def test_a_seed_makes_sampling_reproducible(name: str) -> None:
     """The same seed, the same text, whatever was drawn before; another seed, another text."""
@@ -321,24 +308,6 @@ def test_a_seed_makes_sampling_reproducible(name: str) -> None:
 
     assert run(1) == run(1)
     assert run(1) != run(2)
-
-
-def test_a_seed_gives_the_same_text_with_and_without_a_point_mass_drafter() -> None:
-    """So a drafter that always proposes the same tokens can be switched on and off."""
-    sampler = sd.Sampling(temp=0.8)
-    expected = [r.token for r in ours(sampler=sampler, seed=4)]
-    for drafter in ("prompt-lookup", scripted.OracleDrafter(expected, tiny_text.VOCAB, wrong=0.3)):
-        assert [r.token for r in ours(sampler=sampler, seed=4, drafter=drafter)] == expected
-
-
-def test_the_coupled_rule_gives_a_seeds_text_with_a_draft_model_too() -> None:
-    """As without any drafter, at any draft length, "auto" included."""
-    sampler = sd.Sampling(temp=0.8)
-    expected = [r.token for r in ours(sampler=sampler, seed=4)]
-    for length in (1, 4, "auto"):
-        for draft in (tiny_text.model(), tiny_text.model(seed=5)):
-            options = {"draft_model": draft, "rule": "coupled", "draft_length": length}
-            assert [r.token for r in ours(sampler=sampler, seed=4, **options)] == expected
 
 
 @pytest.mark.parametrize("length", [1, 4])

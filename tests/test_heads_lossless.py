@@ -39,14 +39,6 @@ from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
 
-TARGETS = {
-    "qwen2": "key-value caches",
-    "gemma3_text": "rotating windows",
-    "qwen3_5": "recurrent layers, replayed",
-    "deepseek_v3": "latent attention",
-    "qwen3_moe": "experts",
-    "gemma4": "layers that read the caches of others",
-}
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 40

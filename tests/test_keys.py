@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import LRUPromptCache
 
-import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
@@ -97,22 +96,6 @@ def test_the_parts_of_a_drafter_learn_under_their_own_keys(target: nn.Module) ->
     tuning = Tuning()
     learn(target, sd.FirstOf(parts[0], sd.FirstOf(*parts[1:])), tuning)
     assert set(tuning.drafters) == {short_name(key_of(part)) for part in parts}
-
-
-@dataclass(frozen=True)
-class Numbered:
-    """A drafter of somebody's that is made of two, and gives their sessions no keys."""
-
-    def begin(self, prompt: Any, context: sd.DraftContext) -> Any:
-        session = scripted.ScriptedSession(lambda start, limit: [])
-        session.parts = [  # type: ignore[attr-defined]
-            scripted.ScriptedSession(lambda start, limit: [7] * (start % 3 > 0)),
-            scripted.ScriptedSession(lambda start, limit: [8]),
-        ]
-        for part in session.parts:  # type: ignore[attr-defined]
-            part.observe = session.observe
-            part.observed = session.observed
-        return session
 
 
 def test_the_same_content_has_the_same_key() -> None:

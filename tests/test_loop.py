@@ -12,15 +12,14 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.rounds.clock import Round
-from specdec_mlx.types import Outcome, RoundRecord
+from specdec_mlx.types import RoundRecord
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -145,55 +144,6 @@ def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     assert sum(stats.accepted_at) == stats.accepted <= stats.drafted == sum(stats.drafted_at)
 
 
-def test_the_cache_is_one_token_behind_the_text_after_every_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Target cache: prompt + emitted - 1 after each verdict, 1 to K+1 tokens a round."""
-    from specdec_mlx.loop import Generation
-
-    gaps: list[int] = []
-    sizes: list[int] = []
-    roll_back = Generation.roll_back
-
-    def spy(self: Generation, current: Round, outcome: Outcome) -> None:
-        roll_back(self, current, outcome)
-        ahead = self.target.rollback.position - (len(self.sequence.tokens) - 1)
-        gaps.append(len(self.sequence.tokens) - self.target.rollback.caches[0].offset + ahead)
-        sizes.append(len(outcome.tokens))
-
-    monkeypatch.setattr(Generation, "roll_back", spy)
-    emitted(oracle(0.3), draft_length=3)
-    assert set(gaps) == {1}
-    assert min(sizes) >= 1
-    assert max(sizes) == 4
-
-
-def test_the_draft_cache_is_one_or_two_tokens_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two when all K were accepted, since the last was proposed and never fed; else one."""
-    from specdec_mlx.drafters.model import ModelSession
-
-    seen: set[tuple[bool, int]] = set()
-    drafted: list[int] = []
-    observe, propose = ModelSession.observe, ModelSession.propose
-
-    def spy(self: ModelSession, tokens: Sequence[int]) -> None:
-        observe(self, tokens)
-        if drafted:  # the last token wanted is not drafted
-            all_accepted = len(tokens) == drafted.pop() + 1
-            seen.add((all_accepted, len(self.tokens) - self.rollback.caches[0].offset))
-
-    def noting(self: ModelSession, limit: int) -> sd.Draft:
-        draft = propose(self, limit)
-        drafted.append(len(draft))
-        return draft
-
-    monkeypatch.setattr(ModelSession, "observe", spy)
-    monkeypatch.setattr(ModelSession, "propose", noting)
-    emitted(sd.ModelDrafter(target()), draft_length=3, max_tokens=12)
-    emitted(sd.ModelDrafter(tiny.build("qwen2", seed=7)), draft_length=3)
-    assert seen == {(True, 2), (False, 1)}
-
-
 def ends(how: str) -> Callable[[Any], list[int]]:
     """Ways in which a generation ends; each returns the tokens handed out."""
 
@@ -256,80 +206,6 @@ def test_the_draft_models_caches_are_kept_in_step_for_a_second_turn() -> None:
     assert {c.offset for c in caches} == {len(PROMPT) + 7}
     again = emitted(sd.ModelDrafter(draft), [1, 2], prompt_cache=caches)
     assert again == plain([*PROMPT, *tokens, 1, 2])
-
-
-class _Failing:
-    """Drafts as another drafter does, and fails in the given call."""
-
-    def __init__(self, method: str, after: int, drafter: Any = None) -> None:
-        self.method, self.after, self.drafter = method, after, drafter or oracle()
-
-    def begin(self, prompt: Sequence[int], context: Any) -> Any:
-        session = self.drafter.begin(prompt, context)
-        session.cheap = True
-        original = getattr(session, self.method)
-        left = iter(range(self.after))
-
-        def fail(*args: Any) -> Any:
-            if next(left, None) is None:
-                raise RuntimeError("drafter broke")
-            return original(*args)
-
-        setattr(session, self.method, fail)
-        return session
-
-
-@pytest.mark.parametrize("method", ["propose", "observe"])
-def test_an_exception_in_a_drafter_leaves_the_caches_usable(method: str) -> None:
-    """The error comes through, and the tokens handed out so far can be continued."""
-    caches = make_prompt_cache(target())
-    tokens = []
-    with pytest.raises(RuntimeError, match="drafter broke"):
-        for item in sd.speculate(
-            target(),
-            PROMPT,
-            _Failing(method, 3),
-            max_tokens=30,
-            prompt_cache=caches,
-            draft_length=4,
-        ):
-            tokens.append(item.token)
-    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    assert tokens == plain(num_tokens=30)[: len(tokens)]
-    again = emitted(None, [9], prompt_cache=caches)
-    assert again == plain([*PROMPT, *tokens, 9])
-
-
-@pytest.mark.parametrize("name", ["qwen2", "mamba2", "gemma3_text", "llama4"])
-def test_an_exception_in_the_plain_gear_leaves_the_caches_usable(name: str) -> None:
-    """The token that was read is handed out first, so that nothing has to be taken back."""
-    model, prompt = target(name), [*PROMPT, *PROMPT, *PROMPT]
-    caches = make_prompt_cache(model)
-    nothing = scripted.ScriptedDrafter(lambda n, k: [])
-    tokens = []
-    with pytest.raises(RuntimeError, match="drafter broke"):
-        for item in sd.speculate(
-            model, prompt, _Failing("observe", 4, nothing), prompt_cache=caches, draft_length=4
-        ):
-            tokens.append(item.token)
-    assert tokens == plain(prompt, model=model)[: len(tokens)]
-    again = emitted(None, [9], model=model, prompt_cache=caches)
-    assert again == plain([*prompt, *tokens, 9], model=model)
-
-
-def test_an_interrupted_prefill_leaves_the_caches_as_before() -> None:
-    """The same call can be made again."""
-    caches = make_prompt_cache(target())
-
-    def interrupt(done: int, total: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
-
-    options: dict[str, Any] = {"prompt_cache": caches, "prefill_step_size": 2}
-    with pytest.raises(KeyboardInterrupt):
-        emitted(oracle(), prompt_progress_callback=interrupt, **options)
-    assert {c.offset for c in caches} == {0}
-    assert emitted(oracle(), **options) == plain()
 
 
 def test_progress_is_reported_as_mlx_lm_does() -> None:
@@ -401,12 +277,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
     assert emitted(drafter, sampler=make_stateful()) == expected
-
-
-def test_mlx_lms_own_sampler_is_taken_as_it_is() -> None:
-    """make_sampler's greedy and random samplers both work; the greedy one gives the same text."""
-    assert emitted(oracle(0.3), sampler=make_sampler(temp=0.0)) == plain()
-    assert len(emitted(oracle(0.3), sampler=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
 
 
 FILTERED = sd.Sampling(temp=0.7, top_p=0.9)

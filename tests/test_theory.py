@@ -56,14 +56,6 @@ def test_table_4_of_the_paper(
     assert high - low < 0.4
 
 
-@in_one_test(("acceptance", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
-def test_expected_accepted_is_the_geometric_sum(acceptance: float, accepted: float) -> None:
-    """Of 4 draft tokens, the i-th is accepted with chance alpha^i."""
-    by_hand = sum(acceptance**i for i in range(1, 5))
-    assert theory.expected_accepted(acceptance, 4) == pytest.approx(by_hand)
-    assert by_hand == pytest.approx(accepted, abs=0.006)
-
-
 @in_one_test("acceptance", [0.0, 0.3, 0.8, 0.97])
 @in_one_test("draft_length", [0, 1, 4, 9])
 def test_expected_tokens_against_dice(acceptance: float, draft_length: int) -> None:
@@ -124,16 +116,6 @@ def test_best_draft_length_on_a_curve_with_steps() -> None:
     assert theory.best_draft_length_on_curve(0.8, tiles) == 4
     assert theory.best_draft_length_on_curve(0.97, tiles) in (9, 14, 19)
     assert theory.best_draft_length_on_curve(0.99, float) == 0
-
-
-def test_best_draft_length_is_the_best() -> None:
-    """No other K is better, and of equals the shortest is taken."""
-    for acceptance in (0.2, 0.6, 0.9):
-        for draft_cost in (0.0, 0.05, 0.3):
-            best = theory.best_draft_length(acceptance, draft_cost, longest=30)
-            speeds = [theory.expected_speedup(acceptance, K, draft_cost) for K in range(31)]
-            assert speeds[best] == max(speeds)
-    assert theory.best_draft_length(0.0, 0.0) == 0
 
 
 @in_one_test(

@@ -41,7 +41,8 @@ blocks of rows that are chosen by their scores."""
 CLOSE = 1e-4
 ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
-VOCAB = 103
+
+
 NUM_TOKENS = 60
 
 
