@@ -521,6 +521,7 @@ def accepted(target: Source, drafting: Drafting, deciding: Deciding) -> np.ndarr
 
 
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
     """In expectation, in every state, for any pair of laws; and as much at K = 1."""
     vocab_size, num_draft = shape
@@ -558,6 +559,7 @@ def coupled_formula(p: np.ndarray, q: np.ndarray) -> float:
 
 
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_one_token_is_accepted_as_the_formulas_say(shape, data):
     """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match; coupled."""
     target, draft = data.draw(strategies.source_pairs(shape[0]))
@@ -575,6 +577,7 @@ def test_one_token_is_accepted_as_the_formulas_say(shape, data):
 
 
 @given(shape=st.tuples(st.integers(2, 4), st.integers(1, 3)), data=st.data())
+@settings(max_examples=20)
 def test_all_rules_accept_copies_alike(shape, data):
     """For point masses match, coupled, rejection and block keep equally many on average."""
     vocab_size, num_draft = shape
@@ -602,6 +605,7 @@ def test_coins_are_sure_where_the_laws_are_equal(name, p, data):
 
 @every_rule
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_a_perfect_drafter_is_accepted_whole(name, shape, data):
     """p = q: every draft token is kept, with certainty."""
     vocab_size, num_draft = shape

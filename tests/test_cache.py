@@ -219,7 +219,7 @@ class Speculation(RuleBasedStateMachine):
         return self.references[index][0]
 
 
-def explore(subject: str, max_examples: int = 15) -> None:
+def explore(subject: str, max_examples: int = 10) -> None:
     run_state_machine_as_test(
         lambda: Speculation(subject),
         settings=settings(

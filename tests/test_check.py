@@ -115,7 +115,7 @@ RIGHT = {
 }
 
 
-@pytest.mark.parametrize("case", cases(RIGHT, "model", "n-gram", "prompt lookup"))
+@pytest.mark.parametrize("case", cases(RIGHT, "model"))
 def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part, for every kind of drafter and rule."""
     make, rule = RIGHT[case]
@@ -263,7 +263,8 @@ def test_the_emitted_distribution_is_exact(
         assert result.kept <= np.minimum(p, q).sum() + 1e-12
 
 
-@pytest.mark.parametrize("case", cases(DRAFTERS_AT_FAULT, "a drawn token dropped"))
+@FULL
+@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
 def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is wrong about its distributions, and what to do; the rule is not blamed."""
     monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 400)

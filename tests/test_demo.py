@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
-from selection import in_one_test
+from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
@@ -369,6 +369,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     assert "0 of 7 texts are plain mlx-lm's" in out
 
 
+@FULL
 def test_the_demo_model_comes_with_the_pair_that_ships(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

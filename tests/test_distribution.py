@@ -411,6 +411,7 @@ class PeekingSession:
             session.observe(tokens)
 
 
+@FULL
 def test_a_choice_that_peeks_at_a_draw_is_found():
     """The same test rejects it, and passes `BestOf` on as many runs."""
     assert rejects(Peeking(table(DRAFT)), 700, "auto")
@@ -427,8 +428,7 @@ def test_wrong_drafts_are_found(alter, runs):
 # Model drafters -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("draft_temp", [None, 0.6])
-@pytest.mark.parametrize("setting", ["temperature 1", "top-k"])
+@pytest.mark.parametrize(("setting", "draft_temp"), [("temperature 1", None), ("top-k", 0.6)])
 def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     """1,000 drafts of 2 tokens: chi-square of their joint.
 

@@ -159,6 +159,7 @@ def test_one_typical_token_has_the_stated_law(pair, rule):
 
 
 @given(shape=strategies.shapes.filter(lambda s: s != (3, 3)), rule=typical_rules, data=st.data())
+@settings(max_examples=20)
 def test_what_is_not_typical_comes_no_more_often(shape, rule, data):
     """Given any text before it, after two rounds of drafts: at most p(x) below the threshold."""
     target, draft = data.draw(strategies.source_pairs(shape[0]))
@@ -186,6 +187,7 @@ def test_a_threshold_by_hand():
 
 
 @given(block=strategies.blocks(), rule=lenient_rules | typical_rules, seed=st.integers(0, 1000))
+@settings(max_examples=20)
 def test_no_token_without_mass(block, rule, seed):
     """What p excludes is never emitted, one-hots and vocabularies of 1 included; no NaN."""
     target_probs, tokens, draft_probs = (mx.array(x) for x in block)
@@ -205,6 +207,7 @@ def test_no_token_without_mass(block, rule, seed):
 
 
 @given(block=strategies.blocks(), rule=lenient_rules)
+@settings(max_examples=20)
 def test_lenient_on_mlx_agrees_with_numpy(block, rule):
     """float32 on MLX is float64 on NumPy, but for rounding."""
     exact, computed = rule.accept_probs(*block), OnMLX(rule).accept_probs(*block)
@@ -221,6 +224,7 @@ def test_each_position_has_a_threshold_of_its_own():
 
 
 @given(block=strategies.blocks(), rule=typical_rules)
+@settings(max_examples=20)
 def test_typical_on_mlx_agrees_with_numpy(block, rule):
     """Alike but where p lies at the threshold up to rounding."""
     p = np.take_along_axis(block[0][:-1], block[1][:, None], axis=-1)[:, 0]

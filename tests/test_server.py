@@ -28,7 +28,7 @@ from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
 from command_line import both_ways, run
-from selection import FULL
+from selection import FULL, cases
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
@@ -277,8 +277,7 @@ def posted(server: Server, **body: Any) -> socket.socket:
     return client
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 400])
+@pytest.mark.parametrize(("n", "prompt"), cases([(1, PROMPT), (3, PROMPT * 400)], (1, PROMPT)))
 def test_a_client_that_hangs_up_ends_what_is_not_streamed(
     prompt: str, n: int, server: Server
 ) -> None:

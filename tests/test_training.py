@@ -209,7 +209,7 @@ class Letters:
         return [ord(letter) - ord("a") for letter in text]
 
 
-@pytest.mark.parametrize("shift", [0, 1, -1])
+@pytest.mark.parametrize("shift", cases([0, 1, -1], 0))
 def test_a_head_learns_a_simple_target_unless_its_features_are_shifted(
     shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -487,7 +487,7 @@ def test_drafts_follow_each_other_along_the_answer() -> None:
     assert accepted_in_a_row(hits, answered, counted) == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "medusa", "exit", "draft"])
+@pytest.mark.parametrize("kind", cases(["mtp", "medusa", "exit", "draft"], "medusa"))
 def test_what_is_printed_is_what_drafting_keeps(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -710,7 +710,7 @@ def test_the_bar_moves_with_every_update(
 # Saving
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa", "exit"])
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
 def test_saved_heads_load_and_are_lossless(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -844,7 +844,7 @@ def test_the_table_of_heads_has_what_each_length_brings(
 # Learning on
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "medusa"))
 def test_a_head_learns_from_each_text_and_stays_lossless(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:

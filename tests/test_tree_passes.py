@@ -135,7 +135,7 @@ READ_ELSEWHERE = (
         ("ministral3", ["trees"], 3),
         ("mistral4", ["trees"], 3),
         ("internlm3", ["chains"], 2),
-        *(pytest.param(name, WAYS, 5, marks=FULL) for name in READ_ELSEWHERE),
+        *(pytest.param(name, WAYS, 3, marks=FULL) for name in READ_ELSEWHERE),
     ],
 )
 @pytest.mark.filterwarnings("ignore:specdec_mlx")
