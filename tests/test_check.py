@@ -461,13 +461,6 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert "Only 99 texts" in parts["joint distribution"].verdict
 
 
-def test_cells_that_expect_little_are_joined() -> None:
-    """8 and more in each pool; what is seen goes along."""
-    test = ChiSquare.of(np.array([50.0, 1, 3, 2, 9]), np.array([50.0, 2, 2, 2, 9]))
-    assert test.freedom == 1
-    assert test.statistic == 0
-
-
 def test_the_stated_power_is_the_share_of_faults_found() -> None:
     """By simulation: 2,000 times 300 draws of a wrong distribution."""
     random = np.random.default_rng(0)
@@ -496,24 +489,6 @@ def test_draws_from_the_declared_distribution_are_evenly_spread() -> None:
     assert check_declared(skewed).status == "failed"
     shares = even.seen() / 1200
     assert abs(shares - 0.1).max() < 0.05
-
-
-@FULL
-def test_the_stated_power_is_that_of_simulation() -> None:
-    """Chance to find draws at temperature 1/0.7 of what is declared, from 600 draws."""
-    random = np.random.default_rng(1)
-    probs = np.array([0.4, 0.2, 0.15, 0.1, 0.1, 0.05])
-    flat = probs**0.7 / (probs**0.7).sum()
-    found = []
-    for _ in range(150):
-        draws = Draws(random=random)
-        for token in random.choice(6, p=flat, size=600):
-            draws.add(draft_of(probs, token), 1)
-        part = check_declared(draws)
-        found.append(part.status == "failed")
-    stated = part.numbers["power"]["declared at temperature 0.7"]
-    assert 0.02 < stated < 0.98
-    assert np.mean(found) == pytest.approx(stated, abs=0.13)
 
 
 # What is remembered -------------------------------------------------------------------------------

@@ -35,7 +35,6 @@ from tiny_model_folder import write_model_folder
 
 END = 9
 A_SECOND_A_TOKEN = Pace(1.0, 0.0)
-CYCLE = 3 * TURN_TOKENS  # tokens of all three contenders
 
 
 class Clock:
@@ -161,23 +160,6 @@ def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) ->
     assert 21 < length < 64
     said = capsys.readouterr().err
     assert f"a {length}, b 21, c {length} tokens; cut, since the time was over" in said
-
-
-def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    """With less and less time; all contenders stop at the same token, and it is said."""
-
-    def play(seconds: float) -> list[Sample]:
-        clock = Clock()
-        return demo.play(show(scene(clock)), Budget(seconds, clock), 3)
-
-    whole = 3 * 64
-    assert lengths(play(3 * whole + CYCLE)) == [64] * 9
-    assert lengths(play(2 * whole + CYCLE)) == [64] * 6
-    assert lengths(play(whole + CYCLE)) == [64] * 3
-    assert "cut" not in capsys.readouterr().err
-    (length,) = set(lengths(play(whole / 2)))
-    assert 16 <= length < 64
-    assert f": text {length} tokens; cut, since" in capsys.readouterr().err
 
 
 def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> None:

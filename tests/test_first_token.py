@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
@@ -21,8 +20,6 @@ from specdec_mlx.types import DraftContext, Drafter, session_parts
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-EVERY_TOKEN = list(range(VOCAB))
-"""A prompt in which any token is found again."""
 
 
 @cache
@@ -103,18 +100,6 @@ def test_no_drafter_is_asked_before_the_first_token(name: str) -> None:
             assert drafter.asked[0] == 1
 
 
-@any_drafter
-def test_a_single_token_asks_no_drafter(name: str) -> None:
-    """Also where the caches are the caller's, and are to hold that token."""
-    for caches in (None, make_prompt_cache(target())):
-        drafter = Noting(DRAFTERS[name]())
-        tokens = drafter.run(max_tokens=1, draft_length=4, prompt_cache=caches)
-        assert [t.token for t in tokens] == plain()[:1]
-        assert drafter.asked == []
-        if caches is not None:
-            assert {c.offset for c in caches} == {len(PROMPT) + 1}
-
-
 class Watched:
     """Counts the passes of one model, and how many tokens were handed out at each."""
 
@@ -172,17 +157,6 @@ def test_the_second_token_comes_with_drafts(name: str) -> None:
     assert [t.token for t in tokens] == plain()[:11]
     assert [t.origin for t in tokens] == ["plain", *[*["draft"] * 4, "bonus"] * 2]
     assert tokens[-1].stats.rounds == [(0, 0), (4, 4), (4, 4)]
-
-
-def test_the_second_token_comes_with_what_was_looked_up() -> None:
-    """A look-up continues the first token, which it has seen by then."""
-    drafter = scripted.Recorder(sd.PromptLookupDrafter(min_ngram=1))
-    tokens = list(sd.speculate(target(), EVERY_TOKEN, drafter, max_tokens=11, draft_length=4))
-    assert [t.token for t in tokens] == plain(tuple(EVERY_TOKEN), 11)
-    first = tokens[0].token
-    following = EVERY_TOKEN[first + 1 : first + 5]
-    assert drafter.proposals[0] == ([*EVERY_TOKEN, first], following)
-    assert [drafted for drafted, _ in tokens[-1].stats.rounds[:2]] == [0, 4]
 
 
 def test_the_first_token_is_shown_to_the_drafter_before_it_is_asked() -> None:

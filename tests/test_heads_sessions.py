@@ -27,7 +27,6 @@ from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.mtp_stack import mtp_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.session import WaitingRows
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
@@ -243,23 +242,6 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
         assert len(shown.session.waiting) <= most
     fresh = Shown(drafter(name), shown.text, context())
     assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
-
-
-def test_waiting_rows_are_taken_in_order() -> None:
-    """Whatever the sizes in which they come and go."""
-    waiting = WaitingRows()
-    waiting.add(mx.arange(3)[:, None])
-    waiting.add(mx.arange(3, 5)[:, None])
-    assert waiting.take(4).tolist() == [[0], [1], [2], [3]]
-    assert (waiting.start, len(waiting)) == (4, 1)
-    waiting.add(mx.array([[5]]))
-    assert waiting.take(9).tolist() == [[4], [5]]
-    assert (waiting.start, len(waiting)) == (6, 0)
-
-
-def test_an_empty_draft_is_one() -> None:
-    """Nothing drawn, nothing handed over."""
-    assert len(Draws(context(), sd.Sampling(), PROMPT, 7, 3).draft()) == 0
 
 
 @pytest.mark.parametrize("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])

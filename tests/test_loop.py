@@ -9,7 +9,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
@@ -220,13 +219,6 @@ def test_progress_is_reported_as_mlx_lm_does() -> None:
     assert calls["ours"] == calls["theirs"]
 
 
-def test_no_limit_goes_on_until_closed() -> None:
-    """max_tokens=-1 generates until the caller stops."""
-    generation = sd.speculate(target(), PROMPT, oracle(), max_tokens=-1, draft_length=4)
-    assert [next(generation).token for _ in range(30)] == plain(num_tokens=30)
-    generation.close()
-
-
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
     "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
@@ -277,63 +269,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
     assert emitted(drafter, sampler=make_stateful()) == expected
-
-
-FILTERED = sd.Sampling(temp=0.7, top_p=0.9)
-
-
-@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
-def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling) -> None:
-    """The target's draws are keyed by seed and position, whatever was drafted before."""
-    expected = emitted(None, sampler=sampling, seed=11)
-    for drafter in (
-        scripted.OracleDrafter(expected, VOCAB),
-        scripted.OracleDrafter(expected, VOCAB, wrong=0.4),
-        sd.PromptLookupDrafter(min_ngram=1),
-        sd.ModelDrafter(target(), greedy=True),
-    ):
-        for length in (1, 4):
-            assert emitted(drafter, sampler=sampling, seed=11, draft_length=length) == expected
-    assert emitted(None, sampler=sampling, seed=12) != expected
-
-
-@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
-def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
-    sampling: sd.Sampling,
-) -> None:
-    """Draft models included; they draw from the target's noise, and are right far more often."""
-    other = sd.ModelDrafter(noisy_copy())
-    expected = emitted(None, sampler=sampling, seed=5, max_tokens=60)
-    rates = {}
-    for rule in ("coupled", "match"):
-        for length in (2, 5, "auto"):
-            tokens = list(
-                sd.speculate(
-                    target(),
-                    PROMPT,
-                    other,
-                    sampler=sampling,
-                    seed=5,
-                    rule=rule,
-                    draft_length=length,
-                    max_tokens=60,
-                )
-            )
-            assert [t.token for t in tokens] == expected
-            rates[rule, length] = tokens[-1].stats.accepted_share
-    assert rates["coupled", 2] > rates["match", 2] + 0.2
-
-
-def noisy_copy(scale: float = 0.05) -> nn.Module:
-    """The target with slightly other weights: a draft model that agrees with it often."""
-    model = tiny.build("qwen2")
-    key = mx.random.key(1)
-    model.update(
-        tree_map(
-            lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
-        )
-    )
-    return model
 
 
 def test_without_a_seed_mlx_lms_global_seed_governs() -> None:

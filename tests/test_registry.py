@@ -149,14 +149,6 @@ def test_a_value_of_the_wrong_kind_is_said_with_the_kind_expected(spec: str, wor
         make_drafter(spec)
 
 
-def test_a_whole_number_stands_for_a_float() -> None:
-    """As it does in Python, where a class says that it takes a float."""
-    assert make_drafter("ngram:discount=0.5") == sd.NGramDrafter(discount=0.5)
-    drafter = make_drafter("ngram:discount=1")
-    assert drafter == sd.NGramDrafter(discount=1.0)
-    assert type(drafter.discount) is float
-
-
 def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the metadata of all packages takes milliseconds, which each request would pay."""
     drafter_names()
@@ -358,11 +350,3 @@ def test_two_packages_that_want_one_name_are_both_named(site: Path) -> None:
     module, message = done.stdout.splitlines()
     assert module == "somebodys_drafter 1"
     assert "of somebodys-drafter is left out, since another-drafter has one" in message
-
-
-@FULL
-def test_no_warning_without_a_clash(site: Path) -> None:
-    """Built-in drafters and a third party's under its own name."""
-    done = python(site, "-W", "error::UserWarning", "-m", "specdec_mlx", "drafters")
-    assert done.returncode == 0, done.stderr
-    assert "constant" in done.stdout

@@ -44,11 +44,10 @@ from specdec_mlx.training.recursive import (
     MTPTrainee,
     RecursiveTrainee,
     draft_mask,
-    frequent_tokens,
     stored_ids,
 )
 from specdec_mlx.training.run import KINDS, Data, Plan, train
-from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts, windows_of
+from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts
 from specdec_mlx.training.trainees import Size, Trainee
 from specdec_mlx.types import FeatureRows, Features
 from tiny_model_folder import write_model_folder
@@ -376,10 +375,6 @@ def test_prompts_of_all_formats_end_where_the_answer_begins(
     assert prompts == 5 * [tokenizer.apply_chat_template(asked, add_generation_prompt=True)]
 
 
-def test_windows_follow_each_other() -> None:
-    assert windows_of(np.arange(7), 3, 2).tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
-
-
 def test_answers_are_the_targets_own_text_to_its_end(
     loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -438,12 +433,6 @@ def test_what_has_begun_when_the_time_is_over_is_finished(
     assert 2 <= len(found) < 6
     ends = set(tokenizer.eos_token_ids)
     assert all(9 + len(x) >= 40 or x[-1] in ends for x in found.values())
-
-
-def test_the_frequent_tokens_make_the_draft_vocabulary() -> None:
-    """In their own order; what never occurs fills up from below."""
-    assert frequent_tokens(np.array([9, 9, 4, 4, 7]), 2).tolist() == [4, 9]
-    assert frequent_tokens(np.array([3, 3]), 3).tolist() == [0, 1, 3]
 
 
 def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were() -> None:

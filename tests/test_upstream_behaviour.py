@@ -6,7 +6,6 @@ same call does without the plugin.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -265,30 +264,6 @@ def test_a_bounded_cache(speculation: Any, stock: Any, pair: Pair) -> None:
     """`max_kv_size` is kept to."""
     expected = stock(max_kv_size=16)
     assert mlx_lm.generate(*pair, PROMPT, max_tokens=40, max_kv_size=16) == expected
-
-
-def test_a_worker_thread_generates(speculation: Any, stock: Any, pair: Pair) -> None:
-    """With a stream of its own, as servers do."""
-    texts: list[str] = []
-
-    def work() -> None:
-        stream = mx.new_stream(mx.default_device())
-        with mx.stream(stream):
-            texts.append(
-                "".join(
-                    response.text
-                    for response in mlx_lm.stream_generate(
-                        *pair, PROMPT, max_tokens=40, stream=stream
-                    )
-                )
-            )
-
-    expected = stock()
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert texts == [expected] * 2
 
 
 def test_batches_are_left_alone(speculation: Any, pair: Pair) -> None:

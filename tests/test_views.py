@@ -152,14 +152,6 @@ def test_stats_show_every_count() -> None:
     assert "···━━━" in page.text
 
 
-def test_stats_of_nothing_and_of_plain_decoding() -> None:
-    """No division by zero, and no empty rows."""
-    assert "0 in 0 target passes" in Checker(stats_of()._repr_html_()).text
-    plain = Checker(stats_of((0, 0), (0, 0))._repr_html_()).text
-    assert "nothing drafted" in plain
-    assert "by position" not in plain
-
-
 def test_a_benchmark_of_texts_from_python() -> None:
     """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
