@@ -86,7 +86,7 @@ def test_acceptance_probability_is_the_capped_ratio(block):
     assert np.all(chances[p >= q] == 1)
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_acceptance_probability_without_mass(array):
     """A token that q excludes: p/0 is 1 and 0/0 is 0, no NaN."""
     target_probs = array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
@@ -121,7 +121,7 @@ def test_residual_takes_any_batch():
     assert residual(p, q).tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_point_mass_is_one_hot(array):
     """[K, V], all mass on the token; [0, V] for no tokens."""
     like = array([[0.2, 0.3, 0.5]])
@@ -146,7 +146,7 @@ def test_block_keeps_up_to_the_last_heads(coins):
     assert COIN_RULES["block"].num_accepted(mx.array(coins)).item() == last
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_block_keeps_nothing_that_the_target_excludes_after_an_overflow(array):
     """Two ratios of 1e30, whose product no float32 holds, and then a token without mass: no NaN."""
     target_probs = array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
@@ -296,7 +296,7 @@ class Seeing(CoinRule):
         return target_probs[n]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@in_one_test("greedy", [True, False])
 def test_a_rule_by_coins_is_given_both_distributions(greedy: bool) -> None:
     """The draft's is what it declares, else a point mass; greedy targets are a one-hot like any."""
     target_probs, tokens = to_mlx(np.array([[0.5, 0.5], [0.25, 0.75]])), mx.array([1])
@@ -476,7 +476,7 @@ def test_float32_on_mlx_leaves_the_law_alone(name, shape, data):
     assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 2, num_draft) < 1e-5
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "one_round", "two_rounds"),
     [
         ("residual replaced by p", 0.120, 0.161),
@@ -493,7 +493,7 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
     assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "how", "one_round", "two_rounds"),
     [
         ("rejection", {"declared": DRAFT.at_temperature(0.7)}, 0.050, 0.073),
@@ -501,7 +501,6 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
         ("block", {"declared": DRAFT.at_temperature(0.7)}, 0.045, 0.071),
         ("block", {"dropped_below": 0.25}, 0.122, 0.198),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_wrong_drafts_are_told_apart(name, how, one_round, two_rounds):
     """A declared law other than the drawn one, and dropping a drawn token whose q is small."""

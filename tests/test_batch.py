@@ -25,6 +25,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
+from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
@@ -334,7 +335,7 @@ def test_prompts_of_very_different_length_are_read_alone(monkeypatch: pytest.Mon
     assert collected(batch.run(), 2)[0] == alone("qwen2")[7][:3]
 
 
-@pytest.mark.parametrize("leaves", ["is removed", "with all others"])
+@in_one_test("leaves", ["is removed", "with all others"])
 def test_a_text_may_leave_while_its_prompt_is_read(leaves: str) -> None:
     """No token of it comes, its drafter's session is closed, and the others go on."""
     sessions: list[ScriptedSession] = []
@@ -492,7 +493,7 @@ class FailingSession(ScriptedSession):
             raise RuntimeError("no more")
 
 
-@pytest.mark.parametrize("when", ["begin", "propose", "draft", "observe", "logits"])
+@in_one_test("when", ["begin", "propose", "draft", "observe", "logits"])
 def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
     """If somebody is told; the others, later ones too, are what they are alone."""
     errors: dict[int, Exception] = {}
@@ -521,7 +522,7 @@ def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
 WORDS = ["the cat the cat sat", "a", "in the thing on the thing on the", "hello"]
 
 
-@pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
+@in_one_test("drafter", [None, "prompt-lookup"])
 def test_batch_generate_is_mlx_lms_with_one_argument_more(drafter: str | None) -> None:
     """Texts, ids, log-probabilities and caches are those of `mlx_lm.batch_generate`."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from selection import in_one_test
 from specdec_mlx.beams.guesses import (
     BeamDrafting,
     FixedGuess,
@@ -155,7 +156,7 @@ def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> Non
         assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "drafter",
     [
         sd.PromptLookupDrafter(min_ngram=1),
@@ -164,14 +165,13 @@ def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> Non
         sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()),
         sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
     ],
-    ids=["look-up", "n-gram", "suffix", "tree", "first of"],
 )
 def test_every_drafter_leaves_the_beams_alone(drafter: Drafter) -> None:
     """Of the built-in ones that work on tokens."""
     assert_same(searched(model("qwen2"), 3, drafter, 3).beams, expected("qwen2", 3)[-1])
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+@in_one_test("name", ["qwen2", "qwen3_next"])
 def test_a_draft_model_goes_two_ways_where_a_beam_does(name: str) -> None:
     """The target itself guesses each beam's greedy continuation, of a copy of its session too."""
     drafter = sd.ModelDrafter(model(name))

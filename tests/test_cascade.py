@@ -151,8 +151,8 @@ def only_if_found(tokens: Tokens, probs: np.ndarray, num_drawn: int) -> tuple[To
     return tokens[:n], probs[:n]
 
 
-@pytest.mark.parametrize("alter", [as_drawn, only_if_found])
-@pytest.mark.parametrize("name", ["rejection", "block"])
+@in_one_test("alter", [as_drawn, only_if_found])
+@in_one_test("name", ["rejection", "block"])
 def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
     """Another q than the point mass, and a drawn token that goes with what it led to."""
     drafting = Cascaded(Drawn(MODEL, FIRST["one"]), FOUND, 4, alter)
@@ -232,7 +232,7 @@ def session(temp: float, then: sd.Drafter | str = "suffix", num_first: int = 2) 
     return sd.Cascade(sd.ModelDrafter(model), then, num_first).begin(PROMPT, context)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.8])
+@in_one_test("temp", [0.0, 0.8])
 def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp: float) -> None:
     """With the distributions that each was drawn from: the model's, and point masses."""
     begun = session(temp)
@@ -341,7 +341,7 @@ def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("slope", "evidence", "expected"),
     [
         (0.05, FREE, Step.GO_ON),

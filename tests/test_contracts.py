@@ -246,7 +246,7 @@ READER_DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize("make_cache", [TokenCache, RecurrentTokenCache])
+@in_one_test("make_cache", [TokenCache, RecurrentTokenCache])
 @in_one_test("max_tokens", [0, 1, 2, 3, 4, 10, 26])
 def test_a_reader_sees_each_position_once_and_in_order(
     make_cache: type[TokenCache], max_tokens: int
@@ -367,8 +367,8 @@ def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
     assert_refused(Draft([1, 2, 3], parents=parents), "parents are .*; expected 3 indices")
 
 
-@pytest.mark.parametrize("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]], ids=str)
-@pytest.mark.parametrize("rule", ["auto", "lenient"])
+@in_one_test("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]])
+@in_one_test("rule", ["auto", "lenient"])
 def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
     """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
     drafter = Proposes(Draft([1, 2, 3], parents=parents))

@@ -164,7 +164,7 @@ def test_row_order_is_the_inverse_of_the_files() -> None:
     assert mx.array_equal(rows_by_halves(rows_by_pairs(weight, 4), 4), weight)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@in_one_test("bits", [4, 8])
 def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
     weight = mx.random.normal((5, 96), key=mx.random.key(0))
     packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
@@ -188,7 +188,7 @@ def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> Non
     assert {v.dtype for _, v in tree_flatten(loaded.parameters())} == {mx.float32}
 
 
-@pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.tokens"])
+@in_one_test("key", ["llama.block_count", "tokenizer.ggml.tokens"])
 def test_missing_metadata_is_named(key: str) -> None:
     metadata = {k: v for k, v in gguf_metadata().items() if k != key}
     with pytest.raises(ModelFolderError, match=key):

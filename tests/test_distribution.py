@@ -44,7 +44,7 @@ from scipy.stats import chi2
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
@@ -453,7 +453,7 @@ def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     assert p_value(seen, own[0][0][:, None] * own[1]) > FALSE_ALARM
 
 
-@pytest.mark.parametrize("num_accepted", [0, 1, 2, 3])
+@in_one_test("num_accepted", [0, 1, 2, 3])
 def test_a_models_law_is_right_after_any_verdict(num_accepted):
     """However much of a draft was kept, the next one continues what was really emitted."""
     sampling = SETTINGS["top-p"]

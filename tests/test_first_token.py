@@ -16,6 +16,7 @@ from mlx_lm.generate import generate_step
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.types import DraftContext, Drafter, session_parts
 
 VOCAB = 128
@@ -149,7 +150,7 @@ def test_the_target_has_read_the_prompt_and_nothing_more(
     assert [size for before, size in model.passes if before == 0] == [len(PROMPT) - 1, 1]
 
 
-@pytest.mark.parametrize("name", ["oracle", "itself"])
+@in_one_test("name", ["oracle", "itself"])
 def test_the_second_token_comes_with_drafts(name: str) -> None:
     """One plain pass, and then drafts in every round: all are accepted here."""
     drafter = oracle() if name == "oracle" else sd.ModelDrafter(target())

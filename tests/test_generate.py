@@ -102,7 +102,7 @@ def test_responses_are_mlx_lms_own(name: str, length: int | str) -> None:
     assert_same(ours(draft_length=length, **made(name)), theirs())
 
 
-@pytest.mark.parametrize("make", [tokenizer, naive])
+@in_one_test("make", [tokenizer, naive])
 def test_text_pieces_join_to_the_same_text(make: Any) -> None:
     """Bytes of half a character are held back alike, in the middle of an accepted block too."""
     got, expected = ours(tok=make(), drafter=oracle(), draft_length=5), theirs(tok=make())
@@ -153,7 +153,7 @@ def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("length", [1, 4])
+@in_one_test("length", [1, 4])
 @in_one_test("at", [0, 1, 2, 3, 5, 9])
 def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> None:
     """finish_reason 'stop', nothing after it, and the same text; whichever end token it is."""
@@ -273,7 +273,7 @@ def test_logits_processors_pass_through() -> None:
     assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
 
 
-@pytest.mark.parametrize("name", ["none", "by name", "oracle", "itself"])
+@in_one_test("name", ["none", "by name", "oracle", "itself"])
 def test_a_seed_makes_sampling_reproducible(name: str) -> None:
     """The same seed, the same text, whatever was drawn before; another seed, another text."""
     options = {"sampler": sd.Sampling(temp=1.0, top_p=0.95), "draft_length": 3, **made(name)}
@@ -286,7 +286,7 @@ def test_a_seed_makes_sampling_reproducible(name: str) -> None:
     assert run(1) != run(2)
 
 
-@pytest.mark.parametrize("length", [1, 4])
+@in_one_test("length", [1, 4])
 def test_mlx_lms_own_sampler_follows_the_global_seed(length: int) -> None:
     """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K.
 

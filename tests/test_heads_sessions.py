@@ -122,7 +122,8 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
 
 
 PROMPT = [5, 17, 9, 33, 71, 2, 64]
-ALL = [*HEADS, *FAMILY_HEADS]
+ALL = [*HEADS, "qwen3_5", "deepseek_v3", "longcat_flash", "step3p5", "nemotron_h"]
+"""Each kind of head, and families whose layers are of different kinds; `test_heads_lossless` has all."""
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -164,7 +165,7 @@ def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
     return mx.exp(logprobs)
 
 
-@pytest.mark.parametrize("name", HEADS)
+@in_one_test("name", HEADS)
 def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
     """Normalised, filtered like the target's, and the argmax of it with the draft's own noise."""
     sampling = sd.Sampling(temp=0.7, top_p=0.9)
@@ -212,7 +213,7 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     assert finite == list(range(0, VOCAB, 3))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@in_one_test("name", HEADS)
 def test_processors_see_the_text_and_the_draft(name: str) -> None:
     """Before each token: prompt, emitted, and what was drafted so far."""
     seen: list[list[int]] = []
@@ -244,7 +245,7 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
     assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
 
-@pytest.mark.parametrize("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
+@in_one_test("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
 def test_a_head_read_otherwise_has_another_key(name: str) -> None:
     """Its costs are the same, its acceptance is not."""
     one = drafter(name)
@@ -326,7 +327,7 @@ EXITS = {
 """Architecture -> layers; some need a layer of each of their kinds."""
 
 
-@pytest.mark.parametrize("name", EXITS)
+@in_one_test("name", EXITS)
 def test_an_early_exit_is_the_model_with_fewer_layers(name: str) -> None:
     """The logits of a model that was built with the first layers; the target stays as it was."""
     model = tiny.build(name)
@@ -395,7 +396,7 @@ def test_their_text_is_the_targets_own(name: str, length: int) -> None:
         assert [t.token for t in tokens] == plain
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.7])
+@in_one_test("temp", [0.0, 0.7])
 def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
     """Tokens, distributions and confidences, and every head of a draft."""
     logits = 3 * mx.random.normal((5, VOCAB), key=mx.random.key(2))
@@ -415,7 +416,7 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
             assert np.allclose(some.logprobs, others.logprobs, atol=1e-6)
 
 
-@pytest.mark.parametrize("own", [0, VOCAB])
+@in_one_test("own", [0, VOCAB])
 def test_heads_together_guess_what_each_does(own: int) -> None:
     """With the target's matrix, and with matrices of their own."""
     head = heads.random_head(lambda ends: Medusa(3, 1, ends, own_heads=own), target())
@@ -444,7 +445,7 @@ def test_a_whole_vocabulary_needs_no_widening() -> None:
     assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "qwen3_5"])
+@in_one_test("name", ["eagle1", "eagle3", "qwen3_5"])
 def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> None:
     """No attention and no logits are computed but at the last position, which drafts."""
     one = drafter(name)

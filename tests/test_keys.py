@@ -56,7 +56,7 @@ def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_
     assert known[0] != known[1]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "wrap",
     [
         lambda drafter: Continued(drafter, [1, 2, 3]),

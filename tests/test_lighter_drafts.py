@@ -175,7 +175,7 @@ CANNOT_BE_CUT: dict[str, str] = {
 several tokens sees its own future, cut or not."""
 
 
-@pytest.mark.parametrize("name", [*RUNS, *CANNOT_BE_CUT])
+@in_one_test("name", [*RUNS, *CANNOT_BE_CUT])
 def test_all_layers_are_the_model_itself(name: str) -> None:
     """For every kind of architecture; where there is no list of layers, it is refused by name."""
     model = tiny.build(name)
@@ -188,8 +188,8 @@ def test_all_layers_are_the_model_itself(name: str) -> None:
     assert len(make_prompt_cache(whole)) == len(make_prompt_cache(model))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize("num_layers", [1, 2])
+@in_one_test("name", ["llama", "gemma3_text"])
+@in_one_test("num_layers", [1, 2])
 def test_the_first_layers_are_an_early_exit(name: str, num_layers: int) -> None:
     """As if the others added nothing to the residual stream."""
     model = tiny.build(name)
@@ -205,7 +205,7 @@ NEEDS_ITS_LAST = (*CANNOT_BE_CUT, "kimi_k3")
 """Architectures that are refused without their last layer."""
 
 
-@pytest.mark.parametrize("name", [*RUNS, *NEEDS_ITS_LAST])
+@in_one_test("name", [*RUNS, *NEEDS_ITS_LAST])
 def test_the_caches_of_the_first_layers_are_enough(name: str) -> None:
     """A text in passes of any size has the logits of the text as a whole; for every kind,
     without its last layer."""
@@ -237,7 +237,7 @@ NO_HEAD_FOUND = ("talkie",)
 SOME_TOKENS = [3, 1, 77, 50, 51, 4, 3]
 
 
-@pytest.mark.parametrize("name", [*RUNS, *NO_HEAD_FOUND])
+@in_one_test("name", [*RUNS, *NO_HEAD_FOUND])
 def test_logits_of_the_tokens_chosen_are_the_models_own(name: str) -> None:
     """For every kind of architecture, tied or not; those of all others are out of reach."""
     model = tiny.build(name)
@@ -254,8 +254,8 @@ def test_logits_of_the_tokens_chosen_are_the_models_own(name: str) -> None:
     assert (got[..., outside] == OUTSIDE).all()
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("bits", [None, 4])
+@in_one_test("tied", [False, True])
+@in_one_test("bits", [None, 4])
 def test_the_head_has_as_many_rows_as_there_are_tokens(tied: bool, bits: int | None) -> None:
     """The embeddings that are read stay whole."""
     model = tiny.build("llama", tie_word_embeddings=tied)
@@ -418,7 +418,7 @@ def test_texts_keep_the_targets_distribution(rule: str, tokens: list[int]) -> No
         assert rounds.total_variation(2, 4) < 1e-12
 
 
-@pytest.mark.parametrize("rule", COIN_RULES)
+@in_one_test("rule", COIN_RULES)
 def test_the_whole_vocabularys_distribution_is_not_what_they_were_drawn_from(rule: str) -> None:
     """Declared instead, it is found out: the test above can fail."""
     wrong = Drawn(narrowed(DRAFT, [0, 2, 3]), up_to(2), declared=DRAFT)
@@ -451,7 +451,7 @@ class Forbidding:
         return mx.where(inside, logits, -mx.inf)
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.1, 1.5])
+@in_one_test("temp", [0.0, 0.1, 1.5])
 def test_a_processor_may_forbid_the_whole_sub_vocabulary(temp: float) -> None:
     """As a grammar may: something is drafted then, with a distribution of its own."""
     model = tiny_text.model()

@@ -14,6 +14,7 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, plain_text
+from selection import in_one_test
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.lookahead import LookaheadSession, Pool, Window, _Proposal
@@ -231,7 +232,7 @@ def asked(auto: Auto, may_fork: bool) -> Draft:
     return auto.begin(KEY, session(), lambda: may_fork)(64)
 
 
-@pytest.mark.parametrize(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False)])
+@in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False)])
 def test_rows_ride_where_positions_cost_less_than_they_are_worth(
     slope: float, are_rows: bool
 ) -> None:

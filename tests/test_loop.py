@@ -91,7 +91,7 @@ def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
 
 
-@pytest.mark.parametrize("length", [1, 3, 5])
+@in_one_test("length", [1, 3, 5])
 def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     """All K drafts are accepted every round after the first token, and the passes are counted."""
     num_tokens = 1 + 4 * (length + 1)
@@ -282,7 +282,7 @@ def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
     assert run() == run()
 
 
-@pytest.mark.parametrize("start", [0, 10, 14, 1000])
+@in_one_test("start", [0, 10, 14, 1000])
 def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
     """Crossing quantized_kv_start in mid-generation gives plain decoding's text and caches."""
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
@@ -319,7 +319,7 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert passes - 2 <= len(evals) <= passes  # the first two are under way before the patch
 
 
-@pytest.mark.parametrize("wrong", [None, 0.0, 0.5])
+@in_one_test("wrong", [None, 0.0, 0.5])
 def test_a_round_knows_how_long_its_context_was(wrong: float | None) -> None:
     """The text before it but for the pending token, whatever was accepted or launched ahead."""
     contexts: list[int] = []
@@ -398,7 +398,7 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
         emitted(object())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("drafter", "error"),
     [
         (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
@@ -421,7 +421,7 @@ def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
     assert {c.offset for c in caches} == {len(PROMPT) + 1}
 
 
-@pytest.mark.parametrize("stepped", [True, False])
+@in_one_test("stepped", [True, False])
 def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
     """LogitsError at the token where it happens; the tokens before it stand."""
     at = len(PROMPT) + 5

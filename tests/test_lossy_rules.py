@@ -128,7 +128,7 @@ def test_more_lenience_accepts_more(block, rule):
         assert np.all(loose >= strict)
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_near_matches_by_hand(array):
     """p(x) >= l max p, log-probabilities in; what p excludes never is one."""
     logprobs = array(np.log([[0.5, 0.25, 0.2, 0.05]] * 4 + [[1.0, 1e-9, 1e-9, 1e-9]]).tolist())
@@ -378,7 +378,7 @@ def test_lenient_and_opaque_samplers_do_not_go_together(lenience):
         run(Lenient(lenience=lenience), lambda x: mx.argmax(x, axis=-1))
 
 
-@pytest.mark.parametrize("library", [np, mx])
+@in_one_test("library", [np, mx])
 def test_each_draft_token_is_held_against_its_own_row(library: Any) -> None:
     """p(x) >= l max p: 0.24 is 0.6 of the first row's largest, and 0.3 is 0.5 of the second's."""
     logprobs = library.log(library.array([[0.4, 0.24, 0.36], [0.1, 0.6, 0.3], [0.2, 0.2, 0.6]]))

@@ -30,7 +30,7 @@ from mlx_lm.sample_utils import make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import FULL
+from selection import FULL, in_one_test
 
 SEEN_ON = "0.32.2"
 VOCAB = 128
@@ -143,7 +143,7 @@ def test_row_6_a_prompt_cache_may_be_the_targets_alone(tmp_path: Path) -> None:
     stock_fails(6, raises(lambda: stock(target, draft, PROMPT[6:], prompt_cache=loaded())))
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
+@in_one_test("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
 def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: str) -> None:
     """Target's and draft model's caches in one list are told apart by how many there are."""
     target = model(name)

@@ -130,7 +130,7 @@ def test_every_allowed_window_gives_the_same_draft(text: list[int], window: int)
     assert tokens(session.propose(4)) == scan(text, 2, 4, 4)
 
 
-@pytest.mark.parametrize("stochastic", [False, True])
+@in_one_test("stochastic", [False, True])
 def test_the_smaller_of_limit_and_num_draft_holds(stochastic: bool) -> None:
     """`num_draft` caps what the loop allows, and the loop's limit caps `num_draft`."""
     session = NGramDrafter(num_draft=3, stochastic=stochastic).begin([6] * 10, sampled())
@@ -337,7 +337,7 @@ class FixedNoise:
         return mx.full((n,), self.number)
 
 
-@pytest.mark.parametrize("number", [0.0, 1 - 2**-24])
+@in_one_test("number", [0.0, 1 - 2**-24])
 def test_extreme_draws_have_mass(number: float) -> None:
     """The smallest and the largest random number give the ends of the law's support."""
     noise: Any = FixedNoise(number)
@@ -371,7 +371,7 @@ def test_without_noise_the_draws_are_those_of_seed_0() -> None:
     assert len(drafts) > 1
 
 
-@pytest.mark.parametrize("context", [CONTEXT, sampled(temp=0.0, vocab_size=None)])
+@in_one_test("context", [CONTEXT, sampled(temp=0.0, vocab_size=None)])
 def test_without_temperature_stochastic_drafts_are_deterministic(context: DraftContext) -> None:
     """A greedy or unknown law is met best by the most frequent token, a point mass."""
     session = NGramDrafter(stochastic=True).begin(TEXT, context)
@@ -410,7 +410,7 @@ def test_stochastic_draft_without_a_vocabulary_size_is_refused() -> None:
         NGramDrafter(stochastic=True).begin([1, 2], sampled(vocab_size=None))
 
 
-@pytest.mark.parametrize("stranger", [-1, VOCAB])
+@in_one_test("stranger", [-1, VOCAB])
 def test_prompt_outside_the_vocabulary_is_refused(stranger: int) -> None:
     """Its tokens have no place in a row of V probabilities; without rows they do no harm."""
     with pytest.raises(PromptError, match=f"token {stranger}, expected ids from 0 to 6"):

@@ -12,7 +12,6 @@ from operator import or_
 
 import mlx.core as mx
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2_contingency, gumbel_r, kstest
@@ -217,8 +216,8 @@ def test_coupled_drafts_use_the_targets_noise():
         assert mx.array_equal(context.draft_gumbel(start, index), own)
 
 
-@pytest.mark.parametrize("coupled", [False, True])
-@pytest.mark.parametrize("n", [1, 4])
+@in_one_test("coupled", [False, True])
+@in_one_test("n", [1, 4])
 def test_a_whole_drafts_noise_is_that_of_its_tokens(coupled, n):
     context = DraftContext(noise=Noise(0), vocab_size=6, coupled=coupled)
     rows = mx.stack([context.draft_gumbel(3, index) for index in range(n)])

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer, normalizers, trainers
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.drafters.alignment import CONTEXT, MARGIN, DraftText, continuation
 from specdec_mlx.drafters.retokenized import Retokenized, SharedDrafts, TextDrafts
 from specdec_mlx.drafters.shared_vocabulary import SharedIds, SharedVocabulary, shared_between
@@ -89,7 +89,7 @@ def spelled(spelling: Spelling, ids: Sequence[int]) -> bytes:
 # Tokens as bytes ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
+@in_one_test("name", TOKENIZERS)
 def test_bytes_in_tokens_are_those_of_the_tokenizer(name: str) -> None:
     """At the beginning of a text: the same ids, and each ends where its bytes do."""
     spelling = spelling_of(tokenizer(name))
@@ -331,7 +331,7 @@ def twins() -> tuple[nn.Module, Any, nn.Module, Any]:
     return target, ours, draft, theirs
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@in_one_test("temp", [0.0, 1.0])
 def test_the_target_itself_in_other_tokens_is_accepted_whole(temp: float) -> None:
     """The very text where it is greedy, the very distribution where it is drawn."""
     target, ours, draft, theirs = twins()
@@ -355,8 +355,8 @@ def begun(drafts: str, target: str, draft: str, temp: float = 1.0, name: str = "
     return drafter.begin(tokenizer(target).encode(PROMPT), context), context
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mamba"])
-@pytest.mark.parametrize("drafts", ["text", "shared"])
+@in_one_test("name", ["qwen2", "mamba"])
+@in_one_test("drafts", ["text", "shared"])
 def test_the_caches_hold_what_was_read(drafts: str, name: str) -> None:
     """After any verdict: what is said next is what a pass over all that was fed leads to."""
     session, _ = begun(drafts, "byte-level", "byte-level, other merges", name=name)
@@ -375,8 +375,8 @@ def test_the_caches_hold_what_was_read(drafts: str, name: str) -> None:
         assert mx.allclose(logits, alone, atol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "mamba"])
-@pytest.mark.parametrize("end", [0, 2])
+@in_one_test("name", ["qwen2", "mamba"])
+@in_one_test("end", [0, 2])
 def test_the_callers_caches_end_with_the_text(name: str, end: int) -> None:
     """In the draft model's tokens, wherever the caller stops; a later turn goes on from there."""
     target, ours = model(0), tokenizer("byte-level")
@@ -504,7 +504,7 @@ class Enumerated:
             yield chance, wanted, rows
 
 
-@pytest.mark.parametrize("rule", [Rejection(), Block()])
+@in_one_test("rule", [Rejection(), Block()])
 def test_texts_keep_it_with_all_that_a_session_can_draft(rule: Any) -> None:
     """One of the target's four tokens is no common one; a draft dropped for its token is found."""
     target = Source(np.random.default_rng(6).dirichlet(np.ones(4), NUM_STATES))

@@ -75,7 +75,7 @@ def test_incremental_equals_all_at_once(
         assert tokens(session.propose(5)) == tokens(drafter.begin(text[:end], CONTEXT).propose(5))
 
 
-@pytest.mark.parametrize(("repeated", "length"), [(3, 3), (20, 20), (200, MAX_MATCH)])
+@in_one_test(("repeated", "length"), [(3, 3), (20, 20), (200, MAX_MATCH)])
 def test_match_length_is_measured_beyond_max_ngram(repeated: int, length: int) -> None:
     """The whole common part counts, up to a bound, and not only the n-gram that found it."""
     passage = list(range(repeated))
@@ -133,7 +133,7 @@ def test_work_of_a_proposal_does_not_grow_with_the_text(
     assert CountingDict.lookups == 4
 
 
-@pytest.mark.parametrize("count", [700, 5500])
+@in_one_test("count", [700, 5500])
 def test_memory_stays_below_the_stated_bound(count: int) -> None:
     """At most 200 bytes a token and n-gram size, and for three counts, where no n-gram repeats.
 

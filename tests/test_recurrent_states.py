@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.target import recurrent_states, watching
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
@@ -90,7 +90,7 @@ def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(name: str) -> N
                 assert mx.array_equal(*following)
 
 
-@pytest.mark.parametrize("name", NAMED)
+@in_one_test("name", NAMED)
 def test_going_back_twice_is_going_back_once(name: str) -> None:
     """A choice can be made again, of fewer positions, and of none by the checkpoint."""
     model = built(name)
@@ -107,7 +107,7 @@ def test_going_back_twice_is_going_back_once(name: str) -> None:
     assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
 
 
-@pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
+@in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])
 def test_states_of_a_pass_are_for_that_pass_alone(name: str) -> None:
     """After another one, however it was made, and after a return to the checkpoint, the way back is
     the checkpoint; the state after the wrong position would be taken in silence."""
@@ -175,7 +175,7 @@ def test_without_measuring_what_was_kept_is_fed_again() -> None:
     assert half_right("mamba2", probe=False)[-1].stats.replayed > 0
 
 
-@pytest.mark.parametrize("name", ["qwen3_5", "mamba2", "lfm2"])
+@in_one_test("name", ["qwen3_5", "mamba2", "lfm2"])
 def test_in_half_precision_states_are_chosen_too(name: str) -> None:
     """And are bit-equal to single steps: Mamba-2 runs a short pass step by step."""
     model = tiny.build(name, mx.bfloat16)

@@ -27,7 +27,7 @@ from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
 from command_line import both_ways, run
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
@@ -161,7 +161,7 @@ def test_a_completion_is_mlx_lms_text_in_fewer_passes(
     assert "Speculation: 60 tokens in" in server.log.read_text()
 
 
-@pytest.mark.parametrize("usage", [True, False])
+@in_one_test("usage", [True, False])
 def test_a_stream_says_it_in_its_last_chunk(
     usage: bool, server: Server, pair: tuple[Any, Any]
 ) -> None:

@@ -326,7 +326,7 @@ def test_null_is_the_default(path: str, client: openai.OpenAI) -> None:
     assert choices[0] == choices[1]
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@in_one_test("number", [0, 3])
 def test_completions_take_a_number_of_logprobs(number: int, client: openai.OpenAI) -> None:
     """That of each token, and so many of the likeliest."""
     reply = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, logprobs=number)
@@ -508,7 +508,7 @@ def test_a_json_schema_is_kept_to_and_its_structure_is_drafted(client: openai.Op
         assert stats["drafter"] == "auto"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@in_one_test("seed", [1, 2, 3])
 def test_a_json_schema_is_kept_to_at_any_temperature(seed: int, client: openai.OpenAI) -> None:
     """Also in a later turn, whose beginning comes from a cache."""
     messages = [*MESSAGES, {"role": "assistant", "content": "yes"}, *MESSAGES]

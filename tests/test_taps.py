@@ -145,7 +145,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@in_one_test("variant", VARIANTS)
 def test_logits_are_bit_equal_and_the_heads_input_makes_them(variant: str) -> None:
     """For quantized models, adapters, also around the head, and tied embeddings."""
     model = VARIANTS[variant]()
@@ -419,7 +419,7 @@ def test_a_watched_model_can_be_copied_and_saved_from() -> None:
 # What cannot be read ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "wanted", "message"),
     [
         ("llama", Features(layers=(3,)), "Layer 3 .* it has layers 0 to 2"),

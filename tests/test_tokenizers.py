@@ -62,7 +62,7 @@ def test_one_vocabulary_encoded_otherwise_is_found() -> None:
         check_same_tokenizer(tokenizer(), draft)
 
 
-@pytest.mark.parametrize("role", ["bos_token", "eos_token"])
+@in_one_test("role", ["bos_token", "eos_token"])
 def test_special_tokens_with_other_roles_are_found(role: str) -> None:
     """A draft model that ends with another token drafts past the end."""
     draft = tokenizer(**{role: SPECIAL[2]})
@@ -84,7 +84,7 @@ def test_padding_is_no_difference() -> None:
     check_same_tokenizer(padded, tokenizer())
 
 
-@pytest.mark.parametrize("length", [1, 4, "auto"])
+@in_one_test("length", [1, 4, "auto"])
 def test_a_foreign_draft_model_may_be_refused_before_anything_is_generated(
     length: int | str,
 ) -> None:
@@ -150,8 +150,8 @@ def run(model: nn.Module, drafter: Any, **kwargs: Any) -> list[sd.Token]:
     return list(sd.speculate(model, PROMPT, drafter, draft_length=4, **kwargs))
 
 
-@pytest.mark.parametrize("target_width", [NARROW, WIDE])
-@pytest.mark.parametrize("processed", [False, True])
+@in_one_test("target_width", [NARROW, WIDE])
+@in_one_test("processed", [False, True])
 def test_greedy_text_is_the_targets_own_at_any_width(target_width: int, processed: bool) -> None:
     """The draft model's logits may be narrower or wider than the target's."""
     target, draft = widths(target_width, NARROW + WIDE - target_width)
@@ -162,7 +162,7 @@ def test_greedy_text_is_the_targets_own_at_any_width(target_width: int, processe
     assert tokens[-1].stats.accepted > 0
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "sampling", [sd.Sampling(temp=1.0), sd.Sampling(temp=1.0, top_p=0.9, min_p=0.01, top_k=50)]
 )
 def test_a_wider_draft_model_draws_from_the_targets_law(sampling: sd.Sampling) -> None:

@@ -132,7 +132,7 @@ def test_a_row_sees_true_entries_up_to_its_drafts_begin_and_then_its_own_draft()
     assert np.array(draft_mask(4, 2)).astype(int).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@in_one_test("kind", ["mtp", "eagle3"])
 def test_training_sees_at_each_step_what_drafting_would_make(
     kind: str, loaded: tuple[nn.Module, Any]
 ) -> None:

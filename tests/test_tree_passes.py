@@ -64,7 +64,7 @@ def kept_branches(tokens: list[Token]) -> int:
     return sum(b > a + 1 for a, b in pairwise(rows))
 
 
-@pytest.mark.parametrize("name", REPRESENTATIVE)
+@in_one_test("name", REPRESENTATIVE)
 def test_every_node_has_the_logits_of_its_own_path(name):
     """To 1e-4, before the window and past it."""
     assert is_exact(name)
@@ -196,8 +196,8 @@ def test_a_scale_that_nobody_knows_is_found_where_it_begins(name, monkeypatch):
     assert sum(fed) < 300
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "internlm2", "internlm3"])
+@in_one_test("dtype", [mx.float32, mx.bfloat16])
+@in_one_test("name", ["llama", "internlm2", "internlm3"])
 def test_ropes_by_the_length_of_a_text_end_drafting(name, dtype):
     """From 32 positions before the length on, with a warning; before it, drafts do not cross."""
     length = 32_768

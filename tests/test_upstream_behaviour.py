@@ -23,6 +23,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
+from selection import in_one_test
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder
 
@@ -123,7 +124,7 @@ class Costly:
         return logits
 
 
-@pytest.mark.parametrize("pure", [False, True])
+@in_one_test("pure", [False, True])
 def test_a_costly_processor_is_called_no_more_than_positions_are_verified(
     pure: bool, pair: Pair
 ) -> None:
