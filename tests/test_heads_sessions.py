@@ -123,7 +123,7 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
 
 PROMPT = [5, 17, 9, 33, 71, 2, 64]
 ALL = [*HEADS, "qwen3_5", "deepseek_v3", "longcat_flash", "step3p5", "nemotron_h"]
-"""Each kind of head, and families whose layers are of different kinds; `test_heads_lossless` has all."""
+"""Each kind of head, and of a family's layer; `test_heads_lossless` has all families."""
 
 
 @pytest.mark.parametrize("name", ALL)
