@@ -170,7 +170,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Path], str, str]] = {
 }
 
 
-@in_one_test("case", BROKEN)
+@pytest.mark.parametrize("case", BROKEN)
 def test_a_folder_that_is_no_model_is_named_with_the_next_step(case: str, copy: Path) -> None:
     """ModelFolderError, before anything is loaded."""
     spoil, reason, next_step = BROKEN[case]

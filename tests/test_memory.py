@@ -324,7 +324,7 @@ DAMAGES = {
 @in_one_test("name", DAMAGES)
 def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """With the file's name and what to do; and it is not overwritten either."""
-    path = tmp_path / "memory"
+    path = tmp_path / name
     filled([[1, 2, 3]]).save(path)
     damage, words = DAMAGES[name]
     path.write_bytes(damage(path.read_bytes()))
