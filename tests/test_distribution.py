@@ -298,7 +298,6 @@ def p_value(seen: np.ndarray, law: np.ndarray) -> float:
 ALWAYS = [
     ("model", "llama"),
     ("prompt lookup", "table"),
-    ("model, coupled", "table"),
 ]
 
 
@@ -333,7 +332,7 @@ def rejects(drafter: Any, runs: int, rule: Any = "rejection") -> bool:
     [
         ("residual replaced by p", 500),
         pytest.param("bonus at temperature 0.5", 2000, marks=FULL),
-        ("p and q swapped", 200),
+        pytest.param("p and q swapped", 200, marks=FULL),
         pytest.param("lenience 1.2", 3000, marks=FULL),
     ],
 )

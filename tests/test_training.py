@@ -944,22 +944,6 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
     assert (tmp_path / "head" / "model.safetensors").exists()
 
 
-def test_online_learns_in_a_command_and_saves_at_its_end(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """As a process, which has an end; without --draft-model there is nothing to learn."""
-    train(plan_for(folder, "medusa"), *loaded, tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    flags = ["generate", "--model", folder, "--prompt", WORDS, "--max-tokens", "20"]
-    with command_line.in_this_way("as a process"):
-        done = command_line.run(*flags, "--draft-model", tmp_path, "--online")
-        assert done.returncode == 0, done.stderr
-        refused = command_line.run(*flags, "--online")
-    assert (tmp_path / "model.safetensors").read_bytes() != before
-    assert refused.returncode == 2
-    assert "expected --draft-model" in refused.stderr
-
-
 @in_one_test(
     ("flags", "expected"),
     [
