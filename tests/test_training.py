@@ -964,7 +964,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(
         "--model": str(folder),
         "--kind": "mtp",
         "--texts": str(folder.parent / "text.txt"),
-        "--out": str(tmp_path / "head"),
+        "--out": str(tmp_path / flags[1]),
         "--window": "32",
         "--steps": "1",
     }
