@@ -21,7 +21,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
-from selection import in_one_test
+from selection import FULL, in_one_test
 from serving import serving
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
@@ -155,6 +155,7 @@ def test_texts_stay_the_targets_while_the_draft_model_learns(
         assert not same(before, weights_of(learning.model))
 
 
+@FULL
 def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(
     loaded: tuple[nn.Module, Any], draft: Path
 ) -> None:

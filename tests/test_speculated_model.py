@@ -19,7 +19,7 @@ import tiny
 from counting import Counting
 from lossless import PROMPT, SECOND_PROMPT, plain_text
 from scripted import OracleDrafter, Recorder, ScriptedDrafter, always_wrong
-from selection import FULL, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.sampling.noise import Noise
@@ -66,7 +66,7 @@ def proposals(
     return recorder.proposals
 
 
-@in_one_test("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, "llama", "mamba2"))
 def test_the_drafts_are_the_same_token_by_token(name: str) -> None:
     """Greedy, past the window, with right guesses and wrong ones, for every kind of cache."""
     model = draft_model(name)
