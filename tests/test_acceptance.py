@@ -43,6 +43,7 @@ from exact import (
     to_mlx,
     up_to,
 )
+from selection import in_one_test
 from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
@@ -85,7 +86,7 @@ def test_acceptance_probability_is_the_capped_ratio(block):
     assert np.all(chances[p >= q] == 1)
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_acceptance_probability_without_mass(array):
     """A token that q excludes: p/0 is 1 and 0/0 is 0, no NaN."""
     target_probs = array([[0.5, 0.5, 0.0], [0.5, 0.5, 0.0]])
@@ -113,22 +114,6 @@ def test_residual_of_equal_laws_is_the_law_itself(p):
     assert mx.array_equal(residual(p32, p32), p32)
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
-@pytest.mark.parametrize(
-    ("p", "q", "expected"),
-    [
-        ([1.0], [1.0], [1.0]),
-        ([1.0, 0.0], [0.0, 1.0], [1.0, 0.0]),
-        ([0.0, 1.0], [0.0, 1.0], [0.0, 1.0]),
-        ([0.5, 0.5, 0.0], [0.0, 0.0, 1.0], [0.5, 0.5, 0.0]),
-        ([0.5, 0.25, 0.25], [1.0, 0.0, 0.0], [0.0, 0.5, 0.5]),
-    ],
-)
-def test_residual_of_simple_laws(array, p, q, expected):
-    """One token, one-hots, disjoint supports, a point mass."""
-    assert residual(array(p), array(q)).tolist() == expected
-
-
 def test_residual_takes_any_batch():
     """Rows [..., V] are laws of their own."""
     p = np.array([[[0.5, 0.5], [1.0, 0.0]]])
@@ -136,7 +121,7 @@ def test_residual_takes_any_batch():
     assert residual(p, q).tolist() == [[[0.0, 1.0], [1.0, 0.0]]]
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_point_mass_is_one_hot(array):
     """[K, V], all mass on the token; [0, V] for no tokens."""
     like = array([[0.2, 0.3, 0.5]])
@@ -161,7 +146,7 @@ def test_block_keeps_up_to_the_last_heads(coins):
     assert COIN_RULES["block"].num_accepted(mx.array(coins)).item() == last
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_block_keeps_nothing_that_the_target_excludes_after_an_overflow(array):
     """Two ratios of 1e30, whose product no float32 holds, and then a token without mass: no NaN."""
     target_probs = array([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
@@ -272,7 +257,7 @@ def test_a_rule_is_known_by_its_own_name():
     assert Typical(0.2, 0.4) == Typical(epsilon=0.2, delta=0.4)
 
 
-@pytest.mark.parametrize("make", [*LOSSLESS.values(), *LOSSY.values()])
+@in_one_test("make", [*LOSSLESS.values(), *LOSSY.values()])
 def test_a_rule_does_not_change(make: Callable[..., AcceptanceRule]) -> None:
     """It can be shared and kept in sets, and equals another with the same arguments."""
     rule = make()
@@ -288,7 +273,7 @@ def test_rules_say_what_they_need() -> None:
     assert [rule.name for rule in rules if shares_noise(rule)] == ["coupled"]
 
 
-@pytest.mark.parametrize("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
+@in_one_test("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
 def test_with_a_greedy_target_tokens_are_compared(name: str) -> None:
     """No chance is worked out and no noise is drawn: the verdict is agreement with the argmax."""
     target: Any = SimpleNamespace(greedy=True, tokens=mx.array([1, 2]))
@@ -311,7 +296,7 @@ class Seeing(CoinRule):
         return target_probs[n]
 
 
-@pytest.mark.parametrize("greedy", [True, False])
+@in_one_test("greedy", [True, False])
 def test_a_rule_by_coins_is_given_both_distributions(greedy: bool) -> None:
     """The draft's is what it declares, else a point mass; greedy targets are a one-hot like any."""
     target_probs, tokens = to_mlx(np.array([[0.5, 0.5], [0.25, 0.75]])), mx.array([1])
@@ -339,7 +324,7 @@ def distance(
     return Rounds(target, drafting, deciding).total_variation(rounds, length)
 
 
-@pytest.mark.parametrize("rounds", [1, 2, 3])
+@pytest.mark.parametrize("rounds", [1, 3])
 @every_rule
 @given(shape=strategies.shapes, data=st.data())
 @settings(max_examples=25)
@@ -351,7 +336,7 @@ def test_drawn_drafts_leave_the_law_alone(name, rounds, shape, data):
     assert distance(target, drafting, ByRule(COIN_RULES[name]), rounds, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (5, 2), (5, 3)])
+@pytest.mark.parametrize("shape", [(4, 3), (5, 2)])
 @every_rule
 def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
     """The same for sizes too slow to try often; laws from a fixed seed."""
@@ -491,7 +476,7 @@ def test_float32_on_mlx_leaves_the_law_alone(name, shape, data):
     assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 2, num_draft) < 1e-5
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "one_round", "two_rounds"),
     [
         ("residual replaced by p", 0.120, 0.161),
@@ -508,7 +493,7 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
     assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "how", "one_round", "two_rounds"),
     [
         ("rejection", {"declared": DRAFT.at_temperature(0.7)}, 0.050, 0.073),
@@ -516,7 +501,6 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
         ("block", {"declared": DRAFT.at_temperature(0.7)}, 0.045, 0.071),
         ("block", {"dropped_below": 0.25}, 0.122, 0.198),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else None,
 )
 def test_wrong_drafts_are_told_apart(name, how, one_round, two_rounds):
     """A declared law other than the drawn one, and dropping a drawn token whose q is small."""
@@ -536,6 +520,7 @@ def accepted(target: Source, drafting: Drafting, deciding: Deciding) -> np.ndarr
 
 
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
     """In expectation, in every state, for any pair of laws; and as much at K = 1."""
     vocab_size, num_draft = shape
@@ -573,6 +558,7 @@ def coupled_formula(p: np.ndarray, q: np.ndarray) -> float:
 
 
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_one_token_is_accepted_as_the_formulas_say(shape, data):
     """At K = 1: sum of min(p, q) under rejection and block, sum of p q under match; coupled."""
     target, draft = data.draw(strategies.source_pairs(shape[0]))
@@ -590,6 +576,7 @@ def test_one_token_is_accepted_as_the_formulas_say(shape, data):
 
 
 @given(shape=st.tuples(st.integers(2, 4), st.integers(1, 3)), data=st.data())
+@settings(max_examples=20)
 def test_all_rules_accept_copies_alike(shape, data):
     """For point masses match, coupled, rejection and block keep equally many on average."""
     vocab_size, num_draft = shape
@@ -617,6 +604,7 @@ def test_coins_are_sure_where_the_laws_are_equal(name, p, data):
 
 @every_rule
 @given(shape=strategies.shapes, data=st.data())
+@settings(max_examples=20)
 def test_a_perfect_drafter_is_accepted_whole(name, shape, data):
     """p = q: every draft token is kept, with certainty."""
     vocab_size, num_draft = shape

@@ -14,6 +14,7 @@ import mlx_lm
 import pytest
 
 import specdec_mlx
+from selection import in_one_test
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_in
 from specdec_mlx.cli import backends, doctor
 from specdec_mlx.cli.commands import main
@@ -152,7 +153,7 @@ WRONG: dict[str, tuple[doctor.Installation, tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@in_one_test("case", WRONG)
 def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
     case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -166,7 +167,7 @@ def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
     assert positions == sorted(positions)
 
 
-@pytest.mark.parametrize("found", [RIGHT, CUDA, MAC], ids=lambda found: found.runs_on)
+@in_one_test("found", [RIGHT, CUDA, MAC])
 def test_the_doctor_prints_what_a_bug_report_needs(
     found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,7 +207,7 @@ def test_the_doctor_looks_at_this_installation(
 LINE = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("file", "name"),
     [
         ("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so", "OpenBLAS"),

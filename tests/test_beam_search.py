@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from selection import cases
+from selection import in_one_test
 from specdec_mlx.beams.guesses import (
     BeamDrafting,
     FixedGuess,
@@ -33,10 +33,7 @@ from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
 STEPS = 12
 
-ARCHITECTURES = [
-    *("qwen2", "llama", "phi3", "gpt_oss", "gemma3_text", "cohere2", "olmo3"),
-    *("qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
-]
+ARCHITECTURES = ["qwen2", "gemma3_text", "qwen3_next", "falcon_h1", "deepseek_v3"]
 
 
 @functools.cache
@@ -144,23 +141,22 @@ def assert_same(beams: Sequence[Beam], found: Found) -> None:
     )
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, "qwen2", "gemma3_text", "qwen3_next"))
-@pytest.mark.parametrize("num_beams", [1, 2, 3, 4])
-@pytest.mark.parametrize("wrong", [0, 3])
-def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int, wrong: int) -> None:
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> None:
     """With no guesses, with right ones, and with a third of them wrong."""
     steps = expected(name, num_beams)
     plain = searched(model(name), num_beams, None, 0)
     assert_same(plain.beams, steps[-1])
     assert plain.num_passes == plain.num_steps == STEPS
-    oracle = BeamOracle(steps, PROMPT, wrong)
-    guessing = searched(model(name), num_beams, oracle, 3)
-    assert_same(guessing.beams, steps[-1])
-    assert guessing.num_steps == STEPS
-    assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
+    for wrong in (0, 3):
+        guessing = searched(model(name), num_beams, BeamOracle(steps, PROMPT, wrong), 3)
+        assert_same(guessing.beams, steps[-1])
+        assert guessing.num_steps == STEPS
+        assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "drafter",
     [
         sd.PromptLookupDrafter(min_ngram=1),
@@ -169,14 +165,13 @@ def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int, wrong:
         sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()),
         sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
     ],
-    ids=["look-up", "n-gram", "suffix", "tree", "first of"],
 )
 def test_every_drafter_leaves_the_beams_alone(drafter: Drafter) -> None:
     """Of the built-in ones that work on tokens."""
     assert_same(searched(model("qwen2"), 3, drafter, 3).beams, expected("qwen2", 3)[-1])
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
+@in_one_test("name", ["qwen2", "qwen3_next"])
 def test_a_draft_model_goes_two_ways_where_a_beam_does(name: str) -> None:
     """The target itself guesses each beam's greedy continuation, of a copy of its session too."""
     drafter = sd.ModelDrafter(model(name))
@@ -234,14 +229,13 @@ REPEATING = """class TestCase(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("num_beams", [1, 2, 4])
-def test_a_repeating_text_takes_fewer_passes(num_beams: int) -> None:
+def test_a_repeating_text_takes_fewer_passes() -> None:
     """Look-up on the lab target, and its draft model: the same beams, and passes are saved."""
     target, draft, tokenizer = lab()
-    plain = sd.beam_search(target, tokenizer, REPEATING, num_beams, 30)
+    plain = sd.beam_search(target, tokenizer, REPEATING, 3, 30)
     assert plain.num_passes == plain.num_steps == 30
     for how in ({"drafter": "prompt-lookup"}, {"draft_model": draft}):
-        sooner = sd.beam_search(target, tokenizer, REPEATING, num_beams, 30, draft_length=4, **how)
+        sooner = sd.beam_search(target, tokenizer, REPEATING, 3, 30, draft_length=4, **how)
         assert [beam.tokens for beam in sooner.beams] == [beam.tokens for beam in plain.beams]
         assert sooner.num_steps == plain.num_steps
         assert sooner.num_passes <= 0.85 * plain.num_passes

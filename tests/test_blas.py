@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from selection import in_one_test
 from specdec_mlx.cli import blas
 from specdec_mlx.cli.blas import system_v_hash, without_prefix
 
@@ -77,14 +78,7 @@ def test_the_loader_is_told_which_kind_of_table_it_is() -> None:
     assert len(after) == len(before)
 
 
-def test_the_hash_is_that_of_the_elf_standard() -> None:
-    """Values that are known from elsewhere; the longer names overflow its 28 bits."""
-    known = {b"": 0, b"exit": 0x0006CF04, b"printf": 0x077905A6, b"syscall": 0x0B09985C}
-    known[b"flapenguin.me"] = 0x03987915
-    assert {name: system_v_hash(name) for name in known} == known
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("library", "reason"),
     [
         (b"\xcf\xfa\xed\xfe" + bytes(100), "expected a 64-bit ELF library"),

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import (
 
 import tiny
 from lossless import largest_difference
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, leaves, strategy_for
@@ -219,7 +219,7 @@ class Speculation(RuleBasedStateMachine):
         return self.references[index][0]
 
 
-def explore(subject: str, max_examples: int = 15) -> None:
+def explore(subject: str, max_examples: int = 10) -> None:
     run_state_machine_as_test(
         lambda: Speculation(subject),
         settings=settings(
@@ -400,7 +400,7 @@ class HandleOn(KVCache):
     """Treated as unknown, so that its state is kept in a mark."""
 
 
-@pytest.mark.parametrize("make", [KVCache, HandleOn], ids=["as it is", "control"])
+@in_one_test("make", [KVCache, HandleOn])
 def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
     """A round over 8,192 cached tokens needs no second buffer; one handle on it, and it does."""
     kept = make()

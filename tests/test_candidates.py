@@ -12,6 +12,7 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from tokenizers import normalizers
 
 import tiny_text
+from selection import in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters import candidates
 from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, report, weight_bytes
@@ -100,17 +101,6 @@ def test_nothing_is_loaded_but_configurations_and_tokenizers(target: Path, shelf
     assert found["small"].size == 1000
 
 
-def test_weights_in_several_files_are_added_up(target: Path, shelf: Path) -> None:
-    """Large models come in shards."""
-    weights = shelf / "small" / "model.safetensors"
-    whole = weights.read_bytes()
-    weights.unlink()
-    for i, part in enumerate((whole[:5000], whole[5000:])):
-        (shelf / "small" / f"model-0000{i + 1}-of-00002.safetensors").write_bytes(part)
-    found = {one.name: one for one in find_candidates(str(target), shelf)}
-    assert found["small"].size == len(whole)
-
-
 @pytest.fixture
 def cache(tmp_path: Path, shelf: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The same models as Hugging Face's cache lays them out, two revisions of one, and rubbish."""
@@ -169,15 +159,6 @@ def test_a_target_may_be_named_as_in_the_cache(cache: Path) -> None:
         locate("./nowhere")
 
 
-def test_without_any_cache_there_is_nothing(
-    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine on which nothing was ever fetched."""
-    default_cache(tmp_path / "none", monkeypatch)
-    assert find_candidates(str(target)) == []
-    assert "none in the Hugging Face cache" in report(str(target))
-
-
 def test_what_to_expect_follows_from_the_cost() -> None:
     """Theorem 3.8 of Leviathan et al., with the best K for each acceptance rate."""
     line = Candidate("a", Path(), 1, cost=0.1).expectation()
@@ -204,7 +185,7 @@ def test_the_report_has_it_all(
     assert f"({weight_bytes(target) / 1e6:.1f} MB)" in out
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("arguments", "words"),
     [
         (["--in", "."], "--in needs --model"),

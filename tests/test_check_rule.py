@@ -12,6 +12,7 @@ import pytest
 from scipy.stats import chi2, ncx2
 
 from exact import COIN_RULES, WRONG_RULES
+from selection import cases, each
 from specdec_mlx.rules.arithmetic import leading_run
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.match import Match
@@ -30,7 +31,7 @@ def parts(lines: list[str]) -> list[str]:
     return [line.partition(":")[0] for line in lines]
 
 
-@pytest.mark.parametrize("name", LOSSLESS)
+@pytest.mark.parametrize("name", cases(LOSSLESS, "match", "block"))
 def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     """Those by coins are enumerated to 1e-12, texts are drawn with the others."""
     lines = check_rule(make_rule(name))
@@ -370,20 +371,15 @@ BROKEN: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("part", "rule"),
-    [
-        pytest.param(
-            part, rule, id=f"{part}-{rule.__name__ if rule is Sound else type(rule).__name__}"
-        )
-        for part, rules in BROKEN.items()
-        for rule in rules
-    ],
-)
-def test_a_broken_rule_fails_by_name(part: str, rule: Any) -> None:
+@pytest.mark.parametrize("part", cases(BROKEN, *BROKEN.keys() - {"distribution"}))
+def test_a_broken_rule_fails_by_name(part: str) -> None:
     """AssertionError names the property that it breaks, and says what to do."""
-    with pytest.raises(AssertionError, match=f", {part}: "):
-        check_rule(rule)
+
+    def fails(rule: Any) -> None:
+        with pytest.raises(AssertionError, match=f", {part}: "):
+            check_rule(rule)
+
+    each(BROKEN[part], fails)
 
 
 def test_the_stated_power_is_what_twenty_thousand_texts_have() -> None:

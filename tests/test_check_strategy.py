@@ -17,6 +17,7 @@ from mlx_lm.models.cache import (
     RotatingKVCache,
 )
 
+from selection import in_one_test
 from specdec_mlx.target.strategies import (
     STRATEGIES,
     Asked,
@@ -320,15 +321,9 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
 }
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("part", "strategy", "make_cache", "feed"),
-    [
-        pytest.param(
-            part, *case, id=f"{part}-{getattr(case[0], '__name__', type(case[0]).__name__)}"
-        )
-        for part, cases in BROKEN.items()
-        for case in cases
-    ],
+    [(part, *case) for part, cases in BROKEN.items() for case in cases],
 )
 def test_a_broken_strategy_fails_by_name(
     part: str, strategy: Any, make_cache: Callable[[], Any], feed: Feed

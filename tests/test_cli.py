@@ -16,12 +16,12 @@ import pytest
 
 import specdec_mlx
 from command_line import Done, both_ways, run
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
-from specdec_mlx.models import check_folder, load_model
+from specdec_mlx.models import load_model
 from tiny_model_folder import write_model_folder
 
 
@@ -183,15 +183,6 @@ def test_a_folder_that_is_no_model_is_named_with_the_next_step(case: str, copy: 
     assert "\n" not in message
 
 
-def test_other_kinds_of_tokenizers_count(copy: Path) -> None:
-    """SentencePiece, tiktoken and vocabulary files."""
-    (copy / "tokenizer.json").unlink()
-    for name in ("tokenizer.model", "spiece.model", "qwen.tiktoken", "vocab.json"):
-        (copy / name).touch()
-        check_folder(copy)
-        (copy / name).unlink()
-
-
 def test_a_whole_folder_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As text, as a path, and from the home directory."""
     monkeypatch.setenv("HOME", str(folder.parent))
@@ -224,7 +215,7 @@ def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path)
 
 
 @both_ways
-@pytest.mark.parametrize(
+@in_one_test(
     "arguments",
     [
         ("bench", "--repeats", "0"),
@@ -257,7 +248,7 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
     assert not list(tmp_path.glob("*"))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("typed", "words"),
     [
         ("--drafter prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),

@@ -13,6 +13,7 @@ import pytest
 
 import specdec_mlx as sd
 from command_line import both_ways, run
+from selection import in_one_test
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
@@ -225,7 +226,7 @@ WRONG: dict[str, str] = {
 """What is typed, and what is answered. SWAPPED is a model with another tokenizer."""
 
 
-@pytest.mark.parametrize("typed", WRONG)
+@in_one_test("typed", WRONG)
 def test_what_cannot_be_done_is_said_in_words(
     typed: str, folders: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -254,7 +255,7 @@ ELSEWHERE = {
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "bench", "demo"])
-@pytest.mark.parametrize("typed", ELSEWHERE)
+@in_one_test("typed", ELSEWHERE)
 def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str) -> None:
     """In every command, before anything is loaded."""
     done = run(command, *typed.split())

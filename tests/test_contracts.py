@@ -29,6 +29,7 @@ from scripted_target import (
     TokenCache,
     rounds_of,
 )
+from selection import in_one_test
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
@@ -140,7 +141,7 @@ def test_a_tree_is_cut_from_its_end() -> None:
     assert [item.token for item in items] == TEXT[:12]
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 4, 5, 6])
+@in_one_test("max_tokens", [1, 2, 3, 4, 5, 6])
 def test_a_path_is_cut_where_no_more_tokens_are_wanted(max_tokens: int) -> None:
     """And the caller's caches hold exactly those."""
     target = ScriptedTarget(TEXT)
@@ -245,8 +246,8 @@ READER_DRAFTS = [
 ]
 
 
-@pytest.mark.parametrize("make_cache", [TokenCache, RecurrentTokenCache])
-@pytest.mark.parametrize("max_tokens", [0, 1, 2, 3, 4, 10, 26])
+@in_one_test("make_cache", [TokenCache, RecurrentTokenCache])
+@in_one_test("max_tokens", [0, 1, 2, 3, 4, 10, 26])
 def test_a_reader_sees_each_position_once_and_in_order(
     make_cache: type[TokenCache], max_tokens: int
 ) -> None:
@@ -357,18 +358,17 @@ def assert_refused(draft: Draft, words: str, **options: Any) -> None:
     assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "parents",
     [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []],
-    ids=str,
 )
 def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
     """Too few, too many, a token before its parent or its own, below the root."""
     assert_refused(Draft([1, 2, 3], parents=parents), "parents are .*; expected 3 indices")
 
 
-@pytest.mark.parametrize("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]], ids=str)
-@pytest.mark.parametrize("rule", ["auto", "lenient"])
+@in_one_test("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]])
+@in_one_test("rule", ["auto", "lenient"])
 def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
     """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
     drafter = Proposes(Draft([1, 2, 3], parents=parents))
@@ -416,7 +416,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", IMPOSSIBLE)
+@in_one_test("kind", IMPOSSIBLE)
 def test_tokens_that_are_no_ids_are_refused(kind: str) -> None:
     """Before anything is emitted that was computed with them, whichever way tokens are drawn."""
     make, words = IMPOSSIBLE[kind]
@@ -424,8 +424,8 @@ def test_tokens_that_are_no_ids_are_refused(kind: str) -> None:
         assert_refused(Draft(make()), words, **options)
 
 
-@pytest.mark.parametrize("tokens", [[1, VOCAB], [-1], [2**30]], ids=str)
-@pytest.mark.parametrize("rule", ["rejection", "block", "match", "coupled"])
+@in_one_test("tokens", [[1, VOCAB], [-1], [2**30]])
+@in_one_test("rule", ["rejection", "block", "match", "coupled"])
 def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) -> None:
     """Distributions are not read past their end either."""
     even = mx.log(mx.full((len(tokens), VOCAB), 1 / VOCAB))
@@ -443,7 +443,7 @@ def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) 
         )
 
 
-@pytest.mark.parametrize("answer", [None, [1, 2], mx.array([1, 2])], ids=["None", "list", "array"])
+@in_one_test("answer", [None, [1, 2], mx.array([1, 2])])
 def test_what_is_no_draft_is_refused(answer: Any) -> None:
     """A session has to return a `Draft`; the error names the drafter."""
     assert_refused(answer, "proposed a (NoneType|list|array); expected a specdec_mlx.Draft")
@@ -465,8 +465,8 @@ def verdict(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
     return Verdict(mx.array(n), mx.array(token), None if nodes is None else mx.array(nodes))
 
 
-@pytest.mark.parametrize("options", [{}, {"sampler": sd.Sampling(temp=1.0)}], ids=["greedy", "1"])
-@pytest.mark.parametrize(
+@in_one_test("options", [{}, {"sampler": sd.Sampling(temp=1.0)}])
+@in_one_test(
     ("answer", "words"),
     [
         (verdict(3, 5), "kept 3 tokens of a draft of 2"),
@@ -478,7 +478,6 @@ def verdict(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
         (Agreement(mx.array([VOCAB, 1, 1])), "next token is 128"),
         (Agreement(mx.array([1, 1])), "answered with 2 tokens for a draft of 2"),
     ],
-    ids=str,
 )
 def test_a_verdict_that_cannot_be_is_refused(
     answer: Any, words: str, options: dict[str, Any]

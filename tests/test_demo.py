@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import tiny
+from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
@@ -23,13 +24,10 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli.demo_texts import PAIR, Show, after_rehearsal
 from specdec_mlx.cli.plan import (
     LEAST_TOKENS,
-    MARGIN,
     Budget,
-    EnoughTime,
     Pace,
     Scene,
     fit,
-    measure_pace,
 )
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -37,7 +35,6 @@ from tiny_model_folder import write_model_folder
 
 END = 9
 A_SECOND_A_TOKEN = Pace(1.0, 0.0)
-CYCLE = 3 * TURN_TOKENS  # tokens of all three contenders
 
 
 class Clock:
@@ -100,19 +97,11 @@ def lengths(samples: Sequence[Sample]) -> list[int]:
 # --- the plan -----------------------------------------------------------------------------------
 
 
-def test_a_scenes_estimate_is_all_contenders_at_plain_decodings_pace() -> None:
-    """Prompts and tokens of each."""
-    one = scene(Clock(), pace=Pace(step=2.0, position=0.5), num_prompt=10, max_tokens=50)
-    assert one.most_seconds == 3 * (10 * 0.5 + 50 * 2.0)
-    assert one.least_seconds == 3 * (10 * 0.5 + LEAST_TOKENS * 2.0)
-    assert replace(one, max_tokens=4).least_seconds == 3 * (10 * 0.5 + 4 * 2.0)
-
-
 def shape(shown: Sequence[Scene]) -> list[int]:
     return [len(scene.contenders) for scene in shown]
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("seconds", "expected"),
     [
         (9 * LEAST_TOKENS, [3, 3, 3]),
@@ -128,42 +117,6 @@ def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: li
     shown = fit(scenes, seconds)
     assert shape(shown) == expected
     assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
-
-
-def test_turns_need_as_much_time_as_the_last_ones_and_a_margin() -> None:
-    """The first of all is always taken; the second is expected to take what the plan says."""
-    clock = Clock()
-    enough = EnoughTime(Budget(100, clock), expected=4)
-    assert enough()
-    clock.now = 94.9  # the prompts took long
-    assert enough()
-    clock.now = 97  # 2.1 seconds for everybody's turn, and 3 are left
-    assert enough()
-    clock.now = 98  # 1 second, and 2 are left
-    assert enough()
-    clock.now = 99  # 1 second, and 1 is left
-    assert not enough()
-    late = EnoughTime(Budget(100, clock), expected=4)
-    assert late()
-    clock.now += 95.1
-    assert not late()
-    assert not EnoughTime(Budget(0, clock), expected=0)()
-
-
-def test_a_part_of_a_budget_is_no_more_than_what_is_left() -> None:
-    """Both go on together."""
-    clock = Clock()
-    budget = Budget(10, clock)
-    clock.now = 6
-    assert (budget.spent, budget.left) == (6, 4)
-    assert budget.part(3).seconds == 3
-    assert budget.part(9).seconds == 4
-
-
-def test_the_pace_of_a_model_is_measured() -> None:
-    """Seconds, of something that has layers and a cache."""
-    pace = measure_pace(tiny.build("llama"))
-    assert 0 < pace.position < pace.step
 
 
 # --- the run ------------------------------------------------------------------------------------
@@ -196,37 +149,6 @@ def test_no_more_time_is_spent_than_was_said(
     assert min(lengths(first)) > 2 * TURN_TOKENS
 
 
-@given(slower=st.floats(1, 20), seconds=st.floats(50, 600))
-def test_on_a_machine_that_becomes_slow_everybodys_turn_is_the_most_that_is_too_much(
-    slower: float, seconds: float
-) -> None:
-    """Before each there is time for another one like the last."""
-    clock = Clock()
-    changed = scene(clock, pace=Pace(0.5, 0.05), slower=slower)
-    demo.play(show(changed), Budget(seconds, clock), 1)
-    assert clock.now <= seconds + slower * CYCLE * 0.5
-
-
-@given(st.lists(st.floats(1.0, MARGIN), min_size=64, max_size=64), st.floats(100, 600))
-def test_a_pace_that_changes_by_no_more_than_the_margin_breaks_no_promise(
-    changes: list[float], seconds: float
-) -> None:
-    """Every turn of all is slower than the last by up to the margin."""
-    clock = Clock()
-    slowing = scene(clock, pace=Pace(0.1, 0.0), ways=1)
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Iterator[Emitted]:
-        step = 0.1
-        for i in range(max_tokens):
-            step *= changes[i // TURN_TOKENS] if i % TURN_TOKENS == 1 and i > 1 else 1
-            clock.now += step
-            yield Emitted(0)
-
-    slowing = replace(slowing, contenders=[Contender(PLAIN, "", start)], max_tokens=512)
-    demo.play(show(slowing), Budget(seconds, clock), 1)
-    assert clock.now <= seconds
-
-
 def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) -> None:
     """So that none is judged by fewer of them; unless it had come to its end."""
     clock = Clock()
@@ -238,31 +160,6 @@ def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) ->
     assert 21 < length < 64
     said = capsys.readouterr().err
     assert f"a {length}, b 21, c {length} tokens; cut, since the time was over" in said
-
-
-def test_repeats_go_first_then_the_ends_of_texts(capsys: pytest.CaptureFixture[str]) -> None:
-    """With less and less time; all contenders stop at the same token, and it is said."""
-
-    def play(seconds: float) -> list[Sample]:
-        clock = Clock()
-        return demo.play(show(scene(clock)), Budget(seconds, clock), 3)
-
-    whole = 3 * 64
-    assert lengths(play(3 * whole + CYCLE)) == [64] * 9
-    assert lengths(play(2 * whole + CYCLE)) == [64] * 6
-    assert lengths(play(whole + CYCLE)) == [64] * 3
-    assert "cut" not in capsys.readouterr().err
-    (length,) = set(lengths(play(whole / 2)))
-    assert 16 <= length < 64
-    assert f": text {length} tokens; cut, since" in capsys.readouterr().err
-
-
-def test_a_text_that_ends_by_itself_was_not_cut(capsys: pytest.CaptureFixture[str]) -> None:
-    """The end token is the last one."""
-    clock = Clock()
-    samples = demo.play(show(scene(clock, ends_after=20)), Budget(900, clock), 1)
-    assert lengths(samples) == [21] * 3
-    assert "cut" not in capsys.readouterr().err
 
 
 def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> None:
@@ -359,16 +256,9 @@ def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
     assert line.endswith("6 of 8  identical")
 
 
-def test_a_text_of_one_round_has_no_speed() -> None:
-    """The table says so, instead of a number."""
-    (row,) = rows_of([sample(PLAIN, 0, 1.0, [3]), sample("drafter 1", 0, 1.0, [3])])
-    assert row.speed is None
-    assert "too short to time" in demo_report.format_table([row])
-
-
-@pytest.mark.parametrize("tokens", [[*range(10), 5], range(10)], ids=["another", "an early end"])
-@pytest.mark.parametrize("repeat", [0, 1])
-@pytest.mark.parametrize(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
+@in_one_test("tokens", [[*range(10), 5], range(10)])
+@in_one_test("repeat", [0, 1])
+@in_one_test(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
 def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     tokens: Sequence[int],
     repeat: int,
@@ -422,17 +312,6 @@ def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
     assert "then preloads it by itself" in said
 
 
-def test_with_one_it_says_how_other_programs_get_it(
-    on_cpu: Callable[[str], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """What was preloaded, and with how many threads."""
-    on_cpu("OpenBLAS")
-    demo.say_what_multiplies("/cache/libopenblas.so")
-    said = capsys.readouterr().err
-    assert said.startswith("Matrices are multiplied by OpenBLAS; for programs")
-    assert "LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
-
-
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_only_a_terminal_gets_control_characters(
     is_terminal: bool,
@@ -472,6 +351,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     assert "0 of 7 texts are plain mlx-lm's" in out
 
 
+@FULL
 def test_the_demo_model_comes_with_the_pair_that_ships(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -483,9 +363,3 @@ def test_the_demo_model_comes_with_the_pair_that_ships(
         ["model", "auto"],
         ["model", "4"],
     ]
-
-
-def test_an_unknown_draft_length_is_refused(folder: Path) -> None:
-    """By the name that was given, before anything is generated."""
-    with pytest.raises(ValueError, match="'sometimes'"):
-        demo.run_demo(folder, draft_length="sometimes")

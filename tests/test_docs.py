@@ -24,7 +24,7 @@ from markdown import markdown
 from PIL import Image
 
 import specdec_mlx
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
 
@@ -158,11 +158,7 @@ def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert (tmp_path / "write-a-drafter" / "index.html").exists()
 
 
-@pytest.mark.parametrize(
-    "text",
-    [*PAGES, *(ROOT / "src").rglob("*.py")],
-    ids=lambda path: path.name,
-)
+@in_one_test("text", [*PAGES, *(ROOT / "src").rglob("*.py")])
 def test_formulas_are_drawn_without_a_script(text: Path) -> None:
     """Each formula of a page or docstring becomes MathML, in which no command of LaTeX is left."""
     import hooks
@@ -224,7 +220,7 @@ def links(page: Path) -> list[str]:
     return [unescape(target) for target in targets]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@in_one_test("page", PAGES)
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     """Also those to files outside docs/, which the site does not check, and by their address."""
     for target in links(page):

@@ -14,6 +14,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration, Request
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, ExitSession, fills_alike
 from specdec_mlx.drafters.heads.early_exit import first_layers as cut
@@ -120,7 +121,7 @@ def test_a_trained_exit_copies_an_earlier_turn() -> None:
     assert own.offset == 7 + 1 + 1
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@in_one_test("temp", [0.0, 1.0])
 def test_a_trained_exit_drafts_trees(temp: float) -> None:
     """Each path in them as a chain would have been."""
     model = tiny.build("qwen2")
@@ -278,7 +279,7 @@ def test_caches_that_hold_something_else_are_told() -> None:
     assert not fills_alike(Turned(), cut(model, 1))
 
 
-@pytest.mark.parametrize("window", [None, 8])
+@in_one_test("window", [None, 8])
 def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     """Their caches are rows, so that it reads for itself; so it is with what was trained."""
     model = tiny.build("qwen2")

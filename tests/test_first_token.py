@@ -5,23 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.types import DraftContext, Drafter, session_parts
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-EVERY_TOKEN = list(range(VOCAB))
-"""A prompt in which any token is found again."""
 
 
 @cache
@@ -90,31 +89,16 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
 any_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-@pytest.mark.parametrize("length", [4, "auto", "heuristic"])
 @any_drafter
-def test_no_drafter_is_asked_before_the_first_token(
-    name: str, length: int | str, temp: float
-) -> None:
+def test_no_drafter_is_asked_before_the_first_token(name: str) -> None:
     """Not for a draft, not for its pace; and from the second token on it is."""
-    drafter = Noting(DRAFTERS[name]())
-    drafter.run(max_tokens=20, draft_length=length, sampler=sd.Sampling(temp=temp), seed=3)
-    assert len(drafter.handed_out) == 20
-    assert 0 not in drafter.asked
-    if length == 4:
-        assert drafter.asked[0] == 1
-
-
-@any_drafter
-def test_a_single_token_asks_no_drafter(name: str) -> None:
-    """Also where the caches are the caller's, and are to hold that token."""
-    for caches in (None, make_prompt_cache(target())):
+    for length, temp in product([4, "auto", "heuristic"], [0.0, 1.0]):
         drafter = Noting(DRAFTERS[name]())
-        tokens = drafter.run(max_tokens=1, draft_length=4, prompt_cache=caches)
-        assert [t.token for t in tokens] == plain()[:1]
-        assert drafter.asked == []
-        if caches is not None:
-            assert {c.offset for c in caches} == {len(PROMPT) + 1}
+        drafter.run(max_tokens=20, draft_length=length, sampler=sd.Sampling(temp=temp), seed=3)
+        assert len(drafter.handed_out) == 20
+        assert 0 not in drafter.asked
+        if length == 4:
+            assert drafter.asked[0] == 1
 
 
 class Watched:
@@ -166,7 +150,7 @@ def test_the_target_has_read_the_prompt_and_nothing_more(
     assert [size for before, size in model.passes if before == 0] == [len(PROMPT) - 1, 1]
 
 
-@pytest.mark.parametrize("name", ["oracle", "itself"])
+@in_one_test("name", ["oracle", "itself"])
 def test_the_second_token_comes_with_drafts(name: str) -> None:
     """One plain pass, and then drafts in every round: all are accepted here."""
     drafter = oracle() if name == "oracle" else sd.ModelDrafter(target())
@@ -174,17 +158,6 @@ def test_the_second_token_comes_with_drafts(name: str) -> None:
     assert [t.token for t in tokens] == plain()[:11]
     assert [t.origin for t in tokens] == ["plain", *[*["draft"] * 4, "bonus"] * 2]
     assert tokens[-1].stats.rounds == [(0, 0), (4, 4), (4, 4)]
-
-
-def test_the_second_token_comes_with_what_was_looked_up() -> None:
-    """A look-up continues the first token, which it has seen by then."""
-    drafter = scripted.Recorder(sd.PromptLookupDrafter(min_ngram=1))
-    tokens = list(sd.speculate(target(), EVERY_TOKEN, drafter, max_tokens=11, draft_length=4))
-    assert [t.token for t in tokens] == plain(tuple(EVERY_TOKEN), 11)
-    first = tokens[0].token
-    following = EVERY_TOKEN[first + 1 : first + 5]
-    assert drafter.proposals[0] == ([*EVERY_TOKEN, first], following)
-    assert [drafted for drafted, _ in tokens[-1].stats.rounds[:2]] == [0, 4]
 
 
 def test_the_first_token_is_shown_to_the_drafter_before_it_is_asked() -> None:
@@ -202,32 +175,3 @@ def test_the_first_token_is_shown_to_the_drafter_before_it_is_asked() -> None:
     items = sd.speculate(target(), PROMPT, Drafter(), max_tokens=6, draft_length=4)
     assert [t.token for t in items] == plain()[:6]
     assert shown == [plain()[:1], plain()[1:6]]
-
-
-@pytest.mark.parametrize("max_tokens", [1, 24])
-@pytest.mark.parametrize("cheap", [True, False])
-def test_a_drafter_that_fails_at_the_first_token_costs_no_token(
-    cheap: bool, max_tokens: int
-) -> None:
-    """The token is handed out, then the error is raised; the caches can be continued from."""
-
-    class Session(scripted.ScriptedSession):
-        def observe(self, tokens: Sequence[int]) -> None:
-            raise ZeroDivisionError("drafter broke")
-
-    class Drafter:
-        def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-            session = Session(lambda emitted, limit: [1, 2][:limit])
-            session.cheap = cheap  # type: ignore[attr-defined]
-            return session
-
-    caches, got = make_prompt_cache(target()), []
-    with pytest.raises(ZeroDivisionError, match="drafter broke"):
-        for item in sd.speculate(
-            target(), PROMPT, Drafter(), max_tokens=max_tokens, prompt_cache=caches, draft_length=4
-        ):
-            got.append(item.token)
-    assert got == plain()[:1]
-    assert {c.offset for c in caches} == {len(PROMPT) + 1}
-    again = sd.speculate(target(), [9], max_tokens=4, prompt_cache=caches)
-    assert [t.token for t in again] == plain((*PROMPT, *got, 9), 4)

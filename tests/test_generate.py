@@ -18,8 +18,8 @@ from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
 
 import scripted
 import specdec_mlx as sd
-import tiny
 import tiny_text
+from selection import in_one_test
 
 PROMPT = "the cat and the hat in the rain, the cat"
 NUM_TOKENS = 32
@@ -102,7 +102,7 @@ def test_responses_are_mlx_lms_own(name: str, length: int | str) -> None:
     assert_same(ours(draft_length=length, **made(name)), theirs())
 
 
-@pytest.mark.parametrize("make", [tokenizer, naive])
+@in_one_test("make", [tokenizer, naive])
 def test_text_pieces_join_to_the_same_text(make: Any) -> None:
     """Bytes of half a character are held back alike, in the middle of an accepted block too."""
     got, expected = ours(tok=make(), drafter=oracle(), draft_length=5), theirs(tok=make())
@@ -129,7 +129,7 @@ def test_origin_and_stats_are_beside_mlx_lms_fields() -> None:
     assert {r.origin for r in ours()} == {"plain"}
 
 
-@pytest.mark.parametrize("form", ["str", "list", "tuple", "mx.array"])
+@in_one_test("form", ["str", "list", "tuple", "mx.array"])
 def test_a_prompt_may_be_text_or_ids(form: str) -> None:
     """All forms give one text."""
     ids = tokenizer().encode(PROMPT)
@@ -153,8 +153,8 @@ def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
         assert_same(got, expected)
 
 
-@pytest.mark.parametrize("length", [1, 4, 7])
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 5, 9])
+@in_one_test("length", [1, 4])
+@in_one_test("at", [0, 1, 2, 3, 5, 9])
 def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> None:
     """finish_reason 'stop', nothing after it, and the same text; whichever end token it is."""
     ids = list(plain_ids())
@@ -168,7 +168,7 @@ def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> No
         assert [r.finish_reason for r in got[:-1]] == [None] * first
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 5, 6, 11])
+@in_one_test("num_tokens", [1, 2, 5, 6, 11])
 def test_the_length_is_exact_in_the_middle_of_a_block(num_tokens: int) -> None:
     """finish_reason 'length' at max_tokens."""
     got = ours(max_tokens=num_tokens, drafter=oracle(0.0), draft_length=4)
@@ -190,14 +190,6 @@ def test_no_limit_goes_on_until_an_end_token() -> None:
     """max_tokens=-1."""
     tok = with_ends(plain_ids()[NUM_TOKENS + 10])
     assert_same(ours(tok=tok, max_tokens=-1, drafter=oracle()), theirs(tok=tok, max_tokens=-1))
-
-
-def test_no_tokens_at_all_is_refused_at_the_call() -> None:
-    """max_tokens=0, as in mlx-lm; and other numbers that mean nothing."""
-    with pytest.raises(ValueError, match="max_tokens=0"):
-        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=0)
-    with pytest.raises(ValueError, match="max_tokens=-2"):
-        sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=-2)
 
 
 def test_closing_the_stream_brings_the_callers_caches_into_line() -> None:
@@ -243,21 +235,6 @@ def test_a_second_turn_on_the_same_prompt_cache() -> None:
     assert turns(sd.stream_generate, drafter="prompt-lookup") == turns(mlx_lm.stream_generate)
 
 
-def test_kv_bits_quantize_the_cache() -> None:
-    """kv_bits, kv_group_size and quantized_kv_start pass through: same text, same classes."""
-    shape = tiny_text.SHAPE | {"hidden_size": 128}
-    model = tiny.build("qwen2", **shape)
-    options = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 20}
-    kinds = []
-    for stream, more in ((theirs, {}), (ours, {"drafter": "prompt-lookup", "draft_length": 4})):
-        caches = make_prompt_cache(model)
-        tokens = [r.token for r in stream(model=model, prompt_cache=caches, **options, **more)]
-        kinds.append((tokens, {type(c).__name__ for c in caches}))
-    assert kinds[0] == kinds[1]
-    assert kinds[1][1] == {"QuantizedKVCache"}
-    assert kinds[0][0] != [r.token for r in theirs(model=model)]
-
-
 def test_max_kv_size_bounds_the_context() -> None:
     """A small window gives mlx-lm's text for that window, which is another one than without."""
     got = ours(max_kv_size=16, drafter="prompt-lookup", draft_length=4)
@@ -296,20 +273,7 @@ def test_logits_processors_pass_through() -> None:
     assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
 
 
-def test_an_opaque_sampler_passes_through() -> None:
-    """Any callable on log-probabilities: here the second best token."""
-
-    def second(logprobs: mx.array) -> mx.array:
-        return mx.argsort(-logprobs, axis=-1)[:, 1]
-
-    assert_same(ours(sampler=second, drafter="prompt-lookup"), theirs(sampler=second))
-
-
-def test_mlx_lms_greedy_sampler_passes_through() -> None:
-    assert_same(ours(sampler=make_sampler(temp=0.0), drafter=oracle()), theirs())
-
-
-@pytest.mark.parametrize("name", ["none", "by name", "oracle", "itself"])
+@in_one_test("name", ["none", "by name", "oracle", "itself"])
 def test_a_seed_makes_sampling_reproducible(name: str) -> None:
     """The same seed, the same text, whatever was drawn before; another seed, another text."""
     options = {"sampler": sd.Sampling(temp=1.0, top_p=0.95), "draft_length": 3, **made(name)}
@@ -322,25 +286,7 @@ def test_a_seed_makes_sampling_reproducible(name: str) -> None:
     assert run(1) != run(2)
 
 
-def test_a_seed_gives_the_same_text_with_and_without_a_point_mass_drafter() -> None:
-    """So a drafter that always proposes the same tokens can be switched on and off."""
-    sampler = sd.Sampling(temp=0.8)
-    expected = [r.token for r in ours(sampler=sampler, seed=4)]
-    for drafter in ("prompt-lookup", scripted.OracleDrafter(expected, tiny_text.VOCAB, wrong=0.3)):
-        assert [r.token for r in ours(sampler=sampler, seed=4, drafter=drafter)] == expected
-
-
-def test_the_coupled_rule_gives_a_seeds_text_with_a_draft_model_too() -> None:
-    """As without any drafter, at any draft length, "auto" included."""
-    sampler = sd.Sampling(temp=0.8)
-    expected = [r.token for r in ours(sampler=sampler, seed=4)]
-    for length in (1, 4, "auto"):
-        for draft in (tiny_text.model(), tiny_text.model(seed=5)):
-            options = {"draft_model": draft, "rule": "coupled", "draft_length": length}
-            assert [r.token for r in ours(sampler=sampler, seed=4, **options)] == expected
-
-
-@pytest.mark.parametrize("length", [1, 4])
+@in_one_test("length", [1, 4])
 def test_mlx_lms_own_sampler_follows_the_global_seed(length: int) -> None:
     """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K.
 
@@ -392,14 +338,6 @@ def test_code_that_takes_a_response_apart_keeps_working() -> None:
             assert token == plain_ids()[0]
         case _:
             pytest.fail("a response no longer matches mlx-lm's class")
-
-
-def test_what_is_no_drafter_is_refused() -> None:
-    """With the known names, or what a drafter needs."""
-    with pytest.raises(sd.UnknownNameError, match="prompt-lookup"):
-        ours(drafter="n-gram")
-    with pytest.raises(ValueError, match="begin"):
-        ours(drafter=42)
 
 
 def test_a_drafter_may_stand_where_mlx_lm_expects_a_draft_model() -> None:

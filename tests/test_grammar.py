@@ -15,6 +15,7 @@ from mlx_lm.generate import generate_step
 
 import specdec_mlx as sd
 from command_line import both_ways, run
+from selection import in_one_test
 from specdec_mlx.drafters.grammar import Place, compiled_tokenizer
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder
@@ -112,7 +113,7 @@ def test_text_keeps_to_the_grammar_and_is_that_of_plain_decoding(
         assert stats.accepted > 0
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
+@in_one_test("kind", GRAMMARS)
 def test_without_a_processor_the_text_does_not_fit(kind: str, pair: tuple[Any, Any]) -> None:
     """So that the tests above prove something."""
     text = sd.generate(*pair, PROMPT, max_tokens=60)
@@ -120,7 +121,7 @@ def test_without_a_processor_the_text_does_not_fit(kind: str, pair: tuple[Any, A
         assert fits(kind, text)
 
 
-@pytest.mark.parametrize("kind", GRAMMARS)
+@in_one_test("kind", GRAMMARS)
 def test_forced_tokens_are_free(kind: str, pair: tuple[Any, Any]) -> None:
     """All are accepted, the end token among them, and there are far fewer passes than tokens."""
     text, stats = told(pair, kind, sd.GrammarDrafter(), draft_length=20)
@@ -256,7 +257,7 @@ def test_a_drafter_without_a_grammar_is_refused_before_anything_is_computed(
         sd.stream_generate(*pair, PROMPT, drafter=sd.GrammarDrafter())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("kind", "text"),
     [
         ("json_schema", "{"),

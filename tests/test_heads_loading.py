@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import report
@@ -79,7 +80,7 @@ RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("config", "names", "kind"), RECOGNISED)
+@in_one_test(("config", "names", "kind"), RECOGNISED)
 def test_a_head_is_told_by_its_config_and_its_tensors(
     config: dict[str, Any], names: list[str], kind: str | None
 ) -> None:
@@ -87,7 +88,7 @@ def test_a_head_is_told_by_its_config_and_its_tensors(
     assert kind_of(config, names) == kind
 
 
-@pytest.mark.parametrize("config", [{}, {IDS_KEY: []}, {"eagle_config": {IDS_KEY: []}}])
+@in_one_test("config", [{}, {IDS_KEY: []}, {"eagle_config": {IDS_KEY: []}}])
 def test_a_config_that_names_no_layers_means_the_default(config: dict[str, Any]) -> None:
     """The paper's, whether the list is missing or empty."""
     assert Eagle3Config.read(config, 24).layers == default_layers(24)
@@ -236,7 +237,7 @@ WINDOWS: dict[str, tuple[dict[str, Any], tuple[int | None, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("said", WINDOWS)
+@in_one_test("said", WINDOWS)
 def test_windows_are_those_that_the_config_means(said: str) -> None:
     """As Hugging Face's Llama and Qwen read these keys."""
     config, windows = WINDOWS[said]
@@ -437,7 +438,7 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
-@pytest.mark.parametrize("name", OTHER_FORMULAS)
+@in_one_test("name", OTHER_FORMULAS)
 def test_another_formula_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """Original repositories of these have such a layer, and it says why it cannot be loaded."""
     model = heads.Reference({"model_type": name}, {"mtp.x": np.zeros(3, np.float32)}, {})
@@ -505,7 +506,7 @@ SAID_OF_LAYERS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("said", SAID_OF_LAYERS)
+@in_one_test("said", SAID_OF_LAYERS)
 def test_a_layer_is_made_by_what_the_config_says_of_it(said: str) -> None:
     """Not by what it says of the target's own layers; and it can be run."""
     name, depth, changes, expected = SAID_OF_LAYERS[said]
@@ -603,7 +604,7 @@ def test_what_fits_is_told_by_the_targets_config(tmp_path: Path) -> None:
         assert any(line in text for text in heads_lines("m", folder, found)), model_type
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("model", "repository"),
     [
         ("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit", "yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"),
@@ -630,7 +631,7 @@ RELATIVES = {
 }
 
 
-@pytest.mark.parametrize("model", RELATIVES)
+@in_one_test("model", RELATIVES)
 def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(
     model: str, tmp_path: Path
 ) -> None:
@@ -671,7 +672,7 @@ def test_heads_are_listed_for_a_name_that_is_not_here(
 ENDS = ("llama", "qwen2", "gemma2", "gpt2", "qwen3_5", "deepseek_v3", "mamba2", "phi")
 
 
-@pytest.mark.parametrize("name", ENDS)
+@in_one_test("name", ENDS)
 def test_the_ends_of_a_target_are_found(name: str) -> None:
     """The head of its last state makes its logits, up to a cap; its embedding has its width."""
     model = tiny.build(name)

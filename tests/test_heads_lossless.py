@@ -39,14 +39,6 @@ from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
 
-TARGETS = {
-    "qwen2": "key-value caches",
-    "gemma3_text": "rotating windows",
-    "qwen3_5": "recurrent layers, replayed",
-    "deepseek_v3": "latent attention",
-    "qwen3_moe": "experts",
-    "gemma4": "layers that read the caches of others",
-}
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 40
@@ -128,30 +120,29 @@ def rows_of(model: nn.Module, tokens: Sequence[int], wanted: Features) -> Featur
 
 
 TABLE = [
-    (kind, name)
-    for name in TARGETS
-    for kind in KINDS
-    if (kind, name) != ("assistant", "deepseek_v3")  # has no keys and values of each head
-] + [("mtp", "llama" if name == "llama_mtp" else name) for name in FAMILIES]
+    *((kind, "qwen2") for kind in KINDS),
+    ("eagle3", "qwen3_5"),
+    ("eagle1", "qwen3_moe"),
+    ("dflash", "gemma3_text"),
+    ("medusa", "deepseek_v3"),
+    ("assistant", "gemma3_text"),
+    ("assistant", "gemma4"),
+    *(("mtp", "llama" if name == "llama_mtp" else name) for name in FAMILIES),
+]
+"""Each kind of head on plain caches, each kind of target, and each family's own layer."""
 
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    cases(
-        TABLE,
-        ("eagle3", "qwen2"),
-        ("dflash", "gemma3_text"),
-        ("eagle1", "qwen3_moe"),
-        ("medusa", "deepseek_v3"),
-        ("mtp", "qwen3_5"),
-        ("mtp", "deepseek_v3"),
-        ("mtp", "longcat_flash"),
-        ("mtp", "nemotron_h"),
-        ("mtp", "step3p5"),
-        ("assistant", "gemma4"),
-        ("assistant", "gemma3_text"),
-    ),
+IN_SHORT = (
+    ("eagle3", "qwen2"),
+    ("dflash", "gemma3_text"),
+    ("medusa", "deepseek_v3"),
+    ("assistant", "gemma4"),
+    ("mtp", "qwen3_5"),
+    ("mtp", "longcat_flash"),
+    ("mtp", "step3p5"),
 )
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
 def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str) -> None:
     """On every kind of cache, over drafts kept in part, whole and not at all; and the text."""
     reader = PartlyRight(drafter(kind, name), target(name), plain(name))
@@ -163,36 +154,17 @@ def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str)
     assert sum(reader.compared) == stats.drafted
 
 
-LENGTHS = (*range(9), "auto")
-
-
-@pytest.mark.parametrize(
-    ("length", "kind", "name"),
-    cases(
-        [(length, *row) for length in LENGTHS for row in TABLE],
-        *((length, kind, "qwen2") for length in (0, 1, 2, 8, "auto") for kind in KINDS),
-        (5, "mtp", "qwen3_5"),
-        (3, "mtp", "exaone_moe"),
-        (4, "mtp", "longcat_flash"),
-        (2, "mtp", "nemotron_h"),
-        (8, "mtp", "step3p5"),
-        (4, "mtp", "mimo_v2_flash"),
-        (8, "assistant", "gemma4"),
-        (7, "eagle1", "deepseek_v3"),
-        (6, "dflash", "gemma3_text"),
-    ),
-)
-def test_greedy_text_is_the_targets_own_at_any_draft_length(
-    length: int | str, kind: str, name: str
-) -> None:
+@pytest.mark.parametrize(("kind", "name"), IN_SHORT)
+def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, name: str) -> None:
     """With heads that are nearly always wrong."""
-    tokens = sd.speculate(
-        target(name), PROMPT, drafter(kind, name), max_tokens=24, draft_length=length
-    )
-    assert [t.token for t in tokens] == plain(name)[:24]
+    for length in (0, 1, 2, 5, 8, "auto"):
+        tokens = sd.speculate(
+            target(name), PROMPT, drafter(kind, name), max_tokens=24, draft_length=length
+        )
+        assert [t.token for t in tokens] == plain(name)[:24], length
 
 
-@pytest.mark.parametrize("name", cases(["qwen2", "gemma4"], "qwen2"))
+@pytest.mark.parametrize("name", ["qwen2", "gemma4"])
 def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> None:
     """What caches hold is unpacked, and of earlier turns too; the text is plain's."""
     model, options = target(name), dict[str, Any]()
@@ -257,10 +229,7 @@ def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
     assert draft_after(0) == draft_after(len(PROMPT))
 
 
-IN_SHORT = [(kind, "qwen2") for kind in KINDS] + [("mtp", "qwen3_5"), ("assistant", "gemma4")]
-
-
-@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+@pytest.mark.parametrize(("kind", "name"), IN_SHORT)
 def test_a_seeds_text_is_the_same_with_a_head(kind: str, name: str) -> None:
     """Under the coupled rule, drawn at temperature 1, on every kind of cache."""
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}
@@ -274,7 +243,7 @@ def test_a_seeds_text_is_the_same_with_a_head(kind: str, name: str) -> None:
     assert alone == with_head
 
 
-@pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
+@pytest.mark.parametrize(("kind", "name"), IN_SHORT)
 def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str, name: str) -> None:
     """A head does not know the earlier turn; the caches hold what was handed out."""
     model, one = target(name), drafter(kind, name)
@@ -353,7 +322,7 @@ def test_another_q_than_the_drafts_were_drawn_from_is_found() -> None:
 # The users' own check -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, "eagle1"))
+@pytest.mark.parametrize("kind", cases(["eagle1", "eagle3"], "eagle1"))
 def test_the_check_passes_for_a_head(kind: str) -> None:
     """Its parts have drafts to look at, though most of them ask sessions outside of generations."""
     model = distribution.tiny_llama(distribution.TARGET)

@@ -19,6 +19,7 @@ import pytest
 
 import heads
 import specdec_mlx as sd
+from selection import each
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import dflash, gemma4_assistant, mtp_families, mtp_stack
 from specdec_mlx.drafters.heads.half_layer import keep_half_of_its_layer
@@ -339,16 +340,20 @@ CONTROLS: dict[str, tuple[str, Change]] = {
 }
 
 
-@pytest.mark.parametrize("control", CONTROLS)
-def test_the_comparison_finds_each_trap(
-    control: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With this one thing wrong, one of the two drafts at least has other logits."""
-    name, change = CONTROLS[control]
-    options: dict[str, Any] = {}
-    change(monkeypatch, options)
-    drafts = both_drafts(name, load(name, tmp_path, **options), monkeypatch)
-    assert not all(is_as_in_torch(name, part, logits) for part, (_, logits) in drafts.items())
+@pytest.mark.parametrize("name", NAMES)
+def test_the_comparison_finds_each_trap(name: str, tmp_path: Path) -> None:
+    """With one thing wrong, one of the two drafts at least has other logits."""
+
+    def check(control: str) -> None:
+        options: dict[str, Any] = {}
+        with pytest.MonkeyPatch.context() as patch:
+            CONTROLS[control][1](patch, options)
+            drafts = both_drafts(name, load(name, tmp_path / control, **options), patch)
+        assert not all(is_as_in_torch(name, part, logits) for part, (_, logits) in drafts.items())
+
+    traps = [control for control, (of, _) in CONTROLS.items() if of == name]
+    assert traps
+    each(traps, check)
 
 
 @pytest.mark.parametrize("name", [*RECURRENT, *STACKS])

@@ -16,9 +16,9 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import heads
-import selection
 import specdec_mlx as sd
 import tiny
+from selection import FULL, each, in_one_test
 from specdec_mlx.drafters.drawing import Draws, draw_rows
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
@@ -27,7 +27,6 @@ from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.drafters.heads.mtp_stack import mtp_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.session import WaitingRows
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
@@ -123,7 +122,8 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
 
 
 PROMPT = [5, 17, 9, 33, 71, 2, 64]
-ALL = [*HEADS, *FAMILY_HEADS]
+ALL = [*HEADS, "qwen3_5", "deepseek_v3", "longcat_flash", "step3p5", "nemotron_h"]
+"""Each kind of head, and of a family's layer; `test_heads_lossless` has all families."""
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -146,6 +146,7 @@ def test_a_draft_follows_from_the_text_and_its_rows_alone(name: str) -> None:
 def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
     """Of the text before it; Medusa's on the last row."""
     one = drafter(name)
+    assert len(Shown(one, PROMPT[:1], context()).propose(4)) == 0, "before a row was shown"
     logits = first_logits(one, PROMPT)
     for position in range(len(PROMPT) - 1):
         changed = list(PROMPT)
@@ -164,11 +165,10 @@ def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
     return mx.exp(logprobs)
 
 
-@pytest.mark.parametrize("name", HEADS)
-@pytest.mark.parametrize("temp", [0.7, 1.0])
-def test_what_is_handed_over_is_what_was_drawn_from(name: str, temp: float) -> None:
+@in_one_test("name", HEADS)
+def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
     """Normalised, filtered like the target's, and the argmax of it with the draft's own noise."""
-    sampling = sd.Sampling(temp=temp, top_p=0.9)
+    sampling = sd.Sampling(temp=0.7, top_p=0.9)
     given = context(sampling=sampling)
     draft = Shown(drafter(name), PROMPT, given).propose(3)
     assert draft.logprobs is not None
@@ -180,9 +180,12 @@ def test_what_is_handed_over_is_what_was_drawn_from(name: str, temp: float) -> N
     assert mx.isinf(draft.logprobs).any(), "top-p left everything in"
 
 
-@pytest.mark.parametrize("name", HEADS)
-def test_a_greedy_target_gets_point_masses(name: str) -> None:
+def test_a_greedy_target_gets_point_masses() -> None:
     """So does an opaque sampler, and any target if that is asked for."""
+    each(HEADS, gets_point_masses)
+
+
+def gets_point_masses(name: str) -> None:
     one = drafter(name)
     for given in (context(sampling=sd.Sampling()), context()):
         assert Shown(one, PROMPT, given).propose(2).logprobs is None
@@ -210,7 +213,7 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     assert finite == list(range(0, VOCAB, 3))
 
 
-@pytest.mark.parametrize("name", HEADS)
+@in_one_test("name", HEADS)
 def test_processors_see_the_text_and_the_draft(name: str) -> None:
     """Before each token: prompt, emitted, and what was drafted so far."""
     seen: list[list[int]] = []
@@ -223,15 +226,6 @@ def test_processors_see_the_text_and_the_draft(name: str) -> None:
     shown.emit(1)
     drafted = to_list(shown.propose(3).tokens)
     assert seen == [[*PROMPT, 1, *drafted[:i]] for i in range(3)]
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_nothing_is_drafted_before_a_row_was_shown(name: str) -> None:
-    """The first token of a prompt of one has no state before it."""
-    shown = Shown(drafter(name), [7], context())
-    assert len(shown.propose(4)) == 0
-    shown.emit(9)
-    assert len(shown.propose(4)) == 4
 
 
 @pytest.mark.parametrize("name", ["eagle3", "qwen3_5", "dflash", "medusa"])
@@ -251,24 +245,7 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
     assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
 
-def test_waiting_rows_are_taken_in_order() -> None:
-    """Whatever the sizes in which they come and go."""
-    waiting = WaitingRows()
-    waiting.add(mx.arange(3)[:, None])
-    waiting.add(mx.arange(3, 5)[:, None])
-    assert waiting.take(4).tolist() == [[0], [1], [2], [3]]
-    assert (waiting.start, len(waiting)) == (4, 1)
-    waiting.add(mx.array([[5]]))
-    assert waiting.take(9).tolist() == [[4], [5]]
-    assert (waiting.start, len(waiting)) == (6, 0)
-
-
-def test_an_empty_draft_is_one() -> None:
-    """Nothing drawn, nothing handed over."""
-    assert len(Draws(context(), sd.Sampling(), PROMPT, 7, 3).draft()) == 0
-
-
-@pytest.mark.parametrize("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
+@in_one_test("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
 def test_a_head_read_otherwise_has_another_key(name: str) -> None:
     """Its costs are the same, its acceptance is not."""
     one = drafter(name)
@@ -350,7 +327,7 @@ EXITS = {
 """Architecture -> layers; some need a layer of each of their kinds."""
 
 
-@pytest.mark.parametrize("name", EXITS)
+@in_one_test("name", EXITS)
 def test_an_early_exit_is_the_model_with_fewer_layers(name: str) -> None:
     """The logits of a model that was built with the first layers; the target stays as it was."""
     model = tiny.build(name)
@@ -378,7 +355,7 @@ def test_an_early_exit_by_hand() -> None:
     assert mx.allclose(first_layers(model, 3)(ids), expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [0, 8, -1])
+@in_one_test("layers", [0, 8, -1])
 def test_an_exit_that_is_none_is_refused(layers: int) -> None:
     """Before the first layer, or behind the last."""
     with pytest.raises(sd.HeadError, match="expected 1 to 7"):
@@ -399,7 +376,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
 }
 
 
-@selection.FULL
+@FULL
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafters_that_read_tokens_conform(name: str) -> None:
     """What `check_drafter` asks of any."""
@@ -419,7 +396,7 @@ def test_their_text_is_the_targets_own(name: str, length: int) -> None:
         assert [t.token for t in tokens] == plain
 
 
-@pytest.mark.parametrize("temp", [0.0, 0.7])
+@in_one_test("temp", [0.0, 0.7])
 def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
     """Tokens, distributions and confidences, and every head of a draft."""
     logits = 3 * mx.random.normal((5, VOCAB), key=mx.random.key(2))
@@ -439,7 +416,7 @@ def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
             assert np.allclose(some.logprobs, others.logprobs, atol=1e-6)
 
 
-@pytest.mark.parametrize("own", [0, VOCAB])
+@in_one_test("own", [0, VOCAB])
 def test_heads_together_guess_what_each_does(own: int) -> None:
     """With the target's matrix, and with matrices of their own."""
     head = heads.random_head(lambda ends: Medusa(3, 1, ends, own_heads=own), target())
@@ -449,7 +426,7 @@ def test_heads_together_guess_what_each_does(own: int) -> None:
     assert np.allclose(head.first_logits(state, 2), each[:2], atol=1e-4)
 
 
-@pytest.mark.parametrize("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
+@in_one_test("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
 def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
     """Neighbours, all of them, others, in any order."""
     rows = mx.arange(8).reshape(4, 2)
@@ -468,7 +445,7 @@ def test_a_whole_vocabulary_needs_no_widening() -> None:
     assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
 
 
-@pytest.mark.parametrize("name", ["eagle1", "eagle3", "qwen3_5"])
+@in_one_test("name", ["eagle1", "eagle3", "qwen3_5"])
 def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> None:
     """No attention and no logits are computed but at the last position, which drafts."""
     one = drafter(name)

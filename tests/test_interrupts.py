@@ -19,6 +19,7 @@ from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.target.rollback import Rollback, check_usable, refuse
 from specdec_mlx.target.strategies import STRATEGIES, Trim, leaves
@@ -72,8 +73,7 @@ def drafter(name: str, kind: str) -> Any:
     return scripted.OracleDrafter(plain(name, num_tokens=NUM_TOKENS + 10), VOCAB, wrong=0.4)
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("kind", ["none", "half right"])
+@in_one_test(("error", "kind"), [(KeyboardInterrupt, "half right"), (RuntimeError, "none")])
 @pytest.mark.parametrize("name", NAMES)
 def test_an_exception_in_a_layer_leaves_all_caches_at_prompt_and_handed_out(
     name: str, kind: str, error: type[BaseException], monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import fingerprint as fingerprint_module
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -61,7 +62,7 @@ def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_
     assert loaded.of(key_of(third), look_up=True) == Tuning().of("new", look_up=True)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "wrap",
     [
         lambda drafter: Continued(drafter, [1, 2, 3]),
@@ -159,7 +160,7 @@ CHANGES: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@in_one_test("name", CHANGES)
 def test_a_fingerprint_tells_models_apart(name: str) -> None:
     assert fingerprint(CHANGES[name]()) != fingerprint(tiny.build("qwen2"))
 

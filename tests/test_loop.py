@@ -9,18 +9,16 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.rounds.clock import Round
-from specdec_mlx.types import Outcome, RoundRecord
+from specdec_mlx.types import RoundRecord
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -28,9 +26,9 @@ NUM_TOKENS = 24
 
 
 @cache
-def target(name: str = "qwen2", bits: int | None = None, bf16: bool = False) -> nn.Module:
+def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
     """A tiny model; qwen2 has plain key-value caches only."""
-    model = tiny.build(name, mx.bfloat16 if bf16 else mx.float32)
+    model = tiny.build(name)
     if bits:
         nn.quantize(model, group_size=32, bits=bits)
         mx.eval(model.parameters())
@@ -77,24 +75,23 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
 
 DTYPES: dict[str, dict[str, Any]] = {
     "float32": {},
-    "bfloat16": {"bf16": True},
     "4 bit": {"bits": 4},
 }
 
 
-@pytest.mark.parametrize("dtype", cases(DTYPES, "float32", "4 bit"))
+@pytest.mark.parametrize("dtype", cases(DTYPES, "float32"))
 @pytest.mark.parametrize("name", drafters())
 def test_greedy_text_is_the_targets_own(name: str, dtype: str) -> None:
     """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
     model = target(**DTYPES[dtype])
     for prompt in (PROMPT, [7], [1, 2, 3] * 12):
         expected = plain(prompt, model=model)
-        for length in (0, 1, 2, 4, 8, "auto", "heuristic"):
+        for length in (0, 1, 4, "auto", "heuristic"):
             drafter = drafters()[name](model)
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
 
 
-@pytest.mark.parametrize("length", [1, 3, 5])
+@in_one_test("length", [1, 3, 5])
 def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     """All K drafts are accepted every round after the first token, and the passes are counted."""
     num_tokens = 1 + 4 * (length + 1)
@@ -132,7 +129,7 @@ def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass() -> N
         assert (stats.replayed > 0) == replays
 
 
-@pytest.mark.parametrize("num_tokens", [1, 2, 7, 8, 9])
+@in_one_test("num_tokens", [1, 2, 7, 8, 9])
 def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     """emitted + cut = accepted + passes; the histogram has one entry a round."""
     tokens = list(
@@ -144,55 +141,6 @@ def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
     assert sum(stats.accept_histogram) == stats.target_passes
     assert sum(i * n for i, n in enumerate(stats.accept_histogram)) == stats.accepted
     assert sum(stats.accepted_at) == stats.accepted <= stats.drafted == sum(stats.drafted_at)
-
-
-def test_the_cache_is_one_token_behind_the_text_after_every_round(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Target cache: prompt + emitted - 1 after each verdict, 1 to K+1 tokens a round."""
-    from specdec_mlx.loop import Generation
-
-    gaps: list[int] = []
-    sizes: list[int] = []
-    roll_back = Generation.roll_back
-
-    def spy(self: Generation, current: Round, outcome: Outcome) -> None:
-        roll_back(self, current, outcome)
-        ahead = self.target.rollback.position - (len(self.sequence.tokens) - 1)
-        gaps.append(len(self.sequence.tokens) - self.target.rollback.caches[0].offset + ahead)
-        sizes.append(len(outcome.tokens))
-
-    monkeypatch.setattr(Generation, "roll_back", spy)
-    emitted(oracle(0.3), draft_length=3)
-    assert set(gaps) == {1}
-    assert min(sizes) >= 1
-    assert max(sizes) == 4
-
-
-def test_the_draft_cache_is_one_or_two_tokens_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two when all K were accepted, since the last was proposed and never fed; else one."""
-    from specdec_mlx.drafters.model import ModelSession
-
-    seen: set[tuple[bool, int]] = set()
-    drafted: list[int] = []
-    observe, propose = ModelSession.observe, ModelSession.propose
-
-    def spy(self: ModelSession, tokens: Sequence[int]) -> None:
-        observe(self, tokens)
-        if drafted:  # the last token wanted is not drafted
-            all_accepted = len(tokens) == drafted.pop() + 1
-            seen.add((all_accepted, len(self.tokens) - self.rollback.caches[0].offset))
-
-    def noting(self: ModelSession, limit: int) -> sd.Draft:
-        draft = propose(self, limit)
-        drafted.append(len(draft))
-        return draft
-
-    monkeypatch.setattr(ModelSession, "observe", spy)
-    monkeypatch.setattr(ModelSession, "propose", noting)
-    emitted(sd.ModelDrafter(target()), draft_length=3, max_tokens=12)
-    emitted(sd.ModelDrafter(tiny.build("qwen2", seed=7)), draft_length=3)
-    assert seen == {(True, 2), (False, 1)}
 
 
 def ends(how: str) -> Callable[[Any], list[int]]:
@@ -213,7 +161,7 @@ def ends(how: str) -> Callable[[Any], list[int]]:
 
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
-@pytest.mark.parametrize("wrong", cases([0.0, 0.4, 1.1, None], 0.4, None))
+@pytest.mark.parametrize("wrong", [0.4, None])
 @pytest.mark.parametrize(
     "how",
     [
@@ -259,80 +207,6 @@ def test_the_draft_models_caches_are_kept_in_step_for_a_second_turn() -> None:
     assert again == plain([*PROMPT, *tokens, 1, 2])
 
 
-class _Failing:
-    """Drafts as another drafter does, and fails in the given call."""
-
-    def __init__(self, method: str, after: int, drafter: Any = None) -> None:
-        self.method, self.after, self.drafter = method, after, drafter or oracle()
-
-    def begin(self, prompt: Sequence[int], context: Any) -> Any:
-        session = self.drafter.begin(prompt, context)
-        session.cheap = True
-        original = getattr(session, self.method)
-        left = iter(range(self.after))
-
-        def fail(*args: Any) -> Any:
-            if next(left, None) is None:
-                raise RuntimeError("drafter broke")
-            return original(*args)
-
-        setattr(session, self.method, fail)
-        return session
-
-
-@pytest.mark.parametrize("method", ["propose", "observe"])
-def test_an_exception_in_a_drafter_leaves_the_caches_usable(method: str) -> None:
-    """The error comes through, and the tokens handed out so far can be continued."""
-    caches = make_prompt_cache(target())
-    tokens = []
-    with pytest.raises(RuntimeError, match="drafter broke"):
-        for item in sd.speculate(
-            target(),
-            PROMPT,
-            _Failing(method, 3),
-            max_tokens=30,
-            prompt_cache=caches,
-            draft_length=4,
-        ):
-            tokens.append(item.token)
-    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    assert tokens == plain(num_tokens=30)[: len(tokens)]
-    again = emitted(None, [9], prompt_cache=caches)
-    assert again == plain([*PROMPT, *tokens, 9])
-
-
-@pytest.mark.parametrize("name", ["qwen2", "mamba2", "gemma3_text", "llama4"])
-def test_an_exception_in_the_plain_gear_leaves_the_caches_usable(name: str) -> None:
-    """The token that was read is handed out first, so that nothing has to be taken back."""
-    model, prompt = target(name), [*PROMPT, *PROMPT, *PROMPT]
-    caches = make_prompt_cache(model)
-    nothing = scripted.ScriptedDrafter(lambda n, k: [])
-    tokens = []
-    with pytest.raises(RuntimeError, match="drafter broke"):
-        for item in sd.speculate(
-            model, prompt, _Failing("observe", 4, nothing), prompt_cache=caches, draft_length=4
-        ):
-            tokens.append(item.token)
-    assert tokens == plain(prompt, model=model)[: len(tokens)]
-    again = emitted(None, [9], model=model, prompt_cache=caches)
-    assert again == plain([*prompt, *tokens, 9], model=model)
-
-
-def test_an_interrupted_prefill_leaves_the_caches_as_before() -> None:
-    """The same call can be made again."""
-    caches = make_prompt_cache(target())
-
-    def interrupt(done: int, total: int) -> None:
-        if done == 4:
-            raise KeyboardInterrupt
-
-    options: dict[str, Any] = {"prompt_cache": caches, "prefill_step_size": 2}
-    with pytest.raises(KeyboardInterrupt):
-        emitted(oracle(), prompt_progress_callback=interrupt, **options)
-    assert {c.offset for c in caches} == {0}
-    assert emitted(oracle(), **options) == plain()
-
-
 def test_progress_is_reported_as_mlx_lm_does() -> None:
     """The callback sees the same pairs as with `generate_step`."""
     calls: dict[str, list[tuple[int, int]]] = {"ours": [], "theirs": []}
@@ -345,13 +219,6 @@ def test_progress_is_reported_as_mlx_lm_does() -> None:
     assert calls["ours"] == calls["theirs"]
 
 
-def test_no_limit_goes_on_until_closed() -> None:
-    """max_tokens=-1 generates until the caller stops."""
-    generation = sd.speculate(target(), PROMPT, oracle(), max_tokens=-1, draft_length=4)
-    assert [next(generation).token for _ in range(30)] == plain(num_tokens=30)
-    generation.close()
-
-
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
     "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
@@ -360,7 +227,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("pure", [True, False])
-@pytest.mark.parametrize("length", [0, 1, 4])
+@in_one_test("length", [0, 1, 4])
 @pytest.mark.parametrize("which", PROCESSORS)
 def test_processors_see_what_they_would_see_in_plain_decoding(
     which: str, length: int, pure: bool
@@ -404,69 +271,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     assert emitted(drafter, sampler=make_stateful()) == expected
 
 
-def test_mlx_lms_own_sampler_is_taken_as_it_is() -> None:
-    """make_sampler's greedy and random samplers both work; the greedy one gives the same text."""
-    assert emitted(oracle(0.3), sampler=make_sampler(temp=0.0)) == plain()
-    assert len(emitted(oracle(0.3), sampler=make_sampler(temp=1.0, top_p=0.9))) == NUM_TOKENS
-
-
-FILTERED = sd.Sampling(temp=0.7, top_p=0.9)
-
-
-@pytest.mark.parametrize("sampling", [sd.Sampling(temp=1.0), FILTERED])
-def test_a_seed_gives_one_text_with_any_point_mass_drafter(sampling: sd.Sampling) -> None:
-    """The target's draws are keyed by seed and position, whatever was drafted before."""
-    expected = emitted(None, sampler=sampling, seed=11)
-    for drafter in (
-        scripted.OracleDrafter(expected, VOCAB),
-        scripted.OracleDrafter(expected, VOCAB, wrong=0.4),
-        sd.PromptLookupDrafter(min_ngram=1),
-        sd.ModelDrafter(target(), greedy=True),
-    ):
-        for length in (1, 4):
-            assert emitted(drafter, sampler=sampling, seed=11, draft_length=length) == expected
-    assert emitted(None, sampler=sampling, seed=12) != expected
-
-
-@pytest.mark.parametrize("sampling", cases([sd.Sampling(temp=1.0), FILTERED], FILTERED))
-def test_under_the_coupled_rule_a_seed_gives_one_text_with_any_drafter(
-    sampling: sd.Sampling,
-) -> None:
-    """Draft models included; they draw from the target's noise, and are right far more often."""
-    other = sd.ModelDrafter(noisy_copy())
-    expected = emitted(None, sampler=sampling, seed=5, max_tokens=60)
-    rates = {}
-    for rule in ("coupled", "match"):
-        for length in (2, 5, "auto"):
-            tokens = list(
-                sd.speculate(
-                    target(),
-                    PROMPT,
-                    other,
-                    sampler=sampling,
-                    seed=5,
-                    rule=rule,
-                    draft_length=length,
-                    max_tokens=60,
-                )
-            )
-            assert [t.token for t in tokens] == expected
-            rates[rule, length] = tokens[-1].stats.accepted_share
-    assert rates["coupled", 2] > rates["match", 2] + 0.2
-
-
-def noisy_copy(scale: float = 0.05) -> nn.Module:
-    """The target with slightly other weights: a draft model that agrees with it often."""
-    model = tiny.build("qwen2")
-    key = mx.random.key(1)
-    model.update(
-        tree_map(
-            lambda w: w + scale * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
-        )
-    )
-    return model
-
-
 def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
     """mx.random.seed makes a run repeatable, as in mlx-lm."""
     drafter = sd.ModelDrafter(target())  # its weights, too, are drawn from the global state
@@ -478,7 +282,7 @@ def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
     assert run() == run()
 
 
-@pytest.mark.parametrize("start", [0, 10, 14, 1000])
+@in_one_test("start", [0, 10, 14, 1000])
 def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
     """Crossing quantized_kv_start in mid-generation gives plain decoding's text and caches."""
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
@@ -515,7 +319,7 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert passes - 2 <= len(evals) <= passes  # the first two are under way before the patch
 
 
-@pytest.mark.parametrize("wrong", [None, 0.0, 0.5])
+@in_one_test("wrong", [None, 0.0, 0.5])
 def test_a_round_knows_how_long_its_context_was(wrong: float | None) -> None:
     """The text before it but for the pending token, whatever was accepted or launched ahead."""
     contexts: list[int] = []
@@ -594,7 +398,7 @@ def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
         emitted(object())
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("drafter", "error"),
     [
         (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
@@ -617,7 +421,7 @@ def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
     assert {c.offset for c in caches} == {len(PROMPT) + 1}
 
 
-@pytest.mark.parametrize("stepped", [True, False])
+@in_one_test("stepped", [True, False])
 def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
     """LogitsError at the token where it happens; the tokens before it stand."""
     at = len(PROMPT) + 5

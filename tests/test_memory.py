@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny_text
 from command_line import both_ways, run
+from selection import in_one_test
 from serving import post, serving
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.memory import file as memory_file
@@ -107,14 +108,14 @@ def test_bounds_may_be_bytes() -> None:
     assert memory.num_bytes == 10 * store.BYTES_PER_TOKEN <= 100 * 10
 
 
-@pytest.mark.parametrize("options", [{"max_tokens": 0}, {"max_bytes": 8}])
+@in_one_test("options", [{"max_tokens": 0}, {"max_bytes": 8}])
 def test_bounds_without_meaning_are_refused(options: dict[str, int]) -> None:
     """By name."""
     with pytest.raises(ValueError, match="max_tokens"):
         sd.Memory(**options)
 
 
-@pytest.mark.parametrize("token", [-1, MAX_TOKEN + 1])
+@in_one_test("token", [-1, MAX_TOKEN + 1])
 def test_what_is_no_token_is_refused(token: int) -> None:
     """And nothing of the text is kept."""
     memory = sd.Memory()
@@ -320,10 +321,10 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+@in_one_test("name", DAMAGES)
 def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None:
     """With the file's name and what to do; and it is not overwritten either."""
-    path = tmp_path / "memory"
+    path = tmp_path / name
     filled([[1, 2, 3]]).save(path)
     damage, words = DAMAGES[name]
     path.write_bytes(damage(path.read_bytes()))

@@ -12,7 +12,7 @@ import specdec_mlx as sd
 import tiny_text
 from command_line import Done, in_this_way, run
 from hub import Hub, hub_at
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.memory.hub import FILE_NAMES, pull, push
 from tiny_model_folder import write_model_folder
 
@@ -72,7 +72,7 @@ def test_another_tokenizers_memory_is_neither_pulled_nor_overwritten(
     assert kept.files == before
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("memory", "source", "licence"),
     [
         (sd.Memory(), "notes", "mit"),

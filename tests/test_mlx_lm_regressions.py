@@ -6,7 +6,6 @@ repaired a row, the test passes with a warning that the row can be retired.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
@@ -26,13 +25,12 @@ from mlx_lm.models.cache import (
     make_prompt_cache,
     save_prompt_cache,
 )
-from mlx_lm.sample_utils import make_logits_processors, make_sampler
+from mlx_lm.sample_utils import make_sampler
 
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import FULL, cases
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from selection import FULL, in_one_test
 
 SEEN_ON = "0.32.2"
 VOCAB = 128
@@ -108,53 +106,6 @@ def stock_oracle(drafter: scripted.OracleDrafter) -> Any:
     return scripted.scripted_model(PROMPT, drafter)
 
 
-@pytest.mark.parametrize("name", cases(["llama", "gemma3_text", "gpt_oss", "olmo3"], "llama"))
-def test_row_1_sliding_windows_stay_right_once_they_are_full(name: str) -> None:
-    """Rejected tokens leave a window that has wrapped."""
-    target = model(name)
-    expected = plain(target)
-    assert ours(target, oracle(target)) == expected
-    stock_fails(1, stock(target, stock_oracle(oracle(target))) != expected)
-
-
-@pytest.mark.parametrize("name", cases(["mamba", "qwen3_next", "lfm2", "falcon_h1"], "lfm2"))
-def test_row_2_recurrent_state_is_drafted_for(name: str) -> None:
-    """Not refused, and right."""
-    target = model(name)
-    tokens = list(
-        sd.speculate(target, PROMPT, oracle(target), max_tokens=NUM_TOKENS, draft_length=4)
-    )
-    assert [t.token for t in tokens] == plain(target)
-    assert tokens[-1].stats.accepted > 0
-    stock_fails(2, raises(lambda: stock(target, stock_oracle(oracle(target)))))
-
-
-def test_row_3_no_limit_is_no_error() -> None:
-    """max_tokens=-1 goes on until the caller stops."""
-    target = model()
-    generation = sd.speculate(target, PROMPT, oracle(target), max_tokens=-1, draft_length=4)
-    assert [next(generation).token for _ in range(30)] == plain(target, num_tokens=30)
-    steps = speculative_generate_step(mx.array(PROMPT), target, target, max_tokens=-1)
-    stock_fails(3, raises(lambda: [next(steps) for _ in range(30)]))
-
-
-def penalty() -> dict[str, Any]:
-    return {
-        "logits_processors": make_logits_processors(
-            repetition_penalty=1.8, repetition_context_size=100
-        )
-    }
-
-
-def test_row_4_processors_see_the_prompt() -> None:
-    """A repetition penalty counts the prompt's tokens from the first token on."""
-    target = model()
-    expected = plain(target, **penalty())
-    assert expected != plain(target)
-    assert ours(target, oracle(target, **penalty()), **penalty()) == expected
-    stock_fails(4, stock(target, target, **penalty()) != expected)
-
-
 def test_row_5_a_draft_length_of_0_keeps_the_processors_history() -> None:
     """Each processor sees the prompt and all that was emitted, also when nothing is drafted.
 
@@ -192,7 +143,7 @@ def test_row_6_a_prompt_cache_may_be_the_targets_alone(tmp_path: Path) -> None:
     stock_fails(6, raises(lambda: stock(target, draft, PROMPT[6:], prompt_cache=loaded())))
 
 
-@pytest.mark.parametrize("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
+@in_one_test("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
 def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: str) -> None:
     """Target's and draft model's caches in one list are told apart by how many there are."""
     target = model(name)
@@ -254,16 +205,6 @@ def test_rows_9_and_10_both_caches_end_at_prompt_and_emitted() -> None:
     gaps = ends_of_both(stock, range(1, 9))
     stock_fails(9, any(target for target, _ in gaps))
     stock_fails(10, any(draft for _, draft in gaps))
-
-
-def test_row_9_the_second_turn_is_that_of_a_fresh_run() -> None:
-    """Prompt, answer, question on one list of caches."""
-    target = model()
-    expected_first = plain(target, num_tokens=11)
-    expected = plain(target, [*PROMPT, *expected_first, 9, 8], 20)
-    caches = make_prompt_cache(target)
-    assert ours(target, oracle(target), prompt_cache=caches, max_tokens=11) == expected_first
-    assert ours(target, None, [9, 8], prompt_cache=caches, max_tokens=20) == expected
 
 
 class Interrupted(nn.Module):
@@ -357,72 +298,3 @@ def test_row_12_xtc_tosses_a_coin_for_each_position() -> None:
     mx.random.seed(1)
     theirs = stock(target, draft, [1], sampler=sampler, max_tokens=400)
     stock_fails(12, all(run % 5 == 0 for run in runs_of_1(theirs)) and 1 in theirs)
-
-
-def test_row_13_a_draft_model_with_a_window_forgets_what_was_rejected() -> None:
-    """Its proposals are those of a fresh run of the draft model, long after its window is full."""
-    target, draft = model(), model("llama")
-    recorder = scripted.Recorder(sd.ModelDrafter(draft))
-    assert ours(target, recorder, max_tokens=40) == plain(target, num_tokens=40)
-    for text, proposal in recorder.proposals[::4]:
-        assert plain(draft, text, len(proposal)) == proposal
-    caches = make_prompt_cache(target) + make_prompt_cache(draft)
-    stock(target, draft, prompt_cache=caches, max_tokens=40)
-    stock_fails(13, max(c.offset for c in caches) > len(PROMPT) + 40)
-
-
-def test_row_14_an_empty_prompt_is_refused_in_words() -> None:
-    """And mlx-lm's error is about a reshape."""
-    target = model()
-    with pytest.raises(sd.PromptError, match="prompt is empty"):
-        ours(target, sd.ModelDrafter(target), [])
-    error = error_of(lambda: stock(target, target, []))
-    stock_fails(14, error is not None and "prompt" not in error.lower())
-
-
-class Words:
-    """A tokenizer whose vocabulary is a list of words."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = list(words)
-        self.vocab_size = len(words)
-        self.bos_token_id = self.eos_token_id = 0
-
-    def get_vocab(self) -> dict[str, int]:
-        return {word: i for i, word in enumerate(self.words)}
-
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        return [0]
-
-
-def test_row_15_tokenizers_are_compared_by_content() -> None:
-    """Two of one size that differ in two words are not the same."""
-    this, other = Words(["<s>", "a", "b"]), Words(["<s>", "b", "a"])
-    check_same_tokenizer(this, Words(this.words))
-    assert this.vocab_size == other.vocab_size
-    with pytest.raises(sd.TokenizerMismatchError, match="'a' has id 1 there and 2 here"):
-        check_same_tokenizer(this, other)
-    target = model()
-    drafter = sd.ModelDrafter(target, other)
-    with pytest.raises(sd.TokenizerMismatchError):
-        ours(target, drafter, tokenizer=this)
-
-
-def test_row_16_max_kv_size_and_progress_are_honoured() -> None:
-    """With a draft model too."""
-    target = model()
-    assert not hasattr(target, "make_cache")
-    calls: list[tuple[int, int]] = []
-    text = ours(
-        target,
-        sd.ModelDrafter(target),
-        max_tokens=30,
-        max_kv_size=16,
-        prompt_progress_callback=lambda done, total: calls.append((done, total)),
-    )
-    assert text == plain(target, num_tokens=30, max_kv_size=16)
-    assert text != plain(target, num_tokens=30)
-    assert calls[0] == (0, len(PROMPT))
-    assert calls[-1] == (len(PROMPT), len(PROMPT))
-    taken = inspect.signature(speculative_generate_step).parameters
-    stock_fails(16, not {"max_kv_size", "prompt_progress_callback"} <= taken.keys())

@@ -14,6 +14,7 @@ from scipy.stats import chisquare
 
 import strategies
 from exact import COIN_RULES, to_mlx
+from selection import in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.siblings import (
     candidate_accept_probs,
@@ -111,7 +112,7 @@ def test_one_candidate_is_rejection(block):
     assert np.array_equal(remaining_laws(p, rows)[1], rule.next_probs(*single, 0))
 
 
-@pytest.mark.parametrize("array", [np.array, mx.array])
+@in_one_test("array", [np.array, mx.array])
 def test_edges(array):
     """A vocabulary of 1; p = q; one-hots; candidates that p excludes; the same fixed one twice."""
     one = array([1.0])

@@ -10,7 +10,7 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx import lab
 
 FOLDER = Path(__file__).parent.parent / "notebooks"
@@ -84,7 +84,7 @@ def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not fetched, "the notebook does not use the model it is given"
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@in_one_test("name", NOTEBOOKS)
 def test_outputs_are_committed_from_one_run(name: str) -> None:
     """Cells were executed once, in order, and what they print is there."""
     notebook = read(name)
@@ -99,7 +99,7 @@ def test_outputs_are_committed_from_one_run(name: str) -> None:
         assert bool(errors(cell)) == fails_on_purpose(cell), cell.source
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@in_one_test("name", NOTEBOOKS)
 def test_committed_outputs_are_clean(name: str) -> None:
     """No warnings, no paths of somebody's machine, no text that differs."""
     assert (FOLDER / name).stat().st_size < 1_000_000
@@ -109,7 +109,7 @@ def test_committed_outputs_are_clean(name: str) -> None:
             assert unwanted not in text_of(cell)
 
 
-@pytest.mark.parametrize("name", NOTEBOOKS)
+@in_one_test("name", NOTEBOOKS)
 def test_a_notebook_uses_the_package_and_defines_nothing_of_its_own(name: str) -> None:
     """Functions and classes belong in the package, but for a drafter of one's own."""
     notebook = read(name)

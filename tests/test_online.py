@@ -21,6 +21,7 @@ from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
+from selection import FULL, in_one_test
 from serving import serving
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
@@ -154,6 +155,7 @@ def test_texts_stay_the_targets_while_the_draft_model_learns(
         assert not same(before, weights_of(learning.model))
 
 
+@FULL
 def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(
     loaded: tuple[nn.Module, Any], draft: Path
 ) -> None:
@@ -465,7 +467,7 @@ def test_a_target_with_another_tokenizer_is_refused(
         menu.check(tokenizer)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "lighter", "expected"),
     [
         (None, Lighter(), "expected --draft-model"),

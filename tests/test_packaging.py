@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import specdec_mlx
+from selection import in_one_test
 from specdec_mlx.cli.backends import EXTRAS
 from specdec_mlx.cli.commands import make_parser
 from specdec_mlx.mlx_lm_plugin.compatible import SERIES
@@ -63,7 +64,7 @@ def backends_with(extras: Iterable[str], platform: str) -> set[str]:
     return {name for name, _ in seen if BACKEND.fullmatch(name)}
 
 
-@pytest.mark.parametrize("backend", EXTRAS)
+@in_one_test("backend", EXTRAS)
 def test_each_extra_for_linux_brings_exactly_its_backend(backend: str) -> None:
     """Two would own one file, and the last one installed would run."""
     assert backends_with([EXTRAS[backend]], "linux") == {backend}
@@ -76,7 +77,7 @@ def test_nothing_else_chooses_a_backend_on_linux() -> None:
     assert {extra: found for extra, found in chosen.items() if found} == {"dev": {"mlx-cpu"}}
 
 
-@pytest.mark.parametrize("extra", [None, *OPTIONAL])
+@in_one_test("extra", [None, *OPTIONAL])
 def test_a_mac_has_metal_with_every_extra(extra: str | None) -> None:
     """The extras for Linux change nothing there."""
     assert backends_with([] if extra is None else [extra], "darwin") == {"mlx-metal"}
@@ -87,7 +88,7 @@ def test_two_extras_with_a_backend_each_are_seen() -> None:
     assert backends_with(["cpu", "cuda13"], "linux") == {"mlx-cpu", "mlx-cuda-13"}
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("version", "is_taken"),
     [("0.31.3", False), (f"{SERIES}.0", True), ("0.33.0", True), ("1.0", True)],
 )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import builtins
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from io import BytesIO
 from typing import Any
 
@@ -18,12 +16,11 @@ from PIL import Image
 
 import specdec_mlx as sd
 from specdec_mlx.bench import plots as bench_plots
-from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.notebook import plots, tree_plots
 from specdec_mlx.notebook.palette import VERMILLION
 from specdec_mlx.stats import theory
-from specdec_mlx.stats.estimates import wilson
 from specdec_mlx.types import RoundRecord
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
@@ -140,56 +137,6 @@ def test_lines_differ_in_more_than_a_few_colours() -> None:
             assert len(looks) == len(set(looks)), name
 
 
-def test_accept_histogram_counts_rounds_that_drafted() -> None:
-    ax = axes(plots.accept_histogram(stats_of(ROUNDS)))
-    assert [bar.get_height() for bar in ax.patches] == [1, 0, 1, 0, 2]
-    assert "3 plain" in ax.get_title()
-
-
-def test_acceptance_by_position_has_shares_and_intervals() -> None:
-    ax = axes(plots.acceptance_by_position(stats_of(ROUNDS)))
-    (points,) = ax.get_lines()[:1]
-    assert list(points.get_xdata()) == [1, 2, 3, 4]
-    assert list(points.get_ydata()) == [3 / 4, 3 / 4, 2 / 3, 2 / 3]
-    segments = ax.collections[0].get_segments()
-    for segment, (accepted, drafted) in zip(
-        segments, [(3, 4), (3, 4), (2, 3), (2, 3)], strict=True
-    ):
-        assert segment[:, 1].tolist() == pytest.approx(wilson(accepted, drafted)[1:])
-
-
-def test_tokens_over_time_stand_above_the_share_of_rounds_that_drafted() -> None:
-    plot = plots.tokens_over_time(stats_of(ROUNDS))
-    x, y = line(axes(plot), "tokens per pass")
-    assert x == [i + 0.5 for i in range(7)]
-    assert y == [1, 1, 1, 3, 5, 5, 1]
-    mode = plot.axes[1]
-    assert [tick.get_text() for tick in mode.get_yticklabels()] == ["plain", "drafting"]
-    outline = mode.collections[0].get_paths()[0].vertices
-    assert outline[outline[:, 0] < 2.9, 1].max() == 0  # the three plain rounds
-    assert outline[outline[:, 0] > 6.1, 1].max() == 1  # drafted, and nothing accepted
-
-
-@pytest.mark.parametrize("rounds", [[], [(0, 0)], [(1, 0)] * 1000])
-def test_plots_of_few_and_of_many_rounds(rounds: list[tuple[int, int]]) -> None:
-    plot = stats_of(rounds).plot()
-    assert plot._repr_png_()[0]
-
-
-def test_cost_curve_marks_the_length_that_pays_best() -> None:
-    curve = CostCurve("steps", (1, 2, 3, 4, 5, 6, 7, 8, 9), (2, 2, 2, 2, 2.2, 6, 6, 6, 6))
-    ax = axes(plots.cost_curve(curve, acceptance=0.95))
-    assert line(ax, "pays best: K = 4") == ([5], [1.1])
-    assert line(ax, "c(m)")[1] == [1, 1, 1, 1, 1.1, 3, 3, 3, 3]
-    assert len(axes(plots.cost_curve(curve)).get_lines()) == 1
-
-
-def test_the_whole_band_of_a_cost_curve_is_shown() -> None:
-    """Its upper ends may stand far above the curve; none is cut off."""
-    curve = CostCurve("steps", (1, 2, 3), (1, 1.1, 1.2), low=(1, 1, 1), high=(1, 1.2, 4.0))
-    assert axes(plots.cost_curve(curve)).get_ylim()[1] > 4.0
-
-
 def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
     runs = {2: stats_of([(2, 2), (2, 0)]), 4: stats_of([(4, 4), (4, 2)])}
     alpha = 8 / 10
@@ -214,16 +161,6 @@ def test_speed_by_text_has_ratios_and_intervals() -> None:
     assert list(container[0].get_xdata()) == [1.5, 2.0]
     assert container[2][0].get_segments()[0][:, 0].tolist() == pytest.approx([1.4, 1.7])
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["code", "all"]
-
-
-def test_speed_by_text_tells_rules_apart_where_there_are_several() -> None:
-    def drawn(rules: Sequence[str]) -> list[str]:
-        ours = [replace(result("model", "4", "all", 1.5), rule=rule) for rule in rules]
-        ax = axes(bench_plots.speed_by_text([result("mlx-lm", "", "all", 1.0), *ours]))
-        return [container.get_label() for container in ax.containers]
-
-    assert drawn(["auto"]) == ["model, K = 4"]
-    assert drawn(["auto", "coupled"]) == ["model, K = 4, auto", "model, K = 4, coupled"]
 
 
 def test_figures_of_the_paper() -> None:

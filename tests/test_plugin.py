@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import make_logits_processors, make_sampler
 import scripted
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
@@ -382,7 +383,7 @@ SAMPLERS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("arguments", SAMPLERS)
+@in_one_test("arguments", SAMPLERS)
 def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> None:
     """From the closure alone, whatever it was made with."""
     law = read_sampler(make_sampler(**arguments))

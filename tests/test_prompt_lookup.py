@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from selection import in_one_test
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter, PromptLookupSession
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.types import Draft, DraftContext
 
 CONTEXT = DraftContext()
 
@@ -76,43 +75,7 @@ def test_incremental_equals_all_at_once(
         assert tokens(session.propose(5)) == tokens(drafter.begin(text[:end], CONTEXT).propose(5))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=7, unique=True), st.integers(1, 30))
-def test_periodic_text_is_drafted_past_its_end(period: list[int], limit: int) -> None:
-    """After one period and one more token, all further periods are proposed."""
-    text = [*period, period[0]]
-    continued = (period * (limit + 2))[len(text) :]
-    assert tokens(begin(text, min_ngram=1).propose(limit)) == continued[:limit]
-
-
-def test_text_does_not_match_itself() -> None:
-    """The n-gram at the end is no earlier occurrence: with all tokens different, no draft."""
-    session = begin(list(range(50)))
-    assert tokens(session.propose(4)) == []
-    session.observe([50, 51])
-    assert tokens(session.propose(4)) == []
-
-
-def test_a_longer_match_wins_over_a_more_recent_one() -> None:
-    """[1, 2] was followed by 3 long ago, [2] alone by 9 just now."""
-    session = begin([1, 2, 3, 4, 5, 2, 9, 1, 2])
-    assert tokens(session.propose(1)) == [3]
-    assert session.match_length == 2
-
-
-@pytest.mark.parametrize(("occurrence", "token"), [("recent", 9), ("earliest", 3)])
-def test_of_equally_long_matches_the_asked_for_one_is_copied(occurrence: str, token: int) -> None:
-    """[1, 2] was followed by 3 first and by 9 later."""
-    assert tokens(begin([1, 2, 3, 1, 2, 9, 1, 2], occurrence=occurrence).propose(1)) == [token]
-
-
-def test_matches_shorter_than_min_ngram_do_not_count() -> None:
-    """A single repeated token is a match for min_ngram 1, not for 2."""
-    text = [5, 6, 7, 5]
-    assert tokens(begin(text, min_ngram=1).propose(2)) == [6, 7]
-    assert tokens(begin(text, min_ngram=2).propose(2)) == []
-
-
-@pytest.mark.parametrize(("repeated", "length"), [(3, 3), (20, 20), (200, MAX_MATCH)])
+@in_one_test(("repeated", "length"), [(3, 3), (20, 20), (200, MAX_MATCH)])
 def test_match_length_is_measured_beyond_max_ngram(repeated: int, length: int) -> None:
     """The whole common part counts, up to a bound, and not only the n-gram that found it."""
     passage = list(range(repeated))
@@ -134,15 +97,6 @@ def test_match_length_is_that_of_the_last_proposal() -> None:
     assert session.match_length == 0
 
 
-@given(texts, drafters)
-def test_proposing_changes_nothing(text: list[int], drafter: PromptLookupDrafter) -> None:
-    """Two proposals in a row are the same, and one with a smaller limit is a prefix."""
-    session = drafter.begin(text, CONTEXT)
-    first = tokens(session.propose(6))
-    assert tokens(session.propose(2)) == first[:2]
-    assert tokens(session.propose(6)) == first
-
-
 def test_the_smaller_of_limit_and_num_draft_holds() -> None:
     """`num_draft` caps what the loop allows, and the loop's limit caps `num_draft`."""
     text = [7] * 10
@@ -150,22 +104,6 @@ def test_the_smaller_of_limit_and_num_draft_holds() -> None:
     assert len(begin(text, num_draft=3).propose(2)) == 2
     assert len(begin(text).propose(50)) == 50
     assert len(begin(text).propose(0)) == 0
-
-
-@pytest.mark.parametrize("text", [[], [3]])
-def test_too_short_a_text_gives_an_empty_draft(text: list[int]) -> None:
-    """An empty prompt and one of a single token are texts like any other."""
-    assert len(begin(text).propose(4)) == 0
-
-
-def test_emitted_tokens_need_not_coincide_with_the_draft() -> None:
-    """What counts is the text; a draft that was not taken leaves no trace."""
-    session = begin([1, 2, 3, 4, 1, 2])
-    assert tokens(session.propose(2)) == [3, 4]
-    session.observe([9])
-    session.observe([])
-    session.observe([1, 2])
-    assert tokens(session.propose(2)) == [9, 1]
 
 
 class CountingDict(dict[Any, Any]):
@@ -195,7 +133,7 @@ def test_work_of_a_proposal_does_not_grow_with_the_text(
     assert CountingDict.lookups == 4
 
 
-@pytest.mark.parametrize("count", [700, 5500])
+@in_one_test("count", [700, 5500])
 def test_memory_stays_below_the_stated_bound(count: int) -> None:
     """At most 200 bytes a token and n-gram size, and for three counts, where no n-gram repeats.
 
@@ -214,40 +152,7 @@ def test_memory_stays_below_the_stated_bound(count: int) -> None:
     assert len(session._ends) == sizes
 
 
-def test_sessions_are_independent() -> None:
-    """One drafter serves two generations, whose texts do not mix, and leaves prompts alone."""
-    drafter, prompt = PromptLookupDrafter(min_ngram=1), [1, 2, 3, 1]
-    one, other = drafter.begin(prompt, CONTEXT), drafter.begin(prompt, CONTEXT)
-    one.observe([8, 1])
-    assert tokens(one.propose(1)) == [8]
-    assert tokens(other.propose(1)) == [2]
-    assert prompt == [1, 2, 3, 1]
-
-
-def test_drafter_is_a_value_and_shareable_between_threads() -> None:
-    """Equal arguments make equal, hashable drafters; sessions of one run side by side."""
-    drafter = PromptLookupDrafter()
-    assert {drafter, PromptLookupDrafter()} == {drafter}
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        drafter.max_ngram = 3  # type: ignore[misc]
-
-    def drafted(seed: int) -> list[int]:
-        session = drafter.begin([seed, 1, 2, seed], CONTEXT)
-        for _ in range(50):
-            session.observe(tokens(session.propose(3)))
-        return tokens(session.propose(3))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(drafted, range(10, 30))) == [drafted(i) for i in range(10, 30)]
-
-
-def test_contracts_hold() -> None:
-    """The classes are what the loop asks for."""
-    assert isinstance(PromptLookupDrafter(), Drafter)
-    assert isinstance(begin([1]), DraftSession)
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("options", "said"),
     [
         ({"max_ngram": 0}, "max_ngram=0): expected an int from 1 to 8"),

@@ -18,7 +18,7 @@ import mlx.nn as nn
 import pytest
 
 from on_ranks import WORKER, free_ports, jobs_on_ranks, on_ranks, ranks, wait_for
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx import generate, lab
 from specdec_mlx.draft_length.store import tuning_path
 from specdec_mlx.rounds import ranks as rounds_of_ranks
@@ -66,7 +66,7 @@ def agree(results: list[Any], job: str) -> None:
             assert got == expected, f"rank {rank}, {case}"
 
 
-@pytest.mark.parametrize("job", JOBS)
+@in_one_test("job", JOBS)
 def test_ranks_do_alike_what_one_machine_does(found: list[Any], job: str) -> None:
     """Texts, ends, errors and caches of two ranks are those of one; `rank_worker.py` says which."""
     agree(found, job)

@@ -10,6 +10,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from specdec_mlx.drafters.evidence import share_class
 from specdec_mlx.drafters.recycling import TOP, RecyclingDrafter, SuccessorTable
 from specdec_mlx.types import DraftContext, FeatureRows, all_drafters
@@ -34,8 +35,8 @@ def tops(model: Any, tokens: list[int]) -> list[list[int]]:
     return mx.argsort(-logits, axis=-1)[:, :TOP].tolist()
 
 
-@pytest.mark.parametrize("context", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"sampler": sd.Sampling(temp=0.5), "seed": 3}])
+@in_one_test("context", [1, 2])
+@in_one_test("options", [{}, {"sampler": sd.Sampling(temp=0.5), "seed": 3}])
 def test_the_text_is_the_targets_own(options: dict[str, Any], context: int, model: Any) -> None:
     """Greedy or drawn with a seed: drafts of point masses do not change it."""
     drafter = RecyclingDrafter(table=SuccessorTable(), context=context)
@@ -147,7 +148,7 @@ def test_a_table_is_shared_where_it_is_given(model: Any) -> None:
         RecyclingDrafter(context=3)
 
 
-@pytest.mark.parametrize("trees", [False, True])
+@in_one_test("trees", [False, True])
 def test_the_default_combination_keeps_what_the_target_thought_of_if_asked(
     trees: bool, model: Any
 ) -> None:

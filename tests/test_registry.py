@@ -15,7 +15,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny_text
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.options import parse_options
@@ -86,7 +86,7 @@ def test_several_drafters_are_one_that_tries_them_in_order() -> None:
     assert both.drafters == (ngram, lookup)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("text", "options"),
     [
         ("", {}),
@@ -126,7 +126,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("spec", ["ngram:max_n=3", "model", "model:layers=2"])
+@in_one_test("spec", ["ngram:max_n=3", "model", "model:layers=2"])
 def test_options_that_a_drafter_does_not_take_are_refused(spec: str) -> None:
     """The drafter's name, the option, and where to read on."""
     name = spec.partition(":")[0]
@@ -134,7 +134,7 @@ def test_options_that_a_drafter_does_not_take_are_refused(spec: str) -> None:
         make_drafter(spec)
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("spec", "words"),
     [
         ("prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),
@@ -147,14 +147,6 @@ def test_a_value_of_the_wrong_kind_is_said_with_the_kind_expected(spec: str, wor
     """From the drafter's own annotations; not what Python says when it compares them."""
     with pytest.raises(ValueError, match=words):
         make_drafter(spec)
-
-
-def test_a_whole_number_stands_for_a_float() -> None:
-    """As it does in Python, where a class says that it takes a float."""
-    assert make_drafter("ngram:discount=0.5") == sd.NGramDrafter(discount=0.5)
-    drafter = make_drafter("ngram:discount=1")
-    assert drafter == sd.NGramDrafter(discount=1.0)
-    assert type(drafter.discount) is float
 
 
 def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +183,7 @@ class Echo:
         return EchoSession(prompt)
 
 
-@pytest.mark.parametrize("length", [0, 1, 4, "auto", "heuristic"])
+@in_one_test("length", [0, 1, 4, "auto", "heuristic"])
 def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
     """In stream_generate, as drafter= and as draft_model=."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
@@ -358,11 +350,3 @@ def test_two_packages_that_want_one_name_are_both_named(site: Path) -> None:
     module, message = done.stdout.splitlines()
     assert module == "somebodys_drafter 1"
     assert "of somebodys-drafter is left out, since another-drafter has one" in message
-
-
-@FULL
-def test_no_warning_without_a_clash(site: Path) -> None:
-    """Built-in drafters and a third party's under its own name."""
-    done = python(site, "-W", "error::UserWarning", "-m", "specdec_mlx", "drafters")
-    assert done.returncode == 0, done.stderr
-    assert "constant" in done.stdout

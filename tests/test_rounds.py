@@ -18,6 +18,7 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from selection import in_one_test
 from specdec_mlx import generation as generation_module
 from specdec_mlx import loop
 from specdec_mlx.draft_length.auto import Auto
@@ -118,7 +119,7 @@ class KeepAll:
         return Verdict(mx.array(len(draft)), rows.tokens[-1])
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+@in_one_test("temp", [0.0, 1.0])
 def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
     """At temperature 0 too: what it keeps is what is emitted."""
     rule = KeepAll()
@@ -299,9 +300,7 @@ def test_a_slow_caller_does_not_keep_the_policy_from_learning(
     assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
 
 
-@pytest.mark.parametrize(
-    ("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)]
-)
+@in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
 def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
     away: float, waited: float, own: bool
 ) -> None:

@@ -15,6 +15,7 @@ from scipy.special import softmax
 from scipy.stats import chisquare
 
 import strategies
+from selection import in_one_test
 from specdec_mlx import Sampling
 from specdec_mlx.sampling.noise import Noise
 
@@ -100,9 +101,7 @@ def test_law_is_normalised_and_finite(logits, data):
     assert not mx.any((law > -mx.inf) & (logits == -mx.inf)).item()
 
 
-@pytest.mark.parametrize(
-    "filters", [{}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 2}, {"top_p": 1.0}]
-)
+@in_one_test("filters", [{}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 2}, {"top_p": 1.0}])
 def test_law_takes_logits_as_it_takes_log_probabilities(filters):
     """A constant more in all of a row's logits changes nothing."""
     logits = mx.array([[0.3, 2.0, 1.5, -1.0], [3.0, 2.9, 2.8, 0.0]])
@@ -112,18 +111,6 @@ def test_law_takes_logits_as_it_takes_log_probabilities(filters):
         np.testing.assert_allclose(
             np.array(sampling.log_distribution(logits + constant)), expected, atol=1e-4
         )
-
-
-@given(logits=strategies.logit_rows(), data=st.data())
-def test_probabilities_are_the_law(logits, data):
-    """In one step what exp of the log-probabilities is, and 0 where these are -inf."""
-    sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
-    law, probs = (
-        np.array(sampling.log_distribution(logits)),
-        np.array(sampling.distribution(logits)),
-    )
-    np.testing.assert_allclose(probs, np.exp(law), atol=FLOAT32)
-    assert not probs[np.isneginf(law)].any()
 
 
 @given(logits=strategies.logit_rows(), data=st.data())
@@ -250,7 +237,7 @@ def test_defaults_are_those_of_the_host_sampler():
     ).item()
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "value"),
     [
         ("temp", -0.1),
@@ -273,7 +260,7 @@ def test_arguments_out_of_range_are_refused(name, value):
         Sampling(**{name: value})
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "arguments",
     [
         {"temp": 0.0},
@@ -301,11 +288,3 @@ def test_top_k_of_the_whole_vocabulary_is_refused():
     with pytest.raises(ValueError, match="interval"):
         make_sampler(temp=1.0, top_k=7)(LOGITS[None])
     assert (Sampling(temp=1.0, top_k=6).log_distribution(LOGITS) > -mx.inf).sum().item() == 6
-
-
-def test_special_tokens_may_come_in_any_sequence():
-    """A list, as mlx-lm takes it; the instance stays hashable."""
-    assert Sampling(xtc_special_tokens=[3, 4]) == Sampling(xtc_special_tokens=(3, 4))
-    assert Sampling(xtc_special_tokens=[3, 4]).xtc_special_tokens == (3, 4)
-    assert Sampling(xtc_special_tokens=None) == Sampling()
-    assert hash(Sampling(xtc_special_tokens=[3])) == hash(Sampling(xtc_special_tokens=(3,)))

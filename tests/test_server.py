@@ -20,7 +20,6 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import openai
-import psutil
 import pytest
 from mlx_lm.generate import generate_step, make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
@@ -28,7 +27,7 @@ from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
 from command_line import both_ways, run
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
@@ -162,7 +161,7 @@ def test_a_completion_is_mlx_lms_text_in_fewer_passes(
     assert "Speculation: 60 tokens in" in server.log.read_text()
 
 
-@pytest.mark.parametrize("usage", [True, False])
+@in_one_test("usage", [True, False])
 def test_a_stream_says_it_in_its_last_chunk(
     usage: bool, server: Server, pair: tuple[Any, Any]
 ) -> None:
@@ -262,12 +261,6 @@ def test_requests_may_choose_drafter_length_and_rule(server: Server) -> None:
     assert server.complete(num_draft_tokens=1).usage.speculation["drafted"] > 0
 
 
-def test_a_seed_is_repeatable(server: Server) -> None:
-    """mlx-lm serves a seeded request alone; so do we, with speculation."""
-    texts = [server.complete(seed=seed, temperature=0.9).choices[0].text for seed in (3, 3, 4)]
-    assert texts[0] == texts[1] != texts[2]
-
-
 def posted(server: Server, **body: Any) -> socket.socket:
     """A connection on which a completion was asked for."""
     text = json.dumps({"prompt": PROMPT, **body})
@@ -277,8 +270,7 @@ def posted(server: Server, **body: Any) -> socket.socket:
     return client
 
 
-@pytest.mark.parametrize("n", [1, 3])
-@pytest.mark.parametrize("prompt", [PROMPT, PROMPT * 400])
+@pytest.mark.parametrize(("n", "prompt"), cases([(1, PROMPT), (3, PROMPT * 400)], (1, PROMPT)))
 def test_a_client_that_hangs_up_ends_what_is_not_streamed(
     prompt: str, n: int, server: Server
 ) -> None:
@@ -305,11 +297,15 @@ STATES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     ("state", "number"),
-    cases(
-        [(state, n) for state in STATES for n in (signal.SIGTERM, signal.SIGINT)],
+    [
         ("lone streaming", signal.SIGTERM),
         ("batched", signal.SIGINT),
-    ),
+        *(
+            pytest.param(state, signal.SIGTERM, marks=FULL)
+            for state in STATES
+            if state != "lone streaming"
+        ),
+    ],
 )
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path
@@ -341,21 +337,6 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:
     assert speculation(server.complete("and then", 5))["batched"] is False
     assert "Client hung up" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()
-
-
-@FULL
-def test_memory_is_steady(server: Server) -> None:
-    """Over requests that find and leave prompt caches."""
-
-    def resident() -> float:
-        return float(psutil.Process(server.pid).memory_info().rss) / 1e6
-
-    for i in range(30):
-        server.complete(f"{i} {PROMPT}", 6)
-    before = resident()
-    for i in range(120):
-        server.complete(f"{i % 40} {PROMPT}", 6)
-    assert resident() - before < 20
 
 
 @FULL

@@ -20,6 +20,7 @@ from huggingface_hub.errors import CacheNotFound
 from mlx.utils import tree_flatten
 from pydantic import BaseModel, ConfigDict, Field
 
+from selection import in_one_test
 from serving import post, serving
 from specdec_mlx.drafters import grammar, registry
 from specdec_mlx.drafters.grammar import Grammar
@@ -182,7 +183,7 @@ REFUSED: dict[str, tuple[tuple[str, dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("case", REFUSED)
+@in_one_test("case", REFUSED)
 def test_a_bad_request_gets_400_in_words_and_the_next_one_is_served(
     case: str, stream: bool, client: openai.OpenAI
 ) -> None:
@@ -325,7 +326,7 @@ def test_null_is_the_default(path: str, client: openai.OpenAI) -> None:
     assert choices[0] == choices[1]
 
 
-@pytest.mark.parametrize("number", [0, 3])
+@in_one_test("number", [0, 3])
 def test_completions_take_a_number_of_logprobs(number: int, client: openai.OpenAI) -> None:
     """That of each token, and so many of the likeliest."""
     reply = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=4, logprobs=number)
@@ -425,7 +426,7 @@ LISTENING = {
 }
 
 
-@pytest.mark.parametrize("host", LISTENING)
+@in_one_test("host", LISTENING)
 def test_others_may_not_name_draft_models_by_default(host: str) -> None:
     """Where more than this machine can reach the server."""
     flags = {"host": host, "model": "m", "adapter_path": None, "allow_chat_templates": False}
@@ -507,7 +508,7 @@ def test_a_json_schema_is_kept_to_and_its_structure_is_drafted(client: openai.Op
         assert stats["drafter"] == "auto"
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@in_one_test("seed", [1, 2, 3])
 def test_a_json_schema_is_kept_to_at_any_temperature(seed: int, client: openai.OpenAI) -> None:
     """Also in a later turn, whose beginning comes from a cache."""
     messages = [*MESSAGES, {"role": "assistant", "content": "yes"}, *MESSAGES]

@@ -21,6 +21,7 @@ from mlx_lm.models import qwen2
 
 import specdec_mlx as sd
 import tiny
+from selection import in_one_test
 from serving import serving
 from specdec_mlx.batch.prompts import PromptReading
 from specdec_mlx.batch.rows import RowToken
@@ -414,7 +415,7 @@ def test_a_model_without_rows_is_batched_by_mlx_lm(
     assert sum("cannot be rows of one batch" in message for message in caplog.messages) == 1
 
 
-@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+@in_one_test("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_log_probabilities_come_without_waiting(dtype: mx.Dtype) -> None:
     """In any type; as numbers of the host."""
     rows = mx.log(mx.array([[0.5, 0.25, 0.25], [0.125, 0.5, 0.375]])).astype(dtype)

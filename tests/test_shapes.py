@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from jaxtyping import TypeCheckError
 
+from selection import in_one_test
 from shapes import RULES
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Typical
@@ -15,8 +16,8 @@ from specdec_mlx.sampling.noise import Noise
 K, V = 3, 5
 
 
-@pytest.mark.parametrize("library", [mx, np])
-@pytest.mark.parametrize("rows", [K, K + 1])
+@in_one_test("library", [mx, np])
+@in_one_test("rows", [K, K + 1])
 def test_a_rule_meets_one_row_more_of_the_target_than_of_the_draft(rows, library):
     """[K+1, V] meets [K, V]: a rule that is given as many rows of both is not run."""
     target, draft = library.ones((rows, V)) / V, library.ones((K, V)) / V

@@ -19,15 +19,14 @@ import tiny
 from counting import Counting
 from lossless import PROMPT, SECOND_PROMPT, plain_text
 from scripted import OracleDrafter, Recorder, ScriptedDrafter, always_wrong
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import DraftContext, Drafter, key_of
 
-ARCHITECTURES = ["llama", "gemma3_text", "llama4", "mamba2", "rwkv7", "lfm2", "qwen3_next"]
-ARCHITECTURES += ["falcon_h1", "gpt_oss", "deepseek_v3"]
+ARCHITECTURES = ("llama", "llama4", "mamba2", "qwen3_next", "falcon_h1")
 """Caches that trim, windows, chunks, and recurrent states that only return to a checkpoint."""
 
 GUESSERS: dict[str, Callable[[], Drafter | str]] = {
@@ -67,7 +66,7 @@ def proposals(
     return recorder.proposals
 
 
-@pytest.mark.parametrize("name", cases(ARCHITECTURES, "llama", "mamba2", "qwen3_next"))
+@pytest.mark.parametrize("name", cases(ARCHITECTURES, "llama", "mamba2"))
 def test_the_drafts_are_the_same_token_by_token(name: str) -> None:
     """Greedy, past the window, with right guesses and wrong ones, for every kind of cache."""
     model = draft_model(name)
@@ -77,8 +76,8 @@ def test_the_drafts_are_the_same_token_by_token(name: str) -> None:
         assert proposals(name, sd.ModelDrafter(model, drafter=guesser())) == drafts
 
 
-@pytest.mark.parametrize("rule", ["block", "rejection", "coupled"])
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
+@in_one_test("rule", ["block", "rejection", "coupled"])
+@in_one_test("name", ["llama", "mamba2"])
 def test_drafts_that_are_drawn_are_the_same_too(name: str, rule: str) -> None:
     """Each is drawn from the same logits with the same noise, whatever was guessed."""
     model = draft_model(name)
@@ -122,7 +121,7 @@ def test_penalties_see_the_text_and_the_draft_before_them() -> None:
         assert proposals("llama", drafter, logits_processors=processors) == drafts
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 9])
+@in_one_test("length", [1, 2, 5, 9])
 def test_passes_are_as_few_as_the_guesses_allow(length: int) -> None:
     """Right guesses: one pass for five tokens at first, then for more; wrong ones: one for each."""
     model = Counting(draft_model("llama"))
@@ -160,7 +159,7 @@ def test_texts_that_repeat_take_at_most_seven_passes_for_ten_draft_tokens() -> N
     assert model.num_passes <= 0.7 * num_drafted
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
+@in_one_test("name", ["llama", "mamba2", "qwen3_next"])
 def test_the_callers_caches_are_in_step_for_a_second_turn(name: str) -> None:
     """What is drafted on them is what the draft model would write after reading all of it."""
     large, model = target(name), draft_model(name)

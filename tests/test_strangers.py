@@ -19,6 +19,7 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from selection import in_one_test
 from specdec_mlx.drafters import registry as drafter_registry
 from specdec_mlx.rules import registry as rule_registry
 from specdec_mlx.target.strategies import STRATEGIES
@@ -156,7 +157,7 @@ def test_the_rule_has_a_name_with_options() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize(
+@in_one_test(
     ("choice", "error", "words"),
     [
         ("reluctent", sd.UnknownNameError, "Known: auto, .*reluctant"),

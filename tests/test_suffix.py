@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
+from selection import in_one_test
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.suffix import SuffixSession
@@ -195,21 +196,6 @@ def test_weight_is_match_and_surroundings() -> None:
     assert weigh(voters, last) == [2.0**3, 0.5 * 2.0**-5]
 
 
-def test_the_outvoted_have_no_say_in_what_follows() -> None:
-    """Two go to 5 and one to 6: then the two alone decide, and they differ at the end."""
-    ids = [[5, 1, 1], [5, 1, 2], [6, 9, 9]]
-    index = [GrowingIndex([3, *tokens]) for tokens in ids]
-    draft = elect([(1, [1], text, 1.0) for text in index], [3], 3)
-    assert list(draft.tokens) == [5, 1, 1]
-    evidence = draft.evidence
-    assert evidence is not None
-    assert evidence[0].share == share_class(2 / 3)
-    assert evidence[0].places == evidence[1].places == places_class(2)
-    assert evidence[2].share == share_class(1 / 2)  # one of the two
-    assert evidence[2].places == places_class(1)
-    assert {told.match for told in evidence} == {1}
-
-
 def voted_for(
     followed: Sequence[tuple[int, ...]], weights: Sequence[float], length: int
 ) -> Iterator[tuple[int, float, int]]:
@@ -272,9 +258,7 @@ def test_options_bound_the_draft() -> None:
     assert not begin(text, min_match=3).propose(4)
 
 
-@pytest.mark.parametrize(
-    "options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}]
-)
+@in_one_test("options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}])
 def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
     """By name."""
     with pytest.raises(ValueError, match=next(iter(options))):

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selection import in_one_test
 from specdec_mlx.stats import theory
 
 chances = st.floats(0, 1)
@@ -32,7 +33,7 @@ TABLE_4 = [  # acceptance, K, c, expected speedup
 ]
 
 
-@pytest.mark.parametrize(("acceptance", "draft_length", "operations", "speed"), TABLE_1)
+@in_one_test(("acceptance", "draft_length", "operations", "speed"), TABLE_1)
 def test_table_1_of_the_paper(
     acceptance: float, draft_length: int, operations: float, speed: float
 ) -> None:
@@ -43,7 +44,7 @@ def test_table_1_of_the_paper(
     )
 
 
-@pytest.mark.parametrize(("acceptance", "draft_length", "draft_cost", "speed"), TABLE_4)
+@in_one_test(("acceptance", "draft_length", "draft_cost", "speed"), TABLE_4)
 def test_table_4_of_the_paper(
     acceptance: float, draft_length: int, draft_cost: float, speed: float
 ) -> None:
@@ -55,16 +56,8 @@ def test_table_4_of_the_paper(
     assert high - low < 0.4
 
 
-@pytest.mark.parametrize(("acceptance", "accepted"), [(0.5, 0.94), (0.7, 1.77), (0.9, 3.10)])
-def test_expected_accepted_is_the_geometric_sum(acceptance: float, accepted: float) -> None:
-    """Of 4 draft tokens, the i-th is accepted with chance alpha^i."""
-    by_hand = sum(acceptance**i for i in range(1, 5))
-    assert theory.expected_accepted(acceptance, 4) == pytest.approx(by_hand)
-    assert by_hand == pytest.approx(accepted, abs=0.006)
-
-
-@pytest.mark.parametrize("acceptance", [0.0, 0.3, 0.8, 0.97])
-@pytest.mark.parametrize("draft_length", [0, 1, 4, 9])
+@in_one_test("acceptance", [0.0, 0.3, 0.8, 0.97])
+@in_one_test("draft_length", [0, 1, 4, 9])
 def test_expected_tokens_against_dice(acceptance: float, draft_length: int) -> None:
     """100,000 simulated rounds: within 5 standard errors of equation 1."""
     rounds = 100_000
@@ -125,17 +118,7 @@ def test_best_draft_length_on_a_curve_with_steps() -> None:
     assert theory.best_draft_length_on_curve(0.99, float) == 0
 
 
-def test_best_draft_length_is_the_best() -> None:
-    """No other K is better, and of equals the shortest is taken."""
-    for acceptance in (0.2, 0.6, 0.9):
-        for draft_cost in (0.0, 0.05, 0.3):
-            best = theory.best_draft_length(acceptance, draft_cost, longest=30)
-            speeds = [theory.expected_speedup(acceptance, K, draft_cost) for K in range(31)]
-            assert speeds[best] == max(speeds)
-    assert theory.best_draft_length(0.0, 0.0) == 0
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     "call",
     [
         lambda: theory.expected_tokens(1.1, 2),

@@ -22,7 +22,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import command_line
 import specdec_mlx as sd
 from benchmarks.heads import compare, format_rows
-from selection import cases
+from selection import cases, in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.mtp import MTPHead
@@ -44,11 +44,10 @@ from specdec_mlx.training.recursive import (
     MTPTrainee,
     RecursiveTrainee,
     draft_mask,
-    frequent_tokens,
     stored_ids,
 )
 from specdec_mlx.training.run import KINDS, Data, Plan, train
-from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts, windows_of
+from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts
 from specdec_mlx.training.trainees import Size, Trainee
 from specdec_mlx.types import FeatureRows, Features
 from tiny_model_folder import write_model_folder
@@ -93,7 +92,7 @@ def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
 # Losses
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("name", "expected"),
     [
         ("forward-kl", 0.5 * math.log(2) + 0.5 * math.log(2 / 3)),
@@ -107,7 +106,7 @@ def test_losses_are_what_the_formulas_give_by_hand(name: str, expected: float) -
     assert LOSSES[name](p, q).item() == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@in_one_test("name", LOSSES)
 def test_losses_and_their_gradients_are_finite_where_a_distribution_is_zero(name: str) -> None:
     """A target with filters, or a draft that is sure, has log-probabilities of -inf."""
     p = nn.log_softmax(mx.array([[0.0, 1.0, -mx.inf], [0.0, 0.0, 0.0]]))
@@ -133,7 +132,7 @@ def test_a_row_sees_true_entries_up_to_its_drafts_begin_and_then_its_own_draft()
     assert np.array(draft_mask(4, 2)).astype(int).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3"])
+@in_one_test("kind", ["mtp", "eagle3"])
 def test_training_sees_at_each_step_what_drafting_would_make(
     kind: str, loaded: tuple[nn.Module, Any]
 ) -> None:
@@ -209,7 +208,7 @@ class Letters:
         return [ord(letter) - ord("a") for letter in text]
 
 
-@pytest.mark.parametrize("shift", [0, 1, -1])
+@pytest.mark.parametrize("shift", cases([0, 1, -1], 0))
 def test_a_head_learns_a_simple_target_unless_its_features_are_shifted(
     shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -376,10 +375,6 @@ def test_prompts_of_all_formats_end_where_the_answer_begins(
     assert prompts == 5 * [tokenizer.apply_chat_template(asked, add_generation_prompt=True)]
 
 
-def test_windows_follow_each_other() -> None:
-    assert windows_of(np.arange(7), 3, 2).tolist() == [[0, 1, 2], [2, 3, 4], [4, 5, 6]]
-
-
 def test_answers_are_the_targets_own_text_to_its_end(
     loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -440,12 +435,6 @@ def test_what_has_begun_when_the_time_is_over_is_finished(
     assert all(9 + len(x) >= 40 or x[-1] in ends for x in found.values())
 
 
-def test_the_frequent_tokens_make_the_draft_vocabulary() -> None:
-    """In their own order; what never occurs fills up from below."""
-    assert frequent_tokens(np.array([9, 9, 4, 4, 7]), 2).tolist() == [4, 9]
-    assert frequent_tokens(np.array([3, 3]), 3).tolist() == [0, 1, 3]
-
-
 def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were() -> None:
     from specdec_mlx.drafters.heads.eagle import output_layers
 
@@ -487,7 +476,7 @@ def test_drafts_follow_each_other_along_the_answer() -> None:
     assert accepted_in_a_row(hits, answered, counted) == [1, 2]
 
 
-@pytest.mark.parametrize("kind", ["mtp", "medusa", "exit", "draft"])
+@pytest.mark.parametrize("kind", cases(["mtp", "medusa", "exit", "draft"], "medusa"))
 def test_what_is_printed_is_what_drafting_keeps(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -710,7 +699,7 @@ def test_the_bar_moves_with_every_update(
 # Saving
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa", "exit"])
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
 def test_saved_heads_load_and_are_lossless(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -844,7 +833,7 @@ def test_the_table_of_heads_has_what_each_length_brings(
 # Learning on
 
 
-@pytest.mark.parametrize("kind", ["mtp", "eagle3", "medusa"])
+@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "medusa"))
 def test_a_head_learns_from_each_text_and_stays_lossless(
     kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -955,23 +944,7 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
     assert (tmp_path / "head" / "model.safetensors").exists()
 
 
-def test_online_learns_in_a_command_and_saves_at_its_end(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """As a process, which has an end; without --draft-model there is nothing to learn."""
-    train(plan_for(folder, "medusa"), *loaded, tmp_path)
-    before = (tmp_path / "model.safetensors").read_bytes()
-    flags = ["generate", "--model", folder, "--prompt", WORDS, "--max-tokens", "20"]
-    with command_line.in_this_way("as a process"):
-        done = command_line.run(*flags, "--draft-model", tmp_path, "--online")
-        assert done.returncode == 0, done.stderr
-        refused = command_line.run(*flags, "--online")
-    assert (tmp_path / "model.safetensors").read_bytes() != before
-    assert refused.returncode == 2
-    assert "expected --draft-model" in refused.stderr
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("flags", "expected"),
     [
         (["--texts", "missing.txt"], "There is no file missing.txt"),
@@ -991,7 +964,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(
         "--model": str(folder),
         "--kind": "mtp",
         "--texts": str(folder.parent / "text.txt"),
-        "--out": str(tmp_path / "head"),
+        "--out": str(tmp_path / flags[1]),
         "--window": "32",
         "--steps": "1",
     }
@@ -1028,7 +1001,7 @@ def test_ctrl_c_ends_in_a_sentence(
     assert main(arguments) == 0
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
+@in_one_test("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
 def test_a_line_that_is_no_document_is_named(
     line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:
@@ -1037,7 +1010,7 @@ def test_a_line_that_is_no_document_is_named(
         list(read_documents([str(tmp_path / "a.jsonl")], loaded[1]))
 
 
-@pytest.mark.parametrize("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
+@in_one_test("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
 def test_a_line_that_is_no_prompt_is_named(
     line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
 ) -> None:

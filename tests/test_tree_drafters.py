@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import OracleDrafter, ScriptedDrafter
+from selection import in_one_test
 from specdec_mlx import NGramDrafter, PromptLookupDrafter, speculate
 from specdec_mlx.drafters.tree_of import TreeOf, merged
 from specdec_mlx.target.exactness import rows_pay
@@ -62,7 +63,7 @@ class Cheap(ScriptedDrafter):
         return session
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "mamba2"])
+@in_one_test("name", ["llama", "gemma3_text", "deepseek_v3", "mamba2"])
 def test_text_with_a_tree_of_drafters_is_plain_text(name):
     """One that is wrong and one that is right: where trees work the second is kept."""
     model = tiny.build(name)

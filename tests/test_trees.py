@@ -24,7 +24,7 @@ from exact_trees import (
     rounds,
     shapes,
 )
-from selection import FULL
+from selection import FULL, in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import OwnTokens, climb, walk
 from specdec_mlx.testing.round_distribution import sources
@@ -58,7 +58,7 @@ def distance(vocab: int, parents: tuple[int, ...], way: str, name: str, num_roun
     return rounds(target, drawn, rule).total_variation(num_rounds, min(length, 6))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@in_one_test("way", WAYS)
 @pytest.mark.parametrize("name", [*TREE_RULES, "match"])
 def test_every_small_tree_leaves_the_distribution_alone(name, way):
     """All 22 shapes of up to 4 tokens, V = 3 or 2: the joint distribution is the target's."""
@@ -66,7 +66,7 @@ def test_every_small_tree_leaves_the_distribution_alone(name, way):
         assert distance(3 if len(parents) < 4 else 2, parents, way, name) < EXACT, parents
 
 
-@pytest.mark.parametrize("way", WAYS)
+@in_one_test("way", WAYS)
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_trees_of_seven_leave_the_distribution_alone(name, way):
     """Some shapes of 7 tokens, V = 2, a chain and a star among them: to 1e-12."""
@@ -75,21 +75,21 @@ def test_trees_of_seven_leave_the_distribution_alone(name, way):
 
 
 @FULL
-@pytest.mark.parametrize("size", [5, 6, 7])
 @pytest.mark.parametrize("name", TREE_RULES)
+@in_one_test("size", [5, 6, 7])
 def test_every_tree_leaves_the_distribution_alone(name, size):
     """All 603 shapes of 5 to 7 tokens, V = 2, drawn independently: to 1e-12."""
     for parents in shapes(size):
         assert distance(2, parents, "independent", name) < EXACT, parents
 
 
-@pytest.mark.parametrize("name", [*TREE_RULES, "match"])
+@in_one_test("name", [*TREE_RULES, "match"])
 def test_several_rounds_leave_the_distribution_alone(name):
     """Two rounds, each after whatever the first emitted: to 1e-12."""
     assert distance(2, (ROOT, 0, 0, ROOT), "without replacement", name, num_rounds=2) < EXACT
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@in_one_test("name", TREE_RULES)
 def test_excluded_tokens_leave_the_distribution_alone(name):
     """Target and draft exclude tokens, other ones, and p = q: to 1e-12."""
     p, q = rolled([0.7, 0.3, 0.0]), rolled([0.0, 0.5, 0.5])
@@ -99,7 +99,7 @@ def test_excluded_tokens_leave_the_distribution_alone(name):
             assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 3) < EXACT
 
 
-@pytest.mark.parametrize("wrong", WRONG_TREE_RULES)
+@in_one_test("wrong", WRONG_TREE_RULES)
 def test_wrong_rules_are_found(wrong):
     """Each named fault moves the distribution by more than 0.001 on a tree of 4."""
     rule, way = WRONG_TREE_RULES[wrong]
@@ -108,7 +108,7 @@ def test_wrong_rules_are_found(wrong):
     assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@in_one_test("name", TREE_RULES)
 def test_an_order_that_depends_on_the_target_is_found(name):
     """Wrong: of two independent draws the one that the target likes better is tried first."""
     target, draft = sources(3, 4)
@@ -195,7 +195,7 @@ def gain_of_climbing(parents: tuple[int, ...], *, replace: bool) -> float:
     return climbed - walked
 
 
-@pytest.mark.parametrize("replace", [True, False])
+@in_one_test("replace", [True, False])
 def test_climbing_keeps_more_unless_a_later_sibling_goes_deeper(replace):
     """Of the trees of up to 4 tokens one has its deeper branch second; there walking keeps more."""
     deeper_second = (ROOT, 0, 0, 2)
@@ -260,7 +260,7 @@ def test_greedy_targets_are_matched():
         assert verdict.outcome(numbers, [1, 2, 0]).tokens == [2, 0, 1]
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
+@in_one_test("name", TREE_RULES)
 def test_verdicts_on_trees_follow_the_targets_distribution(name):
     """4,000 verdicts on two siblings: chi-square, false alarms 1e-6.
 

@@ -6,7 +6,6 @@ same call does without the plugin.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import mlx.core as mx
 import mlx_lm
 import pytest
 from mlx_lm.models.cache import (
-    KVCache,
     RotatingKVCache,
     can_trim_prompt_cache,
     load_prompt_cache,
@@ -25,7 +23,7 @@ from mlx_lm.models.cache import (
 )
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
-from selection import cases
+from selection import in_one_test
 from specdec_mlx.mlx_lm_plugin import installed
 from tiny_model_folder import write_model_folder
 
@@ -41,11 +39,10 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return loaded[0], loaded[1]
 
 
-@pytest.fixture(params=cases(["prompt-lookup", "ngram", "itself"], "itself"))
-def speculation(request: pytest.FixtureRequest, pair: Pair) -> Iterator[Any]:
-    """The plugin in force, with each kind of drafter."""
-    drafter = pair[0] if request.param == "itself" else request.param
-    with installed(drafter, draft_length=3) as in_force:
+@pytest.fixture
+def speculation(pair: Pair) -> Iterator[Any]:
+    """The plugin in force, with the target as its own draft model."""
+    with installed(pair[0], draft_length=3) as in_force:
         yield in_force
 
 
@@ -76,26 +73,6 @@ def test_the_stock_text_without_the_plugin_is_stock(stock: Any, pair: Pair) -> N
         assert speculation.stats is None
 
 
-@pytest.mark.parametrize("prompt", ["text", "ids", "array"])
-def test_any_form_of_prompt(prompt: str, speculation: Any, stock: Any, pair: Pair) -> None:
-    """A str, a list of ids, an array of ids."""
-    ids = pair[1].encode(PROMPT)
-    given = {"text": PROMPT, "ids": ids, "array": mx.array(ids)}[prompt]
-    assert mlx_lm.generate(*pair, prompt=given, max_tokens=40) == stock()
-    assert speculation.stats.accepted > 0
-
-
-@pytest.mark.parametrize("verbose", [True, False])
-def test_verbose_prints_the_text_and_speeds(
-    verbose: bool, speculation: Any, pair: Pair, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As before, and nothing without it."""
-    text = mlx_lm.generate(*pair, prompt=PROMPT, max_tokens=10, verbose=verbose)
-    out = capsys.readouterr().out
-    assert (text in out) == verbose
-    assert ("Generation: 10 tokens" in out) == verbose
-
-
 def test_a_logit_bias_decides(speculation: Any, pair: Pair) -> None:
     """A huge bias on one token makes it the whole text."""
     model, tokenizer = pair
@@ -116,12 +93,6 @@ def test_max_tokens_is_exact(num_tokens: int, speculation: Any, pair: Pair) -> N
         assert len(got) == num_tokens
         assert [r.finish_reason for r in got] == [None] * (num_tokens - 1) + ["length"]
         assert [r.generation_tokens for r in got] == list(range(1, num_tokens + 1))
-
-
-def test_max_tokens_of_zero_is_refused(speculation: Any, pair: Pair) -> None:
-    """As mlx-lm refuses it."""
-    with pytest.raises(ValueError, match="non-zero"):
-        list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=0))
 
 
 def test_a_processor_has_seen_all_of_the_text(speculation: Any, pair: Pair) -> None:
@@ -153,7 +124,7 @@ class Costly:
         return logits
 
 
-@pytest.mark.parametrize("pure", [False, True])
+@in_one_test("pure", [False, True])
 def test_a_costly_processor_is_called_no_more_than_positions_are_verified(
     pure: bool, pair: Pair
 ) -> None:
@@ -184,22 +155,6 @@ def test_a_costly_processor_is_called_no_more_than_positions_are_verified(
     else:
         assert costly.calls == stats.emitted + stats.cut < verified
         assert costly.lengths == list(range(len(prompt), len(prompt) + costly.calls))
-
-
-def test_from_draft_follows_the_pattern_of_a_perfect_draft_model(pair: Pair) -> None:
-    """After the first token two drafted and one of the target's own, over and over; the last one
-    is not drafted."""
-    prompt = pair[1].apply_chat_template(MESSAGES, add_generation_prompt=True)
-    sampler = make_sampler(temp=0.0)
-    for kind, pattern in ((None, [False, True, True, False, True, False]), ("auto", None)):
-        with installed("prompt-lookup"):
-            options: dict[str, Any] = {"draft_model": pair[0], "sampler": sampler}
-            if kind is None:
-                options["num_draft_tokens"] = 2
-            got = list(mlx_lm.stream_generate(*pair, prompt, max_tokens=6, **options))
-        assert len(got) == 6
-        if pattern is not None:
-            assert [r.from_draft for r in got] == pattern
 
 
 SAMPLERS: list[dict[str, Any]] = [
@@ -312,30 +267,6 @@ def test_a_bounded_cache(speculation: Any, stock: Any, pair: Pair) -> None:
     assert mlx_lm.generate(*pair, PROMPT, max_tokens=40, max_kv_size=16) == expected
 
 
-def test_a_worker_thread_generates(speculation: Any, stock: Any, pair: Pair) -> None:
-    """With a stream of its own, as servers do."""
-    texts: list[str] = []
-
-    def work() -> None:
-        stream = mx.new_stream(mx.default_device())
-        with mx.stream(stream):
-            texts.append(
-                "".join(
-                    response.text
-                    for response in mlx_lm.stream_generate(
-                        *pair, PROMPT, max_tokens=40, stream=stream
-                    )
-                )
-            )
-
-    expected = stock()
-    for _ in range(2):
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-    assert texts == [expected] * 2
-
-
 def test_batches_are_left_alone(speculation: Any, pair: Pair) -> None:
     """`batch_generate` has a loop of its own, in which nothing is drafted."""
     from mlx_lm import batch_generate
@@ -344,25 +275,3 @@ def test_batches_are_left_alone(speculation: Any, pair: Pair) -> None:
     batched = batch_generate(*pair, prompts, max_tokens=12)
     single = [mlx_lm.generate(*pair, prompt, max_tokens=12) for prompt in prompts]
     assert batched.texts == single
-
-
-def test_a_draft_model_with_caches_of_both(pair: Pair) -> None:
-    """One list, the target's first, as mlx-lm lays them out: reused turn by turn."""
-    model, tokenizer = pair
-    caches = make_prompt_cache(model) + make_prompt_cache(model)
-    ids: list[int] = []
-    with installed():
-        for turn in (PROMPT, " and more", " and more again"):
-            new = tokenizer.encode(turn)
-            options: dict[str, Any] = {"max_tokens": 15, "num_draft_tokens": 3}
-            got = list(
-                mlx_lm.stream_generate(
-                    *(model, tokenizer, new), draft_model=model, prompt_cache=caches, **options
-                )
-            )
-            ids += new
-            fresh = mlx_lm.generate(model, tokenizer, ids, max_tokens=15)
-            assert "".join(r.text for r in got) == fresh
-            assert sum(r.from_draft for r in got) >= 10
-            ids += [r.token for r in got]
-            assert {c.offset for c in caches if isinstance(c, KVCache)} == {len(ids)}

@@ -18,7 +18,7 @@ from specdec_mlx.bench.replay import score_record
 from specdec_mlx.bench.run import bench_texts
 from specdec_mlx.bench.scores import Scores
 from specdec_mlx.bench.timing import Settings
-from specdec_mlx.notebook.views import LOOKS, Piece, binned, blocks, text_html
+from specdec_mlx.notebook.views import LOOKS, Piece, text_html
 from specdec_mlx.types import RoundRecord
 from test_plots import result
 
@@ -152,29 +152,6 @@ def test_stats_show_every_count() -> None:
     assert "···━━━" in page.text
 
 
-def test_stats_of_nothing_and_of_plain_decoding() -> None:
-    """No division by zero, and no empty rows."""
-    assert "0 in 0 target passes" in Checker(stats_of()._repr_html_()).text
-    plain = Checker(stats_of((0, 0), (0, 0))._repr_html_()).text
-    assert "nothing drafted" in plain
-    assert "by position" not in plain
-
-
-def test_plain_text_stays_plain() -> None:
-    """print() and str() have no markup."""
-    stats = stats_of((2, 1))
-    assert "<" not in str(stats)
-    assert "_repr_html_" in dir(sd.SpeculativeResponse)
-
-
-def test_rounds_add_up_to_the_counts(text: sd.Text) -> None:
-    """One pair for each pass; drafted and accepted are their sums."""
-    rounds = text.stats.rounds
-    assert len(rounds) == text.stats.target_passes
-    assert sum(drafted for drafted, _ in rounds) == text.stats.drafted
-    assert sum(accepted for _, accepted in rounds) == text.stats.accepted
-
-
 def test_a_benchmark_of_texts_from_python() -> None:
     """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
@@ -246,17 +223,3 @@ def test_bench_and_replay_are_tables() -> None:
     assert isinstance(scores, Scores)
     page = Checker(scores._repr_html_())
     assert "code & <b>" in page.text
-
-
-def test_bins_are_means_of_all_values() -> None:
-    """Few values stay as they are; many are averaged in runs, none is left out."""
-    assert binned([]) == []
-    assert binned([1.0, 2.0]) == [1.0, 2.0]
-    many = [float(i) for i in range(1000)]
-    assert len(binned(many, 10)) == 10
-    assert sum(binned(many, 10)) * 100 == sum(many)
-
-
-def test_blocks_grow_with_the_value() -> None:
-    assert blocks([0, 0.5, 1, 2], 1) == "▁▅██"
-    assert blocks([], 0) == ""

@@ -20,6 +20,7 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.draft_length.policy import Heuristic
 
@@ -230,7 +231,7 @@ def is_answered(wrong: Callable[[], Any], words: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@pytest.mark.parametrize("name", WRONG)
+@in_one_test("name", WRONG)
 def test_a_wrong_call_is_answered_in_one_sentence(name: str) -> None:
     """A ValueError, or a class of it, that names what to write instead."""
     is_answered(*WRONG[name])
@@ -267,14 +268,14 @@ def taking(cases: dict[str, tuple[dict[str, Any], str]]) -> list[tuple[str, str]
     ]
 
 
-@pytest.mark.parametrize(("case", "name"), taking(ARGUMENTS))
+@in_one_test(("case", "name"), taking(ARGUMENTS))
 def test_a_wrong_argument_is_refused_where_it_is_given(case: str, name: str) -> None:
     """By each call that takes it, in one sentence, before a token is asked for."""
     arguments, words = ARGUMENTS[case]
     is_answered(lambda: CALLS[name][0](**{"max_tokens": 6} | arguments), words)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@in_one_test("name", CALLS)
 def test_a_model_is_loaded_before_it_is_called(name: str) -> None:
     """A name in its place, or in that of its tokenizer, is answered with how to load one."""
     function = CALLS[name][1]
@@ -286,7 +287,7 @@ def test_a_model_is_loaded_before_it_is_called(name: str) -> None:
     is_answered(lambda: list(function(model, None, [PROMPT])), r"tokenizer=None.*mlx_lm\.load")
 
 
-@pytest.mark.parametrize(("case", "name"), taking(FIRST_CALL))
+@in_one_test(("case", "name"), taking(FIRST_CALL))
 def test_what_a_callable_returns_is_looked_at_when_it_is_called(case: str, name: str) -> None:
     """Of samplers, processors and drafters of the caller's; drafted for or not."""
     arguments, words = FIRST_CALL[case]
@@ -317,8 +318,8 @@ def tokens_of(found: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:specdec_mlx. caches with max_kv_size")
-@pytest.mark.parametrize("kind", NUMBERS)
-@pytest.mark.parametrize("name", CALLS)
+@in_one_test("kind", NUMBERS)
+@in_one_test("name", CALLS)
 def test_integers_of_numpy_are_integers(name: str, kind: str) -> None:
     """Each number that a call takes, in NumPy's types, gives what Python's gives."""
     call, function = CALLS[name]
@@ -331,7 +332,7 @@ def test_integers_of_numpy_are_integers(name: str, kind: str) -> None:
     assert tokens_of(call(**given | in_numpy)) == tokens_of(call(**given))
 
 
-@pytest.mark.parametrize("name", CALLS)
+@in_one_test("name", CALLS)
 def test_prompts_may_be_arrays_of_any_library(name: str) -> None:
     """Of MLX or NumPy, or lists of NumPy's integers: the same ids, the same text."""
     given: dict[str, Any] = {"max_tokens": 3}

@@ -61,6 +61,22 @@ NOTES: dict[str, str] = _merged("NOTES")
 OVERRIDES: dict[str, dict[str, tuple[float, float]]] = _merged("OVERRIDES")
 """Per architecture: a regular expression searched in a parameter's path, and its range."""
 
+REPRESENTATIVE: dict[str, str] = {
+    "llama": "key-value caches and rotating windows",
+    "gpt_oss": "windows, attention sinks and experts",
+    "deepseek_v3": "latent attention",
+    "llama4": "chunks, with a mask of its own",
+    "mamba2": "recurrent states, of which one is chosen",
+    "rwkv7": "recurrent states, from which tokens are fed again",
+    "lfm2": "short convolutions and key-value caches",
+    "qwen3_next": "gated delta and key-value caches",
+    "falcon_h1": "both in one layer",
+}
+"""The architecture that stands for each kind of cache and attention, and for which.
+
+It has every test; all others have one, and their row on the page.
+"""
+
 
 @cache
 def architecture_files() -> list[str]:
