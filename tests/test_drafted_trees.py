@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from specdec_mlx.stats.nodes import NodeHistory
 
 import test_distribution as distribution
 import tiny
@@ -31,10 +32,8 @@ from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.stats.nodes import NodeHistory
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.testing.enumeration import continued
-from specdec_mlx.testing.round_distribution import sources
+from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import ROOT, Draft, DraftContext, Drafter
 from specdec_mlx.types.trees import chain, children_of, depths_of, path_to

@@ -13,17 +13,15 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
-from specdec_mlx.checks import declared, joint, one_step, state, texts, variations
+from specdec_mlx.checks import declared, joint, one_step, state, texts
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import check_joint
 from specdec_mlx.checks.one_step import check_one_step
-from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
-from specdec_mlx.checks.statistics import distributions
 from specdec_mlx.checks.subject import Step, Subject, Work
-from specdec_mlx.checks.texts import check_greedy, check_widths
-from specdec_mlx.checks.variations import check_variations, heads_of
+from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths, heads_of
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
@@ -45,7 +43,7 @@ SHARES = {
     joint.NAME: 0.5,
     declared.NAME: 1.0,
     state.NAME: 0.4,
-    variations.NAME: 0.5,
+    texts.VARIATIONS_NAME: 0.5,
     texts.GREEDY_NAME: 1.0,
 }
 """Part -> share of the time that is left when it begins."""
@@ -91,20 +89,32 @@ def check(
         ValueError: for bad input, or a sampler whose distribution is not known.
         UnknownNameError: for the name of a drafter or rule that there is not.
         TokenizerMismatchError: for a draft model with another tokenizer.
-        MissingPackageError: without scipy.
     """
-    distributions()
     if not budget > 0:
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
-    subject = _subject(
-        model,
-        _wrapped(tokenizer),
-        drafter=choose_drafter(drafter, draft_model, model),
-        sampling=read_sampler(sampler),
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    chosen = choose_drafter(drafter, draft_model, model)
+    if chosen is None:
+        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
+    sampling = read_sampler(sampler)
+    if sampling is None:
+        raise ValueError(
+            "The distribution of this sampler is not known, so there is nothing to compare with. "
+            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
+        )
+    whole("draft_length", draft_length, 1)
+    subject = Subject(
+        model=model,
+        drafter=chosen,
+        sampling=sampling,
         rule=make_rule(rule),
+        prompts=_encoded(tokenizer, prompts),
+        vocab_size=logit_width(model),
         draft_length=draft_length,
-        prompts=prompts,
         seed=seed,
+        tokenizer=tokenizer,
+        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
     )
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
         ranks = ranks_of(model, generation_stream)
@@ -114,32 +124,8 @@ def check(
     return CheckReport(parts, about if ranks is None else {**about, "ranks": ranks.group.size()})
 
 
-def _wrapped(tokenizer: Any) -> Any:
-    """mlx-lm's wrapper around a tokenizer; None stays None."""
-    if tokenizer is None or isinstance(tokenizer, TokenizerWrapper):
-        return tokenizer
-    return TokenizerWrapper(tokenizer)
-
-
-def _subject(
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    drafter: Drafter | None,
-    sampling: Sampling | None,
-    prompts: Sequence[str | Sequence[int]] | None,
-    draft_length: int,
-    **rest: Any,
-) -> Subject:
-    """What is checked; raises ValueError for what cannot be."""
-    if drafter is None:
-        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
-    whole("draft_length", draft_length, 1)
-    if sampling is None:
-        raise ValueError(
-            "The distribution of this sampler is not known, so there is nothing to compare with. "
-            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
-        )
+def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
+    """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
         known = {prompt.id: prompt.text for prompt in builtin_prompts()}
         prompts = [known[name] for name in PROMPTS]
@@ -149,17 +135,7 @@ def _subject(
     ]
     if not encoded or not all(encoded):
         raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
-    return Subject(
-        model=model,
-        drafter=drafter,
-        sampling=sampling,
-        prompts=encoded,
-        vocab_size=logit_width(model),
-        draft_length=draft_length,
-        tokenizer=tokenizer,
-        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
-        **rest,
-    )
+    return encoded
 
 
 def _settings(subject: Subject, budget: float) -> dict[str, Any]:
@@ -186,34 +162,34 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         work: the time for all of them.
         progress: show a bar.
     """
+    from tqdm.auto import tqdm
+
     steps: list[Step] = []
     draws = Draws()
     probed: list[ProbeReport] = []
+    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
 
     def widths(work: Work) -> Part:
         part, report = check_widths(subject.model, work)
         probed.append(report)
         return part
 
-    drawn: dict[str, Callable[[Work], Part]] = {
+    parts: dict[str, Callable[[Work], Part]] = {
+        texts.WIDTHS_NAME: widths,
         one_step.NAME: lambda work: check_one_step(alone, work, steps),
         joint.NAME: lambda work: check_joint(alone, work, steps, draws),
         declared.NAME: lambda work: check_declared(draws),
-    }
-    heads: dict[str, Callable[[Work], Part]] = {}
-    if found := heads_of(subject.drafter):
-        heads[variations.NAME] = lambda work: check_variations(subject, found[0], work)
-    if subject.sampling.greedy:
-        drawn = {name: _no_draws(name) for name in drawn}
-    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
-    parts = {
-        texts.WIDTHS_NAME: widths,
-        **drawn,
         state.NAME: lambda work: check_state(alone, work),
-        **heads,
-        texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
     }
-    with _bar(len(parts), progress) as bar:
+    if subject.sampling.greedy:
+        parts |= {name: _no_draws(name) for name in (one_step.NAME, joint.NAME, declared.NAME)}
+    if found := heads_of(subject.drafter):
+        parts[texts.VARIATIONS_NAME] = lambda work: check_variations(subject, found[0], work)
+    parts[texts.GREEDY_NAME] = lambda work: check_greedy(subject, work, *probed)
+    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
+    with tqdm(
+        total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
+    ) as bar:
         return [_timed(name, part, work, bar) for name, part in parts.items()]
 
 
@@ -242,12 +218,3 @@ def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Par
             result = Part(name, "failed", str(error))
     bar.update()
     return replace(result, seconds=time.perf_counter() - started)
-
-
-def _bar(num_parts: int, progress: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
-    return tqdm(
-        total=num_parts, bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
-    )

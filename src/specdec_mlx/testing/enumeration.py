@@ -19,10 +19,14 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
 
 NUM_STATES = 7
+SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
+"""Pairs (V, K) whose rounds `enumerated` goes through."""
+
 Tokens = tuple[int, ...]
 Outcomes = dict[tuple[Tokens, int], float]
 """Chance of each (tokens emitted [n + 1], n) of a round."""
@@ -60,9 +64,13 @@ class Source:
         row: np.ndarray = self.probs[state_after(state, tokens)]
         return row
 
-    def along(self, state: int, tokens: Tokens) -> np.ndarray:
-        """Distributions [n + 1, V] before each of the tokens, and after the last."""
-        return np.stack([self.after(state, tokens[:i]) for i in range(len(tokens) + 1)])
+    def along(self, state: Any, tokens: Any) -> np.ndarray:
+        """Distributions [..., n + 1, V] before each of the tokens [..., n], and after the last."""
+        states = [state]
+        for i in range(np.shape(tokens)[-1]):
+            states.append(moved_on(states[-1], np.asarray(tokens)[..., i]))
+        rows: np.ndarray = self.probs[np.stack(states, axis=-1)]
+        return rows
 
     def at_temperature(self, temp: float) -> Source:
         """The same source, sharper (temp < 1) or flatter."""
@@ -102,16 +110,16 @@ class Drawn:
     ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         at = state_after(state, tokens)
         if not self.go_on(at, len(tokens)):
-            yield weight, tokens, _stacked(rows, self.source)
+            yield weight, tokens, np.reshape(rows, (-1, self.source.vocab_size))
             return
         probs = self.source.probs[at]
         row = probs if self.declared is None else self.declared.probs[at]
         for token in np.flatnonzero(probs):
+            chance = weight * probs[token]
             if probs[token] < self.dropped_below:
-                yield weight * probs[token], tokens, _stacked(rows, self.source)
+                yield chance, tokens, np.reshape(rows, (-1, self.source.vocab_size))
             else:
                 longer = (*tokens, int(token))
-                chance = weight * probs[token]
                 yield from self._continuations(state, longer, chance, [*rows, row])
 
 
@@ -149,15 +157,14 @@ class ByRule:
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """Coins are independent; the token after follows from how many are kept."""
-        drafted = np.array(tokens, int)
-        heads = self.rule.accept_probs(target_probs, drafted, probs)
+        given = target_probs, np.array(tokens, int), probs
+        heads = self.rule.accept_probs(*given)
         kept: dict[int, float] = defaultdict(float)
         for coins in product([False, True], repeat=len(tokens)):
-            weight = np.prod(np.where(coins, heads, 1 - heads))
-            kept[self._num_accepted(coins)] += weight
+            kept[self._num_accepted(coins)] += np.prod(np.where(coins, heads, 1 - heads))
         result: Outcomes = {}
         for n, weight in kept.items():
-            after = self.rule.next_probs(target_probs, drafted, probs, n)
+            after = self.rule.next_probs(*given, n)
             result |= {((*tokens[:n], t), n): weight * after[t] for t in range(len(after))}
         return result
 
@@ -216,16 +223,13 @@ class Rounds:
     def total_variation(self, num_rounds: int, length: int) -> float:
         """Distance of `joint` from the target's own distribution."""
         own = continued(self.target, {(): 1.0}, length)
-        return float(np.abs(self.joint(num_rounds, length) - own).sum() / 2)
+        return total_variation(self.joint(num_rounds, length), own)
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
-    """Distribution [V, ..., V] of texts, of different lengths, that a source brings to one length.
+    """Distribution [V, ..., V] of texts that a source continues to a length.
 
-    Args:
-        source: what continues them.
-        begun: chance of each text so far.
-        length: tokens to look at.
+    begun: chance of each text so far.
     """
     vocab = np.arange(source.vocab_size)
     joint, states = np.zeros(()), np.zeros((), int)
@@ -243,5 +247,73 @@ def _add(joint: np.ndarray, begun: dict[Tokens, float], size: int) -> None:
             joint[tokens] += weight
 
 
-def _stacked(rows: list[np.ndarray], like: Source) -> np.ndarray:
-    return np.stack(rows) if rows else np.zeros((0, like.vocab_size))
+@dataclass(frozen=True, eq=False)
+class Comparison:
+    """The first tokens of a text under a rule, beside the target's own.
+
+    got, own: [V, ..., V] joint distributions. how: what was drafted, in words.
+    """
+
+    got: np.ndarray
+    own: np.ndarray
+    how: str
+
+    @cached_property
+    def total_variation(self) -> float:
+        """Distance of the two."""
+        return total_variation(self.got, self.own)
+
+    def __str__(self) -> str:
+        """The first position that is off, and how the token there is distributed."""
+        for position in range(self.got.ndim):
+            later = tuple(range(position + 1, self.got.ndim))
+            got, own = self.got.sum(axis=later), self.own.sum(axis=later)
+            if total_variation(got, own) >= self.total_variation / 2:
+                break
+        off = np.abs(got - own).sum(axis=-1)
+        before = tuple(map(int, np.unravel_index(np.argmax(off), off.shape)))
+        shown = [np.round(x[before] / max(x[before].sum(), 1e-300), 4).tolist() for x in (got, own)]
+        return (
+            f"{self.how}: token {position}, after {list(before)}, is distributed as {shown[0]}; "
+            f"expected the target's {shown[1]}. Over {self.got.ndim} tokens the total variation is "
+            f"{self.total_variation:.2g}."
+        )
+
+
+def enumerated(rule: CoinRule) -> Iterator[Comparison]:
+    """Every outcome of rounds on small vocabularies, with distributions that change with the text.
+
+    Target and draft are unrelated, equal, or exclude tokens; drafts are drawn and point masses.
+    """
+    for vocab_size, num_draft in SHAPES:
+        target, draft = sources(vocab_size, vocab_size + num_draft)
+        some, others = _without(target, 0), _without(draft, 1)
+        drawn = [(target, draft), (target, target), (some, others), (others, some)]
+        coins = np.random.default_rng(0)
+        copies = coins.integers(vocab_size, size=(NUM_STATES, num_draft)).tolist()
+        copied = Copied([tuple(tokens) for tokens in copies], vocab_size)
+        pairs: list[tuple[Source, Drafting, str]] = [
+            *((p, Drawn(q, up_to(num_draft)), "drawn") for p, q in drawn),
+            *((p, copied, "point masses") for p in (target, some)),
+        ]
+        for p, drafting, kind in pairs:
+            yield Comparison(
+                Rounds(p, drafting, ByRule(rule)).joint(1, num_draft + 1),
+                continued(p, {(): 1.0}, num_draft + 1),
+                f"K = {num_draft} {kind}, V = {vocab_size}",
+            )
+
+
+def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
+    """Target and draft."""
+    rng = np.random.default_rng(seed)
+    p, q = rng.dirichlet(np.full(vocab_size, 2.0), (2, NUM_STATES))
+    return Source(p), Source(q)
+
+
+def _without(source: Source, shift: int) -> Source:
+    """The same source, with one token excluded in each state."""
+    states = np.arange(NUM_STATES)
+    probs = source.probs.copy()
+    probs[states, (states + shift) % source.vocab_size] = 0
+    return Source(probs / probs.sum(axis=-1, keepdims=True))
