@@ -22,7 +22,17 @@ from scipy import stats
 import specdec_mlx as sd
 import tiny
 from command_line import both_ways, run
-from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, continued, state_after, up_to
+from exact import (
+    WRONG_RULES,
+    ByRule,
+    Drawn,
+    Rounds,
+    Source,
+    at_temperature,
+    continued,
+    state_after,
+    up_to,
+)
 from selection import FULL, cases
 from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power, together
@@ -360,7 +370,7 @@ EXACT = {
     "lossless": (Drawn(DRAFT, up_to(2)), Rejection()),
     **{name: (Drawn(DRAFT, up_to(2)), rule) for name, rule in WRONG_RULES.items()},
     "declared q other than the drawn": (
-        Drawn(DRAFT.at_temperature(1 / 0.7), up_to(2), declared=DRAFT),
+        Drawn(at_temperature(DRAFT, 1 / 0.7), up_to(2), declared=DRAFT),
         Rejection(),
     ),
     "a drawn token dropped": (Drawn(DRAFT, up_to(2), dropped_below=0.2), Rejection()),

@@ -37,16 +37,7 @@ BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
 """Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
 
-SHARES = {
-    texts.WIDTHS_NAME: 0.5,
-    one_step.NAME: 0.2,
-    joint.NAME: 0.5,
-    declared.NAME: 1.0,
-    state.NAME: 0.4,
-    texts.VARIATIONS_NAME: 0.5,
-    texts.GREEDY_NAME: 1.0,
-}
-"""Part -> share of the time that is left when it begins."""
+Check = Callable[[Work], Part]
 
 
 def check(
@@ -174,31 +165,33 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         probed.append(report)
         return part
 
-    parts: dict[str, Callable[[Work], Part]] = {
-        texts.WIDTHS_NAME: widths,
-        one_step.NAME: lambda work: check_one_step(alone, work, steps),
-        joint.NAME: lambda work: check_joint(alone, work, steps, draws),
-        declared.NAME: lambda work: check_declared(draws),
-        state.NAME: lambda work: check_state(alone, work),
+    # part -> share of the time that is left when it begins, and what runs
+    parts: dict[str, tuple[float, Check]] = {
+        texts.WIDTHS_NAME: (0.5, widths),
+        one_step.NAME: (0.2, lambda work: check_one_step(alone, work, steps)),
+        joint.NAME: (0.5, lambda work: check_joint(alone, work, steps, draws)),
+        declared.NAME: (1.0, lambda work: check_declared(draws)),
+        state.NAME: (0.4, lambda work: check_state(alone, work)),
     }
     if subject.sampling.greedy:
-        parts |= {name: _no_draws(name) for name in (one_step.NAME, joint.NAME, declared.NAME)}
+        drawn = (one_step.NAME, joint.NAME, declared.NAME)
+        parts |= {name: (1.0, _no_draws(name)) for name in drawn}
     if found := heads_of(subject.drafter):
-        parts[texts.VARIATIONS_NAME] = lambda work: check_variations(subject, found[0], work)
-    parts[texts.GREEDY_NAME] = lambda work: check_greedy(subject, work, *probed)
+        parts[texts.VARIATIONS_NAME] = 0.5, lambda work: check_variations(subject, found[0], work)
+    parts[texts.GREEDY_NAME] = 1.0, lambda work: check_greedy(subject, work, *probed)
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with tqdm(
         total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
     ) as bar:
-        return [_timed(name, part, work, bar) for name, part in parts.items()]
+        return [_timed(name, *part, work, bar) for name, part in parts.items()]
 
 
-def _no_draws(name: str) -> Callable[[Work], Part]:
+def _no_draws(name: str) -> Check:
     verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
     return lambda work: Part(name, "not applicable", verdict)
 
 
-def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Part:
+def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:
     """Run one part in its share of the time; what a drafter or model does wrong is its failure."""
 
     def say(text: str) -> None:
@@ -211,9 +204,8 @@ def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Par
     if name != declared.NAME and not work.has_time:
         result = Part(name, "not run", "There was no time left. Give more (--budget).")
     else:
-        share = replace(work.share(SHARES[name]), say=say)
         try:
-            result = part(share)
+            result = part(replace(work.share(share), say=say))
         except (DraftError, LogitsError, CacheRollbackError) as error:
             result = Part(name, "failed", str(error))
     bar.update()

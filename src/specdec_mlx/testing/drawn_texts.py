@@ -7,7 +7,7 @@ loop's is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -75,18 +75,18 @@ def _texts(
     keys = mx.random.split(mx.random.key(0), num_texts * len(PLACES))
     keys = keys.reshape(num_texts, len(PLACES), 2)
     texts: list[Tokens] = [()] * num_texts
+    any_token = np.ones((NUM_DRAFT + 1, VOCAB_SIZE), bool)
+    tables = log(target.probs), None if draft is None else log(draft.probs)
     for position in range(LENGTH):
         here = [i for i, text in enumerate(texts) if len(text) == position]
         if here:
-            states = np.array([state_after(0, texts[i]) for i in here])
-            own_keys = keys[mx.array(here)]
-            noise = _draft_noise(own_keys, position, coupled=shares_noise(rule))
-            tokens = _drafted(draft, states, noise)
-            arrays = [own_keys, log(target.along(states, tokens)), to_ids(tokens.tolist())]
-            if draft is not None:
-                arrays.append(log(draft.along(states, tokens)[:, :-1]))
-            for i, emitted in zip(here, _emitted(rule, position, arrays), strict=True):
-                texts[i] = (*texts[i], *emitted)[:LENGTH]
+            states = mx.array([state_after(0, texts[i]) for i in here])
+            round_ = Round(rule, position, *tables)
+            numbers = _vectorised(round_, keys[mx.array(here)], states, mx.arange(len(here)))
+            for i, *values in zip(here, *numbers.values(), strict=True):
+                own = dict(zip(numbers, values, strict=True))
+                outcome = outcome_of(round_.answers[0], own, own.pop("drafted"), any_token)
+                texts[i] = (*texts[i], *outcome.tokens)[:LENGTH]
     return texts
 
 
@@ -109,28 +109,38 @@ class KeyedNoise(Noise):
         return mx.stack([self.gumbel(*place, vocab) for place in places])
 
 
-def _emitted(
-    rule: AcceptanceRule, position: int, arrays: list[mx.array]
-) -> Iterator[Sequence[int]]:
-    """Tokens that one round of each text emits, in one trace where MLX can vectorise it.
+@dataclass(eq=False)
+class Round:
+    """A round of a text, which MLX can trace: the draft, and what a rule answers.
 
-    arrays: [n, ...] of keys, the target's log-probabilities, draft tokens, and those drawn from.
+    position: tokens of the text. target, draft: log-probabilities by state, [NUM_STATES, V]; no
+        draft is a point mass. answers: the rule's, of each trace.
     """
-    answers: list[Verdict | Agreement] = []
 
-    def decide(keys: mx.array, logprobs: mx.array, *draft: Any) -> dict[str, mx.array]:
+    rule: AcceptanceRule
+    position: int
+    target: mx.array
+    draft: mx.array | None
+    answers: list[Verdict | Agreement] = field(default_factory=list)
+
+    def __call__(self, keys: mx.array, state: mx.array, index: mx.array) -> dict[str, mx.array]:
+        """Numbers of the answer, and the drafted tokens [K]; point masses take turns by index."""
         noise = KeyedNoise(0, keys)
-        rows = Rows(logprobs, NextToken(AT_ONE, (), noise), position)
-        answers.append(rule.decide(rows, Draft(*draft), RoundNoise(noise, position)))
-        check_shapes(answers[-1], NUM_DRAFT)
-        return answers[-1].arrays()
-
-    numbers = _vectorised(decide, *arrays)
-    any_token = np.ones((NUM_DRAFT + 1, VOCAB_SIZE), bool)
-    drafted: Any = arrays[2].tolist()
-    for i, tokens in enumerate(drafted):
-        own = {name: values[i] for name, values in numbers.items()}
-        yield outcome_of(answers[0], own, tokens, any_token).tokens
+        context = DraftContext(noise=noise, coupled=shares_noise(self.rule), vocab_size=VOCAB_SIZE)
+        gumbels = context.draft_gumbels(self.position, NUM_DRAFT)
+        tokens, states = [], [state]
+        for i in range(NUM_DRAFT):
+            token = index // VOCAB_SIZE**i % VOCAB_SIZE
+            if self.draft is not None:
+                token = mx.argmax(self.draft[states[-1]] + gumbels[i])
+            tokens.append(token)
+            states.append(moved_on(states[-1], token.astype(mx.int32)))
+        drafted, passed = to_ids(mx.stack(tokens)), mx.stack(states)
+        rows = Rows(self.target[passed], NextToken(AT_ONE, (), noise), self.position)
+        given = Draft(drafted, None if self.draft is None else self.draft[passed[:-1]])
+        self.answers.append(self.rule.decide(rows, given, RoundNoise(noise, self.position)))
+        check_shapes(self.answers[-1], NUM_DRAFT)
+        return {"drafted": drafted, **self.answers[-1].arrays()}
 
 
 def _vectorised(
@@ -146,25 +156,3 @@ def _vectorised(
         rows = [decide(*row) for row in zip(*arrays, strict=True)]
         results = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
     return {name: list(values.tolist()) for name, values in results.items()}  # type: ignore[arg-type]
-
-
-def _draft_noise(keys: mx.array, position: int, *, coupled: bool) -> np.ndarray:
-    """What a drafter draws with, [n, K, V]; coupled: from the noise of the target's own draws."""
-
-    def gumbels(keys: mx.array) -> mx.array:
-        context = DraftContext(noise=KeyedNoise(0, keys), coupled=coupled, vocab_size=VOCAB_SIZE)
-        return context.draft_gumbels(position, NUM_DRAFT)
-
-    return np.array(mx.vmap(gumbels)(keys))
-
-
-def _drafted(draft: Source | None, states: np.ndarray, noise: np.ndarray) -> np.ndarray:
-    """Tokens [n, K] drawn after texts in these states [n]; of point masses, each in its turn."""
-    tokens = []
-    for i in range(NUM_DRAFT):
-        if draft is None:
-            tokens.append(np.arange(len(states)) // VOCAB_SIZE**i % VOCAB_SIZE)
-        else:
-            tokens.append(np.argmax(np.log(draft.probs[states]) + noise[:, i], axis=-1))
-        states = moved_on(states, tokens[-1])
-    return np.stack(tokens, axis=1)

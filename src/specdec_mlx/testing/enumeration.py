@@ -4,18 +4,17 @@ No sampling: every draft path, every outcome of the coins and every next token, 
 probability. What decides are the very functions that the loop runs.
 
 A source gives the distribution of the next token by the state of the text, one of a few, which
-every token moves on. So distributions depend on the whole past, yet a round has to be enumerated
-once a state only.
+every token moves on. So distributions depend on the whole past.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache, cached_property, reduce
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -31,6 +30,9 @@ Tokens = tuple[int, ...]
 Outcomes = dict[tuple[Tokens, int], float]
 """Chance of each (tokens emitted [n + 1], n) of a round."""
 
+Drafts = list[tuple[Tokens, np.ndarray]]
+"""Tokens [K], and the distributions [K, V] that they were drawn from."""
+
 
 def state_after(state: int, tokens: Tokens) -> int:
     """Where the tokens [n] lead; 0 is where a text begins."""
@@ -40,12 +42,6 @@ def state_after(state: int, tokens: Tokens) -> int:
 def moved_on(state: Any, token: Any) -> Any:
     """State after one more token; different tokens lead to different states."""
     return (3 * state + 2 * token + 1) % NUM_STATES
-
-
-def sharpened(probs: Any, temp: float) -> Any:
-    """Distribution [..., V] at another temperature; no mass where there was none."""
-    powers = probs ** (1 / temp)
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,89 +60,9 @@ class Source:
         row: np.ndarray = self.probs[state_after(state, tokens)]
         return row
 
-    def along(self, state: Any, tokens: Any) -> np.ndarray:
-        """Distributions [..., n + 1, V] before each of the tokens [..., n], and after the last."""
-        states = [state]
-        for i in range(np.shape(tokens)[-1]):
-            states.append(moved_on(states[-1], np.asarray(tokens)[..., i]))
-        rows: np.ndarray = self.probs[np.stack(states, axis=-1)]
-        return rows
-
-    def at_temperature(self, temp: float) -> Source:
-        """The same source, sharper (temp < 1) or flatter."""
-        return Source(sharpened(self.probs, temp))
-
-
-class Drafting(Protocol):
-    """All drafts that may be made in a state: chance, tokens [k], declared probs [k, V]."""
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Each draft once; the chances add up to 1."""
-        ...
-
-
-@dataclass(frozen=True, eq=False)
-class Drawn:
-    """Tokens drawn from a source.
-
-    go_on: whether to draft one more, by the state that the draft has led to and its length so
-        far; known before that token is drawn.
-    declared: the source that the draft says it was drawn from, where it lies.
-    dropped_below: leave out a drawn token, and all after it, if its own chance is less; nobody may
-        do that.
-    """
-
-    source: Source
-    go_on: Callable[[int, int], bool]
-    declared: Source | None = None
-    dropped_below: float = 0.0
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Every path that has a chance."""
-        yield from self._continuations(state, (), 1.0, [])
-
-    def _continuations(
-        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
-    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        at = state_after(state, tokens)
-        if not self.go_on(at, len(tokens)):
-            yield weight, tokens, np.reshape(rows, (-1, self.source.vocab_size))
-            return
-        probs = self.source.probs[at]
-        row = probs if self.declared is None else self.declared.probs[at]
-        for token in np.flatnonzero(probs):
-            chance = weight * probs[token]
-            if probs[token] < self.dropped_below:
-                yield chance, tokens, np.reshape(rows, (-1, self.source.vocab_size))
-            else:
-                longer = (*tokens, int(token))
-                yield from self._continuations(state, longer, chance, [*rows, row])
-
-
-@dataclass(frozen=True, eq=False)
-class Copied:
-    """A point mass: in each state the draft is a given one, [<= K] tokens."""
-
-    copies: list[Tokens]
-    vocab_size: int
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """The only one."""
-        tokens = self.copies[state]
-        yield 1.0, tokens, point_mass(np.array(tokens, int), np.zeros((1, self.vocab_size)))
-
-
-def up_to(length: int) -> Callable[[int, int], bool]:
-    """Always `length` tokens."""
-    return lambda state, drafted: drafted < length
-
-
-class Deciding(Protocol):
-    """What one draft comes to."""
-
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
-        """Chances of all outcomes of a draft [k] with declared probs [k, V]; target [k+1, V]."""
-        ...
+    def along(self, state: int, tokens: Tokens) -> np.ndarray:
+        """Distributions [n + 1, V] before each of the tokens, and after the last."""
+        return np.stack([self.after(state, tokens[:i]) for i in range(len(tokens) + 1)])
 
 
 @dataclass(frozen=True)
@@ -172,58 +88,6 @@ class ByRule:
     def _num_accepted(self) -> Callable[[tuple[bool, ...]], int]:
         """What the rule makes of the coins, as an int."""
         return cache(lambda coins: int(self.rule.num_accepted(np.array(coins, bool))))
-
-
-@dataclass(frozen=True, eq=False)
-class Rounds:
-    """Rounds of drafting and deciding, one after the other."""
-
-    target: Source
-    drafting: Drafting
-    deciding: Deciding
-    _known: dict[int, Outcomes] = field(init=False, default_factory=dict)
-
-    @property
-    def outcomes(self) -> list[Outcomes]:
-        """Outcomes of one round, for each state that it may begin in."""
-        return [self.outcomes_from(state) for state in range(NUM_STATES)]
-
-    def outcomes_from(self, state: int) -> Outcomes:
-        """Outcomes of one round that begins in a state."""
-        if state not in self._known:
-            total: Outcomes = defaultdict(float)
-            for weight, tokens, probs in self.drafting.drafts(state):
-                rows = self.target.along(state, tokens)
-                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
-                    total[outcome] += weight * chance
-            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
-        return self._known[state]
-
-    def expected_accepted(self, state: int = 0) -> float:
-        """Draft tokens kept in a round, on average."""
-        return sum(n * chance for (_, n), chance in self.outcomes_from(state).items())
-
-    def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin.
-
-        What is shorter is continued by the target itself.
-        """
-        begun: dict[Tokens, float] = {(): 1.0}
-        for _ in range(num_rounds):
-            longer: dict[Tokens, float] = defaultdict(float)
-            for tokens, weight in begun.items():
-                if len(tokens) >= length:
-                    longer[tokens] += weight
-                    continue
-                for (emitted, _), chance in self.outcomes_from(state_after(0, tokens)).items():
-                    longer[(tokens + emitted)[:length]] += weight * chance
-            begun = longer
-        return continued(self.target, begun, length)
-
-    def total_variation(self, num_rounds: int, length: int) -> float:
-        """Distance of `joint` from the target's own distribution."""
-        own = continued(self.target, {(): 1.0}, length)
-        return total_variation(self.joint(num_rounds, length), own)
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
@@ -281,7 +145,7 @@ class Comparison:
 
 
 def enumerated(rule: CoinRule) -> Iterator[Comparison]:
-    """Every outcome of rounds on small vocabularies, with distributions that change with the text.
+    """Every outcome of a round on small vocabularies, with distributions that change with the text.
 
     Target and draft are unrelated, equal, or exclude tokens; drafts are drawn and point masses.
     """
@@ -289,19 +153,36 @@ def enumerated(rule: CoinRule) -> Iterator[Comparison]:
         target, draft = sources(vocab_size, vocab_size + num_draft)
         some, others = _without(target, 0), _without(draft, 1)
         drawn = [(target, draft), (target, target), (some, others), (others, some)]
-        coins = np.random.default_rng(0)
-        copies = coins.integers(vocab_size, size=(NUM_STATES, num_draft)).tolist()
-        copied = Copied([tuple(tokens) for tokens in copies], vocab_size)
-        pairs: list[tuple[Source, Drafting, str]] = [
-            *((p, Drawn(q, up_to(num_draft)), "drawn") for p, q in drawn),
+        tokens = tuple(np.random.default_rng(0).integers(vocab_size, size=num_draft).tolist())
+        copied = [(tokens, point_mass(np.array(tokens), np.zeros((1, vocab_size))))]
+        pairs: list[tuple[Source, Drafts, str]] = [
+            *((p, _drafts(q, num_draft), "drawn") for p, q in drawn),
             *((p, copied, "point masses") for p in (target, some)),
         ]
-        for p, drafting, kind in pairs:
+        for p, drafts, kind in pairs:
             yield Comparison(
-                Rounds(p, drafting, ByRule(rule)).joint(1, num_draft + 1),
+                continued(p, _after_one_round(rule, p, drafts), num_draft + 1),
                 continued(p, {(): 1.0}, num_draft + 1),
                 f"K = {num_draft} {kind}, V = {vocab_size}",
             )
+
+
+def _drafts(source: Source, num_draft: int) -> Drafts:
+    """All drafts of a text's first round, with the distributions [K, V] they are drawn from."""
+    paths = product(range(source.vocab_size), repeat=num_draft)
+    return [(tokens, source.along(0, tokens)[:-1]) for tokens in paths]
+
+
+def _after_one_round(rule: CoinRule, target: Source, drafts: Drafts) -> dict[Tokens, float]:
+    """Chance of each text that the first round emits."""
+    deciding, begun = ByRule(rule), defaultdict[Tokens, float](float)
+    for tokens, probs in drafts:
+        weight = float(np.prod(probs[range(len(tokens)), tokens]))
+        if weight:
+            outcomes = deciding.outcomes(target.along(0, tokens), tokens, probs)
+            for (emitted, _), chance in outcomes.items():
+                begun[emitted] += weight * chance
+    return begun
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
