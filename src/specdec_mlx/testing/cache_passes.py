@@ -57,7 +57,7 @@ def contents(cache: Any) -> dict[str, Any]:
     """
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
     arrays = cache.keys_and_values() if has_rows else cache.state
-    held = {name: _copied(value) for name, value in tree_flatten(arrays, prefix="state")}
+    held = {name: _copied(value) for name, value in tree_flatten(arrays, prefix=".state")}
     plain = (bool, int, float, str, type(None))
     return held | {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, plain)}
 
@@ -76,8 +76,8 @@ def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
         is_real = isinstance(after, np.ndarray) and after.dtype.kind == "f"  # it may have NaN
         if type(before) is type(after) and np.array_equal(before, after, equal_nan=is_real):
             continue
-        shown = [f"shape {x.shape}" if isinstance(x, np.ndarray) else x for x in (after, before)]
-        return f"{name} is {shown[0]!r}, was {shown[1]!r}, or holds other numbers"
+        now, then = (str(getattr(x, "shape", repr(x))) for x in (after, before))
+        return f"{name} is {now}, was {then}" if now != then else f"{name} holds other numbers"
     return None
 
 
