@@ -28,6 +28,7 @@ from exact import (  # noqa: E402
     Deciding,
     Drawn,
     Rounds,
+    at_temperature,
     longest_joint,
     up_to,
 )
@@ -49,7 +50,7 @@ def ways() -> dict[str, tuple[Deciding, dict]]:
     rules |= {f"lossy: {spec}": (ByRule(make_rule(spec)), {}) for spec in LOSSY_EXAMPLES}
     rules |= {f"wrong: {name}": (ByRule(rule), {}) for name, rule in WRONG_RULES.items()}
     by_token = ByRule(COIN_RULES["rejection"])
-    rules["wrong: declared q other than drawn"] = by_token, {"declared": DRAFT.at_temperature(0.7)}
+    rules["wrong: declared q other than drawn"] = by_token, {"declared": at_temperature(DRAFT, 0.7)}
     rules["wrong: drawn token dropped"] = by_token, {"dropped_below": 0.25}
     return rules
 

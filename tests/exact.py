@@ -1,7 +1,7 @@
 """Exact distributions of rounds: what the tests add to `specdec_mlx.testing.enumeration`.
 
-Match and its coupled form, drafts made in several ways, lengths that a policy chooses; and named
-wrong rules, each of which the same tests have to reject.
+Several rounds in a row, match and its coupled form, drafts made in several ways, lengths that a
+policy chooses; and named wrong rules, each of which the same tests have to reject.
 """
 
 from __future__ import annotations
@@ -9,36 +9,165 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
 
+from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.rules.arithmetic import acceptance_probability, residual
+from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule, decide_by_coins
 from specdec_mlx.rules.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
 from specdec_mlx.testing.enumeration import ByRule as ByRule
-from specdec_mlx.testing.enumeration import Copied as Copied
-from specdec_mlx.testing.enumeration import Deciding as Deciding
-from specdec_mlx.testing.enumeration import Drafting as Drafting
-from specdec_mlx.testing.enumeration import Drawn as Drawn
 from specdec_mlx.testing.enumeration import Outcomes, Tokens
-from specdec_mlx.testing.enumeration import Rounds as Rounds
 from specdec_mlx.testing.enumeration import Source as Source
 from specdec_mlx.testing.enumeration import continued as continued
-from specdec_mlx.testing.enumeration import sharpened as sharpened
 from specdec_mlx.testing.enumeration import state_after as state_after
-from specdec_mlx.testing.enumeration import up_to as up_to
 from specdec_mlx.types import Agreement, RoundRecord, Verdict
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
+
+
+def sharpened(probs: Any, temp: float) -> Any:
+    """Distribution [..., V] at another temperature; no mass where there was none."""
+    powers = probs ** (1 / temp)
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def at_temperature(source: Source, temp: float) -> Source:
+    """The same source, sharper (temp < 1) or flatter."""
+    return Source(sharpened(source.probs, temp))
+
+
+class Drafting(Protocol):
+    """All drafts that may be made in a state: chance, tokens [k], declared probs [k, V]."""
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Each draft once; the chances add up to 1."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """Tokens drawn from a source.
+
+    go_on: whether to draft one more, by the state that the draft has led to and its length so
+        far; known before that token is drawn.
+    declared: the source that the draft says it was drawn from, where it lies.
+    dropped_below: leave out a drawn token, and all after it, if its own chance is less; nobody may
+        do that.
+    """
+
+    source: Source
+    go_on: Callable[[int, int], bool]
+    declared: Source | None = None
+    dropped_below: float = 0.0
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """Every path that has a chance."""
+        yield from self._continuations(state, (), 1.0, [])
+
+    def _continuations(
+        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
+    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        at = state_after(state, tokens)
+        if not self.go_on(at, len(tokens)):
+            yield weight, tokens, np.reshape(rows, (-1, self.source.vocab_size))
+            return
+        probs = self.source.probs[at]
+        row = probs if self.declared is None else self.declared.probs[at]
+        for token in np.flatnonzero(probs):
+            chance = weight * probs[token]
+            if probs[token] < self.dropped_below:
+                yield chance, tokens, np.reshape(rows, (-1, self.source.vocab_size))
+            else:
+                longer = (*tokens, int(token))
+                yield from self._continuations(state, longer, chance, [*rows, row])
+
+
+@dataclass(frozen=True, eq=False)
+class Copied:
+    """A point mass: in each state the draft is a given one, [<= K] tokens."""
+
+    copies: list[Tokens]
+    vocab_size: int
+
+    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+        """The only one."""
+        tokens = self.copies[state]
+        yield 1.0, tokens, point_mass(np.array(tokens, int), np.zeros((1, self.vocab_size)))
+
+
+def up_to(length: int) -> Callable[[int, int], bool]:
+    """Always `length` tokens."""
+    return lambda state, drafted: drafted < length
+
+
+class Deciding(Protocol):
+    """What one draft comes to."""
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Chances of all outcomes of a draft [k] with declared probs [k, V]; target [k+1, V]."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """Rounds of drafting and deciding, one after the other."""
+
+    target: Source
+    drafting: Drafting
+    deciding: Deciding
+    _known: dict[int, Outcomes] = field(init=False, default_factory=dict)
+
+    @property
+    def outcomes(self) -> list[Outcomes]:
+        """Outcomes of one round, for each state that it may begin in."""
+        return [self.outcomes_from(state) for state in range(NUM_STATES)]
+
+    def outcomes_from(self, state: int) -> Outcomes:
+        """Outcomes of one round that begins in a state."""
+        if state not in self._known:
+            total: Outcomes = defaultdict(float)
+            for weight, tokens, probs in self.drafting.drafts(state):
+                rows = self.target.along(state, tokens)
+                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
+                    total[outcome] += weight * chance
+            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
+        return self._known[state]
+
+    def expected_accepted(self, state: int = 0) -> float:
+        """Draft tokens kept in a round, on average."""
+        return sum(n * chance for (_, n), chance in self.outcomes_from(state).items())
+
+    def joint(self, num_rounds: int, length: int) -> np.ndarray:
+        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin.
+
+        What is shorter is continued by the target itself.
+        """
+        begun: dict[Tokens, float] = {(): 1.0}
+        for _ in range(num_rounds):
+            longer: dict[Tokens, float] = defaultdict(float)
+            for tokens, weight in begun.items():
+                if len(tokens) >= length:
+                    longer[tokens] += weight
+                    continue
+                for (emitted, _), chance in self.outcomes_from(state_after(0, tokens)).items():
+                    longer[(tokens + emitted)[:length]] += weight * chance
+            begun = longer
+        return continued(self.target, begun, length)
+
+    def total_variation(self, num_rounds: int, length: int) -> float:
+        """Distance of `joint` from the target's own distribution."""
+        own = continued(self.target, {(): 1.0}, length)
+        return total_variation(self.joint(num_rounds, length), own)
 
 
 def rolled(probs: list[float]) -> Source:

@@ -35,6 +35,7 @@ from exact import (
     RoundsOfLength,
     Source,
     TakingTurns,
+    at_temperature,
     by_state,
     coupled_joint,
     decide,
@@ -496,9 +497,9 @@ def test_wrong_rules_are_told_apart(name, one_round, two_rounds):
 @in_one_test(
     ("name", "how", "one_round", "two_rounds"),
     [
-        ("rejection", {"declared": DRAFT.at_temperature(0.7)}, 0.050, 0.073),
+        ("rejection", {"declared": at_temperature(DRAFT, 0.7)}, 0.050, 0.073),
         ("rejection", {"dropped_below": 0.25}, 0.120, 0.194),
-        ("block", {"declared": DRAFT.at_temperature(0.7)}, 0.045, 0.071),
+        ("block", {"declared": at_temperature(DRAFT, 0.7)}, 0.045, 0.071),
         ("block", {"dropped_below": 0.25}, 0.122, 0.198),
     ],
 )

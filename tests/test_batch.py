@@ -29,10 +29,10 @@ from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
+from specdec_mlx.checks import chi_square
 from specdec_mlx.target import row_caches
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.row_pass import RowPasses
-from specdec_mlx.testing import chi_square
 from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 
 BLOCK = [5, 17, 99, 3, 41, 8]

@@ -17,7 +17,17 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from counting import Counting
-from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, by_state, rolled
+from exact import (
+    COIN_RULES,
+    TARGET,
+    ByCoupling,
+    ByRule,
+    Deciding,
+    Drawn,
+    Rounds,
+    by_state,
+    rolled,
+)
 from lossless import PROMPT, plain_text
 from scripted import ScriptedDrafter, ScriptedSession
 from selection import in_one_test
@@ -33,7 +43,7 @@ from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Drawn, Tokens, state_after
+from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     Draft,

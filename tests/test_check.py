@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,21 +17,32 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import make_prompt_cache
+from scipy import stats
 
 import specdec_mlx as sd
 import tiny
 from command_line import both_ways, run
-from exact import WRONG_RULES, ByRule, Drawn, Rounds, Source, continued, state_after, up_to
+from exact import (
+    WRONG_RULES,
+    ByRule,
+    Drawn,
+    Rounds,
+    Source,
+    at_temperature,
+    continued,
+    state_after,
+    up_to,
+)
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import command, joint, one_step
+from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power, together
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import Tree, check_joint
 from specdec_mlx.checks.one_step import check_one_step
-from specdec_mlx.checks.remembered import Remembered, with_remembered_models
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
+from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
 from specdec_mlx.checks.state import check_state, depends_on_text_alone
-from specdec_mlx.checks.statistics import ChiSquare, power, together
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_widths
 from specdec_mlx.checks.variants import VARIANTS, lossless
@@ -197,19 +207,7 @@ class OutOfStep:
         return session
 
 
-RULES_AT_FAULT: dict[str, tuple[Any, str]] = {
-    "residual replaced by p": (
-        WRONG_RULES["residual replaced by p"],
-        "after a rejection a token of p is drawn",
-    ),
-    "bonus at temperature 0.5": (
-        WRONG_RULES["bonus at temperature 0.5"],
-        "the bonus token, after a draft accepted whole, is not drawn from the target's own",
-    ),
-    "p and q swapped": (WRONG_RULES["p and q swapped"], "p and q have changed places"),
-    "lenient": (sd.Lenient(1 / 1.2), "more draft tokens are kept than min(1, p/q) allows"),
-    "typical": ("typical", "draft tokens are not kept with chance min(1, p/q)"),
-}
+RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "typical"}
 DRAFTERS_AT_FAULT = {
     "declared q other than the drawn": (
         misdeclared,
@@ -234,11 +232,9 @@ def drawn_parts(given: Subject) -> dict[str, Part]:
 @pytest.mark.parametrize("case", RULES_AT_FAULT)
 def test_a_wrong_rule_is_named(case: str) -> None:
     """With what is wrong about it, and what to do; the drafter is not blamed."""
-    rule, words = RULES_AT_FAULT[case]
-    steps: list[Any] = []
-    part = check_one_step(subject(None, rule), work(), steps)
+    part = check_one_step(subject(None, RULES_AT_FAULT[case]), work(), [])
     assert part.status == "failed"
-    assert words in part.verdict
+    assert f"this is {case}" in part.verdict
     assert "Use rule='auto'" in part.verdict
     assert (
         part.numbers["largest_total_variation"] + part.numbers["largest_of_the_token_after"] > 0.01
@@ -371,7 +367,7 @@ EXACT = {
     "lossless": (Drawn(DRAFT, up_to(2)), Rejection()),
     **{name: (Drawn(DRAFT, up_to(2)), rule) for name, rule in WRONG_RULES.items()},
     "declared q other than the drawn": (
-        Drawn(DRAFT.at_temperature(1 / 0.7), up_to(2), declared=DRAFT),
+        Drawn(at_temperature(DRAFT, 1 / 0.7), up_to(2), declared=DRAFT),
         Rejection(),
     ),
     "a drawn token dropped": (Drawn(DRAFT, up_to(2), dropped_below=0.2), Rejection()),
@@ -459,6 +455,41 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     parts = drawn_parts(subject())
     assert parts["joint distribution"].status == "not run"
     assert "Only 99 texts" in parts["joint distribution"].verdict
+
+
+def test_chi_square_is_scipys() -> None:
+    """The statistic, its p-value far into the tail, its quantile and the power."""
+    seen, expected = np.array([18.0, 30.0, 12.0]), np.array([20.0, 25.0, 15.0])
+    test = ChiSquare.of(seen, expected)
+    known = stats.chisquare(seen, expected)
+    assert test.statistic == pytest.approx(known.statistic)
+    assert test.p_value == pytest.approx(known.pvalue)
+    for freedom in (1, 2, 9, 80, 1001):
+        for statistic in (0.0, 0.3 * freedom, freedom, 2 * freedom + 20, 1e5):
+            chance = ChiSquare(statistic, freedom).p_value
+            assert chance == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-8, abs=1e-300)
+        assert limit(freedom) == pytest.approx(stats.chi2.isf(1e-6, freedom), rel=1e-9)
+        right = np.full(freedom + 1, 100.0)
+        for step in (0.5, 3.0, 30.0):
+            wrong = right + step * np.resize([1.0, -1.0], freedom + 1)
+            away = ChiSquare.of(wrong, right).statistic
+            found = stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, away)
+            assert power([wrong], [right]) == pytest.approx(found, abs=1e-9)
+
+
+def test_cells_that_expect_little_are_joined() -> None:
+    """8 and more in each pool; what is seen goes along."""
+    test = ChiSquare.of(np.array([50.0, 1, 3, 2, 9]), np.array([50.0, 2, 2, 2, 9]))
+    assert test.freedom == 1
+    assert test.statistic == 0
+
+
+def test_what_is_impossible_must_not_be_seen() -> None:
+    """Not once; and the power is the chance that it comes."""
+    right, wrong = np.array([100.0, 100.0, 0.0]), np.array([100.0, 98.0, 2.0])
+    assert ChiSquare.of(wrong, right).p_value == 0
+    assert power([wrong], [right]) == pytest.approx(1 - math.exp(-2), abs=1e-3)
+    assert power([right], [right]) == pytest.approx(FALSE_ALARM, rel=1e-3)
 
 
 def test_the_stated_power_is_the_share_of_faults_found() -> None:
@@ -726,13 +757,6 @@ def test_without_time_nothing_is_passed() -> None:
     assert not report.passed
     assert {part.status for part in report.parts} <= {"not run", "not applicable"}
     assert "--budget" in report["greedy text"].verdict
-
-
-def test_scipy_is_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before anything is computed, with the pip command."""
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(sd.MissingPackageError, match=r"pip install 'specdec-mlx\[check\]'"):
-        sd.check(model(), None, drafter="ngram", prompts=PROMPTS)
 
 
 def test_a_sampler_without_a_law_is_refused() -> None:

@@ -13,15 +13,16 @@ from scipy.stats import chi2, ncx2
 
 from exact import COIN_RULES, WRONG_RULES
 from selection import cases, each
+from specdec_mlx.checks.chi_square import RARE_ALARM, limit
 from specdec_mlx.rules.arithmetic import leading_run
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.match import Match
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing import check_rule
-from specdec_mlx.testing.chi_square import FALSE_ALARM, limit
 from specdec_mlx.testing.drawn_texts import sampled
-from specdec_mlx.testing.round_distribution import Comparison, enumerated
+from specdec_mlx.testing.enumeration import enumerated
+from specdec_mlx.testing.rule import RuleConformance
 from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
 
 PARTS = ["protocol", "purity", "greedy", "samplers"]
@@ -371,6 +372,11 @@ BROKEN: dict[str, list[Any]] = {
 }
 
 
+def test_every_property_has_a_control() -> None:
+    """A rule that is broken in this way, which it must reject."""
+    assert BROKEN.keys() == RuleConformance.properties.keys()
+
+
 @pytest.mark.parametrize("part", cases(BROKEN, *BROKEN.keys() - {"distribution"}))
 def test_a_broken_rule_fails_by_name(part: str) -> None:
     """AssertionError names the property that it breaks, and says what to do."""
@@ -389,15 +395,11 @@ def test_the_stated_power_is_what_twenty_thousand_texts_have() -> None:
     once in 1e6, so that both do once in 500,000.
     """
     freedom = 3**3 - 1
-    assert chi2.sf(limit(freedom), freedom) == pytest.approx(FALSE_ALARM, rel=0.2)
+    assert chi2.sf(limit(freedom), freedom) == pytest.approx(RARE_ALARM, rel=1e-6)
     assert ncx2.sf(limit(freedom), freedom, 4 * 20_000 * 0.05**2) > 0.99
-    for comparison, _, most in texts_of(Match(), 20_000):
+    for comparison, _, most in sampled(Match(), 20_000):
         assert most == limit(freedom)  # none of the 27 cells is joined with another
         assert comparison.total_variation < 0.05
-
-
-def texts_of(rule: Any, num_texts: int) -> list[tuple[Comparison, float, float]]:
-    return list(sampled(rule, num_texts, lambda answered: [outcome() for _, outcome in answered]))
 
 
 class NoVmap(Match):
@@ -419,5 +421,5 @@ class NoVmap(Match):
 
 def test_a_rule_that_cannot_be_vectorised_is_asked_one_by_one() -> None:
     """The same texts, a little later."""
-    slow, quick = texts_of(NoVmap(), 100), texts_of(Match(), 100)
+    slow, quick = sampled(NoVmap(), 100), sampled(Match(), 100)
     assert [c.got.tolist() for c, *_ in slow] == [c.got.tolist() for c, *_ in quick]

@@ -35,6 +35,7 @@ from specdec_mlx.target.strategies import (
 )
 from specdec_mlx.testing import check_strategy
 from specdec_mlx.testing.cache_passes import Feed, attend
+from specdec_mlx.testing.strategy import StrategyConformance
 
 WINDOW = 8
 
@@ -319,6 +320,11 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
         (GathersAndForgets(), KVCache, attend),
     ],
 }
+
+
+def test_every_property_has_a_control() -> None:
+    """A strategy that is broken in this way, which it must reject."""
+    assert BROKEN.keys() == StrategyConformance.properties.keys()
 
 
 @in_one_test(

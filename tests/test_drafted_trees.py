@@ -32,8 +32,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.testing.enumeration import continued
-from specdec_mlx.testing.round_distribution import sources
+from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import ROOT, Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.types.trees import chain, children_of, depths_of, path_to

@@ -25,7 +25,7 @@ import test_distribution as distribution
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases
-from specdec_mlx.checks.reading import standing_alone
+from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

@@ -22,10 +22,10 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases
-from specdec_mlx.checks import variations
+from specdec_mlx.checks import texts
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.variations import NAME, check_variations
+from specdec_mlx.checks.texts import VARIATIONS_NAME, check_variations
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
 from specdec_mlx.rules.block import Block
@@ -42,7 +42,7 @@ FAMILY = FAMILIES["qwen3_5"]
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts as short as will do."""
-    monkeypatch.setattr(variations, "NUM_TOKENS", 16)
+    monkeypatch.setattr(texts, "VARIED_TOKENS", 16)
 
 
 def table() -> nn.Module:
@@ -115,7 +115,7 @@ def test_a_shifted_file_is_found_and_what_to_load_it_with(tmp_path: Path) -> Non
     wrong = sd.load_head(folder, model)
     report = sd.check(model, None, drafter=wrong, prompts=PROMPTS[:1], budget=20, progress=False)
     assert report["greedy text"].status == "passed"
-    part = report[NAME]
+    part = report[VARIATIONS_NAME]
     assert part.numbers["accepted_as_read"] < 0.5
     assert "this file looks already shifted; load it with norms_less_one=False" in part.verdict
     part = checked(model, sd.load_head(folder, model, norms_less_one=False))

@@ -23,6 +23,7 @@ import command_line
 import specdec_mlx as sd
 from selection import FULL, in_one_test
 from serving import serving
+from specdec_mlx.checks.chi_square import limit
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
@@ -32,7 +33,6 @@ from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.learning import Learner, check_learns
 from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
-from specdec_mlx.testing.chi_square import limit
 from specdec_mlx.training import online
 from specdec_mlx.training.fitting import Schedule
 from specdec_mlx.training.online import Bounds, OnlineDraftModel, learning_on

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, normalizers, trainers
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from exact import NUM_STATES, ByRule, Drawn, Rounds, Source, up_to
 from selection import FULL, in_one_test
 from specdec_mlx.drafters.alignment import CONTEXT, MARGIN, DraftText, continuation
 from specdec_mlx.drafters.retokenized import Retokenized, SharedDrafts, TextDrafts
@@ -30,7 +31,6 @@ from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
-from specdec_mlx.testing.enumeration import NUM_STATES, ByRule, Drawn, Rounds, Source, up_to
 from specdec_mlx.token_ids import to_list
 from tiny_text import SPECIAL, bpe, plain, sentencepiece
 

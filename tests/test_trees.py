@@ -27,7 +27,7 @@ from exact_trees import (
 from selection import FULL, in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import OwnTokens, climb, walk
-from specdec_mlx.testing.round_distribution import sources
+from specdec_mlx.testing.enumeration import sources
 from specdec_mlx.types import ROOT, Draft
 from specdec_mlx.types.trees import chain, children_of, depths_of, first_path, path_to
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.statistics import FALSE_ALARM, ChiSquare, Counts, findings, power
+from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, Counts, power
+from specdec_mlx.checks.report import Part, judge_power
 from specdec_mlx.checks.subject import Probs, probabilities
 from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
 from specdec_mlx.token_ids import to_list
@@ -105,45 +105,29 @@ class RecordingSession:
 def check_declared(draws: Draws) -> Part:
     """Chi-square of all points; needs no further draws."""
     if draws.proposals and not draws.points:
-        return Part(
-            NAME,
-            "not applicable",
-            "The drafter declares no distribution: its drafts are taken as point masses, and "
-            "verified as such no token can come out of proportion.",
-            {"proposals": draws.proposals},
-        )
+        verdict = "The drafter declares no distribution: its drafts are taken as point masses, and "
+        verdict += "verified as such no token can come out of proportion."
+        return Part(NAME, "not applicable", verdict, {"proposals": draws.proposals})
     num_draws = len(draws.points)
     if num_draws < FEWEST_DRAWS:
+        verdict = f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
         return Part(
-            NAME,
-            "not run",
-            f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
-            "needed. Give more time (--budget).",
-            {"draws": num_draws},
+            NAME, "not run", f"{verdict}needed. Give more time (--budget).", {"draws": num_draws}
         )
     seen = draws.seen()
     test = ChiSquare.of(seen, np.full(NUM_BINS, num_draws / NUM_BINS))
     numbers: dict[str, Any] = {
         "draws": num_draws,
-        "chi_square": test.statistic,
-        "degrees_of_freedom": test.freedom,
-        "p_value": test.p_value,
-        "false_alarm": FALSE_ALARM,
+        **test.numbers(),
         "share_in_each_tenth": [round(float(share), 4) for share in seen / num_draws],
         "proposals_cut_short": draws.cut,
         "power": {name: _power(draws, fault, num_draws) for name, fault in FAULTS.items()},
     }
     if test.p_value < FALSE_ALARM:
         return Part(NAME, "failed", _diagnosis(draws, test.p_value), numbers)
-    found = findings(numbers["power"])
-    if found is None:
-        verdict = (
-            f"{num_draws} drafted tokens, of distributions such as these, are too few for any of "
-            "the named faults to be found. Give more time (--budget)."
-        )
-        return Part(NAME, "not run", verdict, numbers)
-    verdict = f"{num_draws} drafted tokens follow the distributions declared for them; {found}."
-    return Part(NAME, "passed", verdict, numbers)
+    samples = f"{num_draws} drafted tokens, of distributions such as these,"
+    same = f"{num_draws} drafted tokens follow the distributions declared for them"
+    return judge_power(NAME, samples, same, numbers)
 
 
 def _diagnosis(draws: Draws, p_value: float) -> str:

@@ -17,26 +17,18 @@ import mlx.core as mx
 import numpy as np
 
 from specdec_mlx.checks import declared, one_step
-from specdec_mlx.checks.declared import Draws, Recording
-from specdec_mlx.checks.remembered import Remembered, with_remembered_models
-from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.statistics import (
+from specdec_mlx.checks.chi_square import (
     FALSE_ALARM,
     LEAST_EXPECTED,
     ChiSquare,
     Counts,
-    findings,
     power,
     together,
 )
-from specdec_mlx.checks.subject import (
-    Probs,
-    Step,
-    Subject,
-    Work,
-    first_probs,
-    probabilities,
-)
+from specdec_mlx.checks.declared import Draws, Recording
+from specdec_mlx.checks.report import Part, judge_power
+from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
+from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
 from specdec_mlx.checks.variants import VARIANTS, Variant, lossless
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.noise import Noise
@@ -122,16 +114,13 @@ class Node:
     rest: int
 
 
-@dataclass
 class Tree:
     """The cells that the texts after one context are sorted into."""
 
-    texts: Texts
-    num_cells: int = 0
-
-    def __post_init__(self) -> None:
+    def __init__(self, texts: Texts) -> None:
         """Grow branches for what so many texts are expected to hold often enough."""
-        self.root = self._grow((), float(len(self.texts.tokens)))
+        self.texts, self.num_cells = texts, 0
+        self.root = self._grow((), float(len(texts.tokens)))
 
     def _grow(self, prefix: tuple[int, ...], expected: float) -> Node:
         p = self.texts.target_probs(prefix)
@@ -149,18 +138,14 @@ class Tree:
 
     def seen(self) -> Counts:
         """Texts in each cell."""
-        counts = np.zeros(self.num_cells)
-        for tokens in self.texts.tokens:
-            counts[self._cell_of(tokens)] += 1
-        return counts
+        cells = [self._cell_of(tokens) for tokens in self.texts.tokens]
+        return np.bincount(cells, minlength=self.num_cells).astype(float)
 
     def _cell_of(self, tokens: tuple[int, ...]) -> int:
         node: Node | int = self.root
         for token in tokens:
-            assert isinstance(node, Node)
-            node = node.branches.get(token, node.rest)
-            if not isinstance(node, Node):
-                break
+            if isinstance(node, Node):
+                node = node.branches.get(token, node.rest)
         assert not isinstance(node, Node)
         return node
 
@@ -175,14 +160,9 @@ class Tree:
         return np.where(chances < ROUNDING, 0, chances)
 
     def _descend(
-        self,
-        node: Node,
-        weights: dict[int, float],
-        variant: Variant,
-        chances: Probs,
-        num_tokens: int,
+        self, node: Node, weights: dict[int, float], variant: Variant, chances: Probs, depth: int
     ) -> None:
-        """Spread mass over the cells below a place that so many tokens lead to.
+        """Spread mass over the cells below a place, `depth` tokens into the texts.
 
         weights: by how many draft tokens of the round are yet to verify; at 0 the bonus token is
         due, and `UNDRAFTED` is a round of the target's own.
@@ -191,18 +171,17 @@ class Tree:
         kept, again, bonus = (0 * node.p, node.p, node.p)
         if node.q is not None:
             kept, again, bonus = variant(node.p, node.q)
-        new_round = draft_length(num_tokens + 1)
         for left, weight in weights.items():
             if left > 0:
                 arriving[left - 1] += weight * kept
             ending = {UNDRAFTED: node.p, 0: bonus}.get(left, again)
-            arriving[new_round] += weight * ending
+            arriving[draft_length(depth + 1)] += weight * ending
         total = np.sum(list(arriving.values()), axis=0)
         chances[node.rest] += total.sum() - total[list(node.branches)].sum()
         for token, branch in node.branches.items():
             if isinstance(branch, Node):
                 below = {left: float(mass[token]) for left, mass in arriving.items()}
-                self._descend(branch, below, variant, chances, num_tokens + 1)
+                self._descend(branch, below, variant, chances, depth + 1)
             else:
                 chances[branch] += total[token]
 
@@ -233,20 +212,12 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
         if not work.has_time:
             break
     if not groups:
-        return Part(
-            NAME,
-            "not run",
-            "The drafter proposed nothing at any place, so that there is nothing to test. Give "
-            "prompts whose text repeats itself (--prompts).",
-        )
+        verdict = "The drafter proposed nothing at any place, so that there is nothing to test. "
+        verdict += "Give prompts whose text repeats itself (--prompts)."
+        return Part(NAME, "not run", verdict)
     if count < FEWEST_TEXTS:
-        return Part(
-            NAME,
-            "not run",
-            f"Only {count} texts were drawn in the time there was; {FEWEST_TEXTS} are needed. "
-            "Give more time (--budget).",
-            {"texts": count},
-        )
+        verdict = f"Only {count} texts were drawn in the time there was; {FEWEST_TEXTS} are needed."
+        return Part(NAME, "not run", f"{verdict} Give more time (--budget).", {"texts": count})
     return _judge([Tree(group) for group in groups])
 
 
@@ -288,20 +259,13 @@ def _judge(trees: Sequence[Tree]) -> Part:
         "cells": sum(tree.num_cells for tree in trees),
         "draft_tokens": sum(tree.texts.drafted for tree in trees),
         "accepted": sum(tree.texts.accepted for tree in trees),
-        "chi_square": test.statistic,
-        "degrees_of_freedom": test.freedom,
-        "p_value": test.p_value,
-        "false_alarm": FALSE_ALARM,
+        **test.numbers(),
         "power": {name: power(expected, right) for name, expected in wrong.items()},
     }
     if test.p_value < FALSE_ALARM:
         return Part(NAME, "failed", _diagnosis(trees, test.p_value, wrong), numbers)
-    found = findings(numbers["power"])
-    if found is None:
-        verdict = f"{count} texts are too few for any of the named faults to be found."
-        return Part(NAME, "not run", f"{verdict} Give more time (--budget).", numbers)
-    verdict = f"{count} texts of {NUM_TOKENS} tokens follow the target's distribution (p = "
-    return Part(NAME, "passed", f"{verdict}{test.p_value:.2g}); {found}.", numbers)
+    same = f"{count} texts of {NUM_TOKENS} tokens follow the target's distribution (p = "
+    return judge_power(NAME, f"{count} texts", f"{same}{test.p_value:.2g})", numbers)
 
 
 def _expected(trees: Sequence[Tree], variant: Variant) -> list[Counts]:
@@ -310,9 +274,8 @@ def _expected(trees: Sequence[Tree], variant: Variant) -> list[Counts]:
 
 
 def _compare(trees: Sequence[Tree], expected: Sequence[Counts]) -> ChiSquare:
-    return together(
-        [ChiSquare.of(tree.seen(), due) for tree, due in zip(trees, expected, strict=True)]
-    )
+    pairs = zip(trees, expected, strict=True)
+    return together([ChiSquare.of(tree.seen(), due) for tree, due in pairs])
 
 
 def _diagnosis(trees: Sequence[Tree], p_value: float, wrong: dict[str, list[Counts]]) -> str:

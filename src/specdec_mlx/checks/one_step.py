@@ -15,7 +15,7 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
-from specdec_mlx.rules.arithmetic import residual
+from specdec_mlx.checks.variants import VARIANTS, Masses, normalised
 from specdec_mlx.rules.coins import CoinRule
 
 NAME = "one-step distribution"
@@ -35,12 +35,14 @@ class Emitted:
         bonus_distance: the same for the token after a draft accepted whole.
         left_out: mass of the draft tokens that were not gone through.
         kept: chance that the draft token is kept.
+        fault: the named fault that emits the same; None if there is none.
     """
 
     distance: float
     bonus_distance: float
     left_out: float
     kept: float
+    fault: str | None
 
     @property
     def is_lossless(self) -> bool:
@@ -57,9 +59,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
         steps: filled with the places, for later parts.
     """
     seen: list[tuple[Step, Emitted]] = []
-    for i, prompt in enumerate(subject.prompts):
-        if i > 0 and not work.has_time:
-            break
+    for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(subject, prompt, STEPS, subject.seed + i):
             steps.append(step)
             work.say(f"{len(steps)} places")
@@ -82,52 +82,48 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
     rows, draft_rows = np.stack([p, p]), q[None]
-    mass, kept = np.zeros(len(p)), 0.0
-    bonus_distance: float | None = None
+    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), None
     order = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     for x in order[q[order] > 0]:
-        token = np.array([x])
-        chance = float(rule.accept_probs(rows, token, draft_rows)[0])
-        mass[x] += q[x] * chance
-        kept += q[x] * chance
+        given = rows, np.array([x]), draft_rows
+        chance = float(rule.accept_probs(*given)[0])
+        kept[x] = q[x] * chance
         if chance < 1:
-            mass += q[x] * (1 - chance) * _drawn(rule.next_probs(rows, token, draft_rows, 0))
-        if chance > 0 and bonus_distance is None:
-            after = _drawn(rule.next_probs(rows, token, draft_rows, 1))
-            bonus_distance = total_variation(after, p)
+            again += q[x] * (1 - chance) * normalised(rule.next_probs(*given, 0), p)
+        if chance > 0 and after is None:
+            after = normalised(rule.next_probs(*given, 1), p)
+    after = p if after is None else after
     left_out = max(0.0, 1 - float(q[order].sum()))
-    too_often = float(np.maximum(0, mass - p).sum())
-    too_seldom = float(np.maximum(0, p - mass).sum()) - left_out
-    return Emitted(max(too_often, too_seldom), bonus_distance or 0.0, left_out, kept)
+    too_often = float(np.maximum(0, kept + again - p).sum())
+    too_seldom = float(np.maximum(0, p - kept - again).sum()) - left_out
+    distances = max(too_often, too_seldom), total_variation(after, p)
+    fault = None
+    if max(distances) >= TOLERANCE:
+        fault = _fault((kept, again, after), p, q, TOLERANCE + left_out)
+    return Emitted(*distances, left_out, float(kept.sum()), fault)
 
 
-def _drawn(probs: Probs) -> Probs:
-    """The distribution that a draw from `probs` follows, whatever they add up to."""
-    distribution: Probs = probs / probs.sum()
-    return distribution
+def _fault(masses: Masses, p: Probs, q: Probs, tolerance: float) -> str | None:
+    """The named fault that emits these masses."""
+    for name, variant in VARIANTS.items():
+        pairs = zip(masses, variant(p, q), strict=True)
+        if all(np.allclose(ours, theirs, atol=tolerance) for ours, theirs in pairs):
+            return name
+    return None
 
 
 def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]) -> Part:
     num_drafts = sum(step.draft_probs is not None for step in steps)
     numbers: dict[str, Any] = {"places": len(steps), "with_a_draft": num_drafts}
     if num_drafts == 0:
-        return Part(
-            NAME,
-            "not run",
-            f"The drafter proposed nothing in {len(steps)} places, so there was nothing to verify. "
-            "Give prompts whose text repeats itself (--prompts).",
-            numbers,
-        )
+        verdict = f"The drafter proposed nothing in {len(steps)} places, so there was nothing to "
+        verdict += "verify. Give prompts whose text repeats itself (--prompts)."
+        return Part(NAME, "not run", verdict, numbers)
     if not seen:
-        return Part(
-            NAME,
-            "not applicable",
-            "Only the target's own draws are emitted here (rule match or coupled), whatever is "
-            "drafted; the joint distribution is tested below.",
-            numbers,
-        )
+        verdict = "Only the target's own draws are emitted here (rule match or coupled), whatever "
+        verdict += "is drafted; the joint distribution is tested below."
+        return Part(NAME, "not applicable", verdict, numbers)
     results = [result for _, result in seen]
-    worst = max(seen, key=lambda entry: entry[1].distance + entry[1].bonus_distance)
     numbers |= {
         "largest_total_variation": max(result.distance for result in results),
         "largest_of_the_token_after": max(result.bonus_distance for result in results),
@@ -136,61 +132,15 @@ def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]
         "sum_of_min_p_q": float(np.mean([1 - step.distance for step, _ in seen])),
     }
     if all(result.is_lossless for result in results):
-        return Part(
-            NAME,
-            "passed",
-            f"In {len(seen)} places the distribution of the emitted token, summed over every draft "
-            "token, is the target's.",
-            numbers,
-        )
-    rule = subject.rule_for(worst[0].draft)
+        verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
+        return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
+    step, worst = max(seen, key=lambda entry: entry[1].distance + entry[1].bonus_distance)
+    rule = subject.rule_for(step.draft)
     assert rule is not None
-    return Part(NAME, "failed", _diagnosis(rule, *worst), numbers)
-
-
-def _diagnosis(rule: CoinRule, step: Step, result: Emitted) -> str:
-    """What is wrong with a rule, from where it is most wrong, and what to do."""
-    assert step.draft_probs is not None
-    p, q = step.target_probs, step.draft_probs
-    fault = _bonus_fault(p, result) or _accept_fault(rule, p, q) or _residual_fault(rule, p, q)
-    size = max(result.distance, result.bonus_distance)
-    return (
+    likeness = f"this is {worst.fault}" if worst.fault else "this is none of the named faults"
+    verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{size:.2g}: {fault} Use rule='auto', or mend the rule."
+        f"{max(worst.distance, worst.bonus_distance):.2g}: {likeness}. Use rule='auto', or mend "
+        "the rule."
     )
-
-
-def _bonus_fault(p: Probs, result: Emitted) -> str | None:
-    if result.bonus_distance < TOLERANCE:
-        return None
-    return (
-        "the bonus token, after a draft accepted whole, is not drawn from the target's own "
-        "distribution (at another temperature, perhaps)."
-    )
-
-
-def _accept_fault(rule: CoinRule, p: Probs, q: Probs) -> str | None:
-    """Against min(1, p/q), at all tokens that both distributions allow."""
-    tokens = np.flatnonzero((p > 0) & (q > 0))[:MOST_TOKENS]
-    if not len(tokens):
-        return None
-    rows, draft_rows = np.stack([p, p]), q[None]
-    chances = np.array([rule.accept_probs(rows, np.array([x]), draft_rows)[0] for x in tokens])
-    right = np.minimum(1, p[tokens] / q[tokens])
-    swapped = np.minimum(1, q[tokens] / p[tokens])
-    if np.allclose(chances, right, atol=TOLERANCE):
-        return None
-    if np.allclose(chances, swapped, atol=TOLERANCE):
-        return "p and q have changed places: a draft token is kept with chance min(1, q/p)."
-    if (chances > right + TOLERANCE).any() and (chances >= right - TOLERANCE).all():
-        return "more draft tokens are kept than min(1, p/q) allows."
-    return "draft tokens are not kept with chance min(1, p/q)."
-
-
-def _residual_fault(rule: CoinRule, p: Probs, q: Probs) -> str:
-    rows, x = np.stack([p, p]), np.array([int(np.argmax(q - p))])
-    drawn_from = _drawn(rule.next_probs(rows, x, q[None], 0))
-    due = residual(p, q)
-    if total_variation(drawn_from, p) < TOLERANCE < total_variation(due, p):
-        return "after a rejection a token of p is drawn, where one of norm(max(0, p - q)) is due."
-    return "after a rejection the token is not drawn from norm(max(0, p - q))."
+    return Part(NAME, "failed", verdict, numbers)

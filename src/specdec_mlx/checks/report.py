@@ -15,6 +15,9 @@ Status = Literal["passed", "failed", "not run", "not applicable"]
 
 WIDTH = 100
 
+SURE = 0.9
+"""Power from which a fault counts as one that would have been found."""
+
 
 @dataclass(frozen=True)
 class Part:
@@ -38,6 +41,24 @@ class Part:
     def passed(self) -> bool:
         """Whether nothing is left to be asked here."""
         return self.status in ("passed", "not applicable")
+
+
+def judge_power(name: str, samples: str, verdict: str, numbers: dict[str, Any]) -> Part:
+    """A part that found nothing wrong; not run if it would not have found any named fault.
+
+    Args:
+        name: of the part.
+        samples: what was drawn, and how many.
+        verdict: what they follow.
+        numbers: what was measured, with the power for each fault.
+    """
+    unsure = [fault for fault, power in numbers["power"].items() if power < SURE]
+    if len(unsure) == len(numbers["power"]):
+        verdict = f"{samples} are too few for any of the named faults to be found."
+        return Part(name, "not run", f"{verdict} Give more time (--budget).", numbers)
+    found = f"each named fault would have been found, with a chance above {SURE}"
+    found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
+    return Part(name, "passed", f"{verdict}; {found}.", numbers)
 
 
 @dataclass(frozen=True)
@@ -92,17 +113,13 @@ class CheckReport(Rows):
 
     def rows(self) -> list[Row]:
         """A row for each part; each of its single numbers is a column, lists and tables are not."""
-        return [
-            {
-                "part": part.name,
-                "status": part.status,
-                "passed": part.passed,
-                "verdict": part.verdict,
-                "seconds": part.seconds,
-                **{k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)},
-            }
-            for part in self.parts
-        ]
+        rows = []
+        for entry in self.as_dict()["parts"]:
+            single = {k: v for k, v in entry["numbers"].items() if not isinstance(v, list | dict)}
+            columns = ("name", "status", "passed", "verdict", "seconds")
+            row = {name: entry[name] for name in columns} | single
+            rows.append({"part": row.pop("name"), **row})
+        return rows
 
     def to_json(self) -> str:
         """JSON text, one line an entry."""
@@ -118,8 +135,15 @@ class CheckReport(Rows):
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
-        """A table in the notebook's own colours."""
-        rows = "".join(_html_row(part) for part in self.parts)
+        """A table in the notebook's own colours, each part's numbers to be unfolded."""
+        rows = ""
+        for part in self.parts:
+            numbers = "\n".join(_number_lines(part.numbers))
+            status = f"{SIGNS[part.status]} {part.status}"
+            cells = [html.escape(text) for text in (status, part.name, part.verdict, numbers)]
+            cells[3] = f"<details><summary>numbers</summary><pre>{cells[3]}</pre></details>"
+            left = '<td style="text-align:left;vertical-align:top">'
+            rows += f"<tr>{''.join(f'{left}{cell}</td>' for cell in cells)}</tr>"
         return (
             f"<div><strong>{html.escape(self.verdict)}</strong> ({self.seconds:.0f} s)<br>"
             f"<small>{html.escape(_settings_line(self.settings))}</small>"
@@ -128,18 +152,6 @@ class CheckReport(Rows):
 
 
 SIGNS: dict[Status, str] = {"passed": "✓", "failed": "✗", "not run": "…", "not applicable": "–"}
-
-
-def _html_row(part: Part) -> str:
-    """A part's row: the verdict, and its numbers to be unfolded."""
-    left = 'style="text-align:left;vertical-align:top"'
-    numbers = html.escape("\n".join(_number_lines(part.numbers)))
-    details = f"<details><summary>numbers</summary><pre>{numbers}</pre></details>"
-    return (
-        f"<tr><td {left}>{SIGNS[part.status]} {html.escape(part.status)}</td>"
-        f"<td {left}><strong>{html.escape(part.name)}</strong></td>"
-        f"<td {left}>{html.escape(part.verdict)}{details if numbers else ''}</td></tr>"
-    )
 
 
 def _settings_line(settings: dict[str, Any]) -> str:

@@ -13,17 +13,15 @@ from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
-from specdec_mlx.checks import declared, joint, one_step, state, texts, variations
+from specdec_mlx.checks import declared, joint, one_step, state, texts
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import check_joint
 from specdec_mlx.checks.one_step import check_one_step
-from specdec_mlx.checks.reading import standing_alone
 from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
-from specdec_mlx.checks.statistics import distributions
 from specdec_mlx.checks.subject import Step, Subject, Work
-from specdec_mlx.checks.texts import check_greedy, check_widths
-from specdec_mlx.checks.variations import check_variations, heads_of
+from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths, heads_of
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.generation import choose_drafter
@@ -39,16 +37,7 @@ BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
 """Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
 
-SHARES = {
-    texts.WIDTHS_NAME: 0.5,
-    one_step.NAME: 0.2,
-    joint.NAME: 0.5,
-    declared.NAME: 1.0,
-    state.NAME: 0.4,
-    variations.NAME: 0.5,
-    texts.GREEDY_NAME: 1.0,
-}
-"""Part -> share of the time that is left when it begins."""
+Check = Callable[[Work], Part]
 
 
 def check(
@@ -91,20 +80,32 @@ def check(
         ValueError: for bad input, or a sampler whose distribution is not known.
         UnknownNameError: for the name of a drafter or rule that there is not.
         TokenizerMismatchError: for a draft model with another tokenizer.
-        MissingPackageError: without scipy.
     """
-    distributions()
     if not budget > 0:
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
-    subject = _subject(
-        model,
-        _wrapped(tokenizer),
-        drafter=choose_drafter(drafter, draft_model, model),
-        sampling=read_sampler(sampler),
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    chosen = choose_drafter(drafter, draft_model, model)
+    if chosen is None:
+        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
+    sampling = read_sampler(sampler)
+    if sampling is None:
+        raise ValueError(
+            "The distribution of this sampler is not known, so there is nothing to compare with. "
+            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
+        )
+    whole("draft_length", draft_length, 1)
+    subject = Subject(
+        model=model,
+        drafter=chosen,
+        sampling=sampling,
         rule=make_rule(rule),
+        prompts=_encoded(tokenizer, prompts),
+        vocab_size=logit_width(model),
         draft_length=draft_length,
-        prompts=prompts,
         seed=seed,
+        tokenizer=tokenizer,
+        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
     )
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
         ranks = ranks_of(model, generation_stream)
@@ -114,32 +115,8 @@ def check(
     return CheckReport(parts, about if ranks is None else {**about, "ranks": ranks.group.size()})
 
 
-def _wrapped(tokenizer: Any) -> Any:
-    """mlx-lm's wrapper around a tokenizer; None stays None."""
-    if tokenizer is None or isinstance(tokenizer, TokenizerWrapper):
-        return tokenizer
-    return TokenizerWrapper(tokenizer)
-
-
-def _subject(
-    model: nn.Module,
-    tokenizer: Any,
-    *,
-    drafter: Drafter | None,
-    sampling: Sampling | None,
-    prompts: Sequence[str | Sequence[int]] | None,
-    draft_length: int,
-    **rest: Any,
-) -> Subject:
-    """What is checked; raises ValueError for what cannot be."""
-    if drafter is None:
-        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
-    whole("draft_length", draft_length, 1)
-    if sampling is None:
-        raise ValueError(
-            "The distribution of this sampler is not known, so there is nothing to compare with. "
-            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
-        )
+def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
+    """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
         known = {prompt.id: prompt.text for prompt in builtin_prompts()}
         prompts = [known[name] for name in PROMPTS]
@@ -149,17 +126,7 @@ def _subject(
     ]
     if not encoded or not all(encoded):
         raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
-    return Subject(
-        model=model,
-        drafter=drafter,
-        sampling=sampling,
-        prompts=encoded,
-        vocab_size=logit_width(model),
-        draft_length=draft_length,
-        tokenizer=tokenizer,
-        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
-        **rest,
-    )
+    return encoded
 
 
 def _settings(subject: Subject, budget: float) -> dict[str, Any]:
@@ -186,43 +153,45 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         work: the time for all of them.
         progress: show a bar.
     """
+    from tqdm.auto import tqdm
+
     steps: list[Step] = []
     draws = Draws()
     probed: list[ProbeReport] = []
+    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
 
     def widths(work: Work) -> Part:
         part, report = check_widths(subject.model, work)
         probed.append(report)
         return part
 
-    drawn: dict[str, Callable[[Work], Part]] = {
-        one_step.NAME: lambda work: check_one_step(alone, work, steps),
-        joint.NAME: lambda work: check_joint(alone, work, steps, draws),
-        declared.NAME: lambda work: check_declared(draws),
+    # part -> share of the time that is left when it begins, and what runs
+    parts: dict[str, tuple[float, Check]] = {
+        texts.WIDTHS_NAME: (0.5, widths),
+        one_step.NAME: (0.2, lambda work: check_one_step(alone, work, steps)),
+        joint.NAME: (0.5, lambda work: check_joint(alone, work, steps, draws)),
+        declared.NAME: (1.0, lambda work: check_declared(draws)),
+        state.NAME: (0.4, lambda work: check_state(alone, work)),
     }
-    heads: dict[str, Callable[[Work], Part]] = {}
-    if found := heads_of(subject.drafter):
-        heads[variations.NAME] = lambda work: check_variations(subject, found[0], work)
     if subject.sampling.greedy:
-        drawn = {name: _no_draws(name) for name in drawn}
-    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
-    parts = {
-        texts.WIDTHS_NAME: widths,
-        **drawn,
-        state.NAME: lambda work: check_state(alone, work),
-        **heads,
-        texts.GREEDY_NAME: lambda work: check_greedy(subject, work, probed[0] if probed else None),
-    }
-    with _bar(len(parts), progress) as bar:
-        return [_timed(name, part, work, bar) for name, part in parts.items()]
+        drawn = (one_step.NAME, joint.NAME, declared.NAME)
+        parts |= {name: (1.0, _no_draws(name)) for name in drawn}
+    if found := heads_of(subject.drafter):
+        parts[texts.VARIATIONS_NAME] = 0.5, lambda work: check_variations(subject, found[0], work)
+    parts[texts.GREEDY_NAME] = 1.0, lambda work: check_greedy(subject, work, *probed)
+    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
+    with tqdm(
+        total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
+    ) as bar:
+        return [_timed(name, *part, work, bar) for name, part in parts.items()]
 
 
-def _no_draws(name: str) -> Callable[[Work], Part]:
+def _no_draws(name: str) -> Check:
     verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
     return lambda work: Part(name, "not applicable", verdict)
 
 
-def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Part:
+def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:
     """Run one part in its share of the time; what a drafter or model does wrong is its failure."""
 
     def say(text: str) -> None:
@@ -235,19 +204,9 @@ def _timed(name: str, part: Callable[[Work], Part], work: Work, bar: Any) -> Par
     if name != declared.NAME and not work.has_time:
         result = Part(name, "not run", "There was no time left. Give more (--budget).")
     else:
-        share = replace(work.share(SHARES[name]), say=say)
         try:
-            result = part(share)
+            result = part(replace(work.share(share), say=say))
         except (DraftError, LogitsError, CacheRollbackError) as error:
             result = Part(name, "failed", str(error))
     bar.update()
     return replace(result, seconds=time.perf_counter() - started)
-
-
-def _bar(num_parts: int, progress: bool) -> Any:
-    from tqdm.auto import tqdm
-
-    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
-    return tqdm(
-        total=num_parts, bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
-    )

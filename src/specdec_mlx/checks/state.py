@@ -11,15 +11,14 @@ import dataclasses
 from typing import Any
 
 import mlx.nn as nn
-import numpy as np
 
-from specdec_mlx.checks.reading import Reading
 from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.stand_ins import Reading
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.types import Draft
+from specdec_mlx.token_ids import to_list
 
 NAME = "drafter's state"
 SAME = 0.1
@@ -35,9 +34,7 @@ def check_state(subject: Subject, work: Work) -> Part:
     """One comparison a prompt, after rounds that kept all, some and none of their drafts."""
     distances: list[float] = []
     rejected = 0
-    for i, prompt in enumerate(subject.prompts):
-        if i > 0 and not work.has_time:
-            break
+    for i, prompt in work.each(enumerate(subject.prompts)):
         distance, num_rejected = _compare(subject, prompt)
         rejected += num_rejected
         distances += [] if distance is None else [distance]
@@ -48,17 +45,12 @@ def check_state(subject: Subject, work: Work) -> Part:
         return Part(NAME, "not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
-        verdict = (
-            f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
-            "same text."
-        )
-        return Part(NAME, "passed", verdict, numbers)
+        verdict = f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with"
+        return Part(NAME, "passed", f"{verdict} the same text.", numbers)
     if not depends_on_text_alone(subject.drafter):
-        verdict = (
-            "After rejections it drafts otherwise than on a fresh start with the same text. That "
-            "is right for a drafter that learns from its own drafts, and nothing says it does not."
-        )
-        return Part(NAME, "not applicable", verdict, numbers)
+        verdict = "After rejections it drafts otherwise than on a fresh start with the same text. "
+        verdict += "That is right for a drafter that learns from its own drafts, and nothing says "
+        return Part(NAME, "not applicable", f"{verdict}it does not.", numbers)
     verdict = (
         f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
         "cache is out of step with the text. The text stays right, but drafts are accepted less "
@@ -68,39 +60,28 @@ def check_state(subject: Subject, work: Work) -> Part:
 
 
 def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
-    """Distance between the two sessions' next drafts, None for none; and tokens rejected so far."""
+    """Distance between the two sessions' next drafts, None for none; and tokens rejected so far.
+
+    It is the total variation of the first token's distributions, 1 where only one drafts.
+    """
     context = subject.context(Noise(subject.seed))
     session = subject.drafter.begin(prompt, context)
     tokens = list(prompt)
     rejected = 0
     for num_kept in reversed(range(subject.draft_length + 1)):
-        draft = session.propose(subject.draft_length)
-        drafted = np.array(draft.tokens, int).tolist()
-        kept = drafted[:num_kept]
-        rejected += len(drafted) - len(kept)
-        emitted = [*kept, _other_than(drafted[len(kept) :], prompt, len(tokens))]
+        drafted = to_list(session.propose(subject.draft_length).tokens)
+        kept, wrong = drafted[:num_kept], drafted[num_kept:]
+        rejected += len(wrong)
+        choices = [token for token in prompt if [token] != wrong[:1]] or prompt
+        emitted = [*kept, choices[len(tokens) % len(choices)]]
         session.observe(emitted)
         tokens += emitted
-    again = session.propose(subject.draft_length)
-    fresh = subject.drafter.begin(tokens, context).propose(subject.draft_length)
-    return _distance(again, fresh, subject.vocab_size), rejected
-
-
-def _other_than(rejected: list[int], prompt: list[int], position: int) -> int:
-    """A token of the prompt that is not the one just rejected."""
-    wrong = rejected[:1]
-    choices = [token for token in prompt if [token] != wrong] or prompt
-    return choices[position % len(choices)]
-
-
-def _distance(a: Draft, b: Draft, vocab_size: int) -> float | None:
-    """Total variation of the first token's distributions; 1 where only one drafts, None if none."""
-    probs_a, probs_b = first_probs(a, vocab_size), first_probs(b, vocab_size)
-    if probs_a is None and probs_b is None:
-        return None
-    if probs_a is None or probs_b is None:
-        return 1.0
-    return total_variation(probs_a, probs_b)
+    sessions = session, subject.drafter.begin(tokens, context)
+    drafts = [one.propose(subject.draft_length) for one in sessions]
+    probs = [first_probs(draft, subject.vocab_size) for draft in drafts]
+    if probs[0] is None or probs[1] is None:
+        return None if probs[0] is probs[1] else 1.0, rejected
+    return total_variation(probs[0], probs[1]), rejected
 
 
 def depends_on_text_alone(drafter: Any) -> bool:
@@ -112,8 +93,7 @@ def depends_on_text_alone(drafter: Any) -> bool:
         return True
     if isinstance(drafter, Reading):
         return depends_on_text_alone(drafter.drafter)
-    if isinstance(drafter, tuple):
-        return any(depends_on_text_alone(entry) for entry in drafter)
-    if not dataclasses.is_dataclass(drafter):
-        return False
-    return any(depends_on_text_alone(getattr(drafter, f.name)) for f in dataclasses.fields(drafter))
+    entries = drafter if isinstance(drafter, tuple) else ()
+    if dataclasses.is_dataclass(drafter):
+        entries = tuple(getattr(drafter, field.name) for field in dataclasses.fields(drafter))
+    return any(map(depends_on_text_alone, entries))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,21 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specdec_mlx.errors import DraftError
-from specdec_mlx.loop import speculate
+from specdec_mlx.loop import Token, speculate
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
-    AcceptanceRule,
-    Draft,
-    DraftContext,
-    Drafter,
-    rule_for,
-    shares_noise,
-)
+from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, Drafter, rule_for, shares_noise
+
+Item = TypeVar("Item")
 
 Probs = NDArray[np.float64]
 """Probabilities [V] of the next token, float64."""
@@ -78,6 +73,22 @@ class Subject:
         return rule if isinstance(rule, CoinRule) else None
 
 
+def speculative(subject: Subject, prompt: Sequence[int], num_tokens: int) -> list[Token]:
+    """The greedy text of so many tokens."""
+    return list(
+        speculate(
+            subject.model,
+            prompt,
+            subject.drafter,
+            max_tokens=num_tokens,
+            seed=subject.seed,
+            rule=subject.rule,
+            draft_length=subject.draft_length,
+            tokenizer=subject.tokenizer,
+        )
+    )
+
+
 @dataclass
 class Work:
     """What a part may spend, and where it says how far it is.
@@ -104,6 +115,13 @@ class Work:
             return has_time
         mx.synchronize()  # passes on other streams have collectives of their own
         return bool(self.ranks.gather([has_time])[0][0])
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The first of the items, and further ones while there is time."""
+        for i, item in enumerate(items):
+            if i > 0 and not self.has_time:
+                return
+            yield item
 
     def share(self, fraction: float) -> Work:
         """A part of the time that is left."""
@@ -148,11 +166,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
     tokens = list(prompt)
     session = subject.drafter.begin(prompt, subject.context(Noise(seed)))
     stream = speculate(
-        subject.model,
-        prompt,
-        max_tokens=num_tokens,
-        sampler=subject.sampling,
-        seed=seed,
+        subject.model, prompt, max_tokens=num_tokens, sampler=subject.sampling, seed=seed
     )
     with closing(stream):
         # Several ranks meet in a generation, and nothing that they do together may come between.
@@ -178,12 +192,9 @@ def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
         return probabilities(draft.logprobs[0])
     token = to_list(draft.tokens)[0]
     if not 0 <= token < vocab_size:
-        raise DraftError(
-            f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}. Use a "
-            "drafter for the same tokenizer."
-        )
-    probs = np.zeros(vocab_size)
-    probs[token] = 1.0
+        what = f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}."
+        raise DraftError(f"{what} Use a drafter for the same tokenizer.")
+    probs: Probs = np.eye(1, vocab_size, token)[0]
     return probs
 
 

@@ -20,9 +20,14 @@ RARE = 0.2
 SHARPER = 0.7
 
 
+def rejecting(p: Probs, q: Probs, kept: Probs) -> Masses:
+    """Draft tokens kept by these chances, and else a token of the residual."""
+    return kept, (1 - kept.sum()) * normalised(np.maximum(0, p - q), p), p
+
+
 def lossless(p: Probs, q: Probs) -> Masses:
     """Token-level rejection as it should be."""
-    return np.minimum(p, q), np.maximum(0, p - q), p
+    return rejecting(p, q, np.minimum(p, q))
 
 
 def residual_is_target(p: Probs, q: Probs) -> Masses:
@@ -33,27 +38,24 @@ def residual_is_target(p: Probs, q: Probs) -> Masses:
 
 def sharp_bonus(p: Probs, q: Probs) -> Masses:
     """The bonus token at temperature 0.5."""
-    return np.minimum(p, q), np.maximum(0, p - q), at_temperature(p, 0.5)
+    return (*lossless(p, q)[:2], at_temperature(p, 0.5))
 
 
 def swapped(p: Probs, q: Probs) -> Masses:
     """P and q in each other's place."""
-    chance = np.divide(q, p, out=np.ones_like(q), where=p > q)
-    kept = q * chance
+    kept = q * np.divide(q, p, out=np.ones_like(q), where=p > q)
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
 
 
 def lenient(p: Probs, q: Probs) -> Masses:
     """A fifth more is kept than is due."""
-    kept = np.minimum(1.2 * p, q)
-    return kept, (1 - kept.sum()) * normalised(np.maximum(0, p - q), p), p
+    return rejecting(p, q, np.minimum(1.2 * p, q))
 
 
 def misdeclared(p: Probs, q: Probs) -> Masses:
     """The distribution handed over is that of temperature 0.7, relative to the one drawn from."""
     chance = np.divide(p, q, out=np.ones_like(q), where=q > p)
-    kept = at_temperature(q, 1 / SHARPER) * chance
-    return kept, (1 - kept.sum()) * normalised(np.maximum(0, p - q), p), p
+    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * chance)
 
 
 def dropped(p: Probs, q: Probs) -> Masses:

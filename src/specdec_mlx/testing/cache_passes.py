@@ -57,7 +57,7 @@ def contents(cache: Any) -> dict[str, Any]:
     """
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
     arrays = cache.keys_and_values() if has_rows else cache.state
-    held = {name: _copied(value) for name, value in tree_flatten(arrays, prefix="state")}
+    held = {name: _copied(value) for name, value in tree_flatten(arrays, prefix=".state")}
     plain = (bool, int, float, str, type(None))
     return held | {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, plain)}
 
@@ -71,17 +71,14 @@ def _copied(value: Any) -> Any:
 def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
     """The first thing that is not as it was, in words; None if all is, bit for bit."""
     for name in {**expected, **got}:
-        before, after = expected.get(name), got.get(name)
-        if not isinstance(before, np.ndarray) or not isinstance(after, np.ndarray):
-            if type(before) is not type(after) or before != after:
-                return f"{name} is {_described(after)}, was {_described(before)}"
-        elif before.shape != after.shape or not np.array_equal(before, after, equal_nan=True):
-            return f"{name} holds {_described(after)}, other numbers than {_described(before)}"
+        before: Any = expected.get(name)
+        after: Any = got.get(name)
+        is_real = isinstance(after, np.ndarray) and after.dtype.kind == "f"  # it may have NaN
+        if type(before) is type(after) and np.array_equal(before, after, equal_nan=is_real):
+            continue
+        now, then = (str(getattr(x, "shape", repr(x))) for x in (after, before))
+        return f"{name} is {now}, was {then}" if now != then else f"{name} holds other numbers"
     return None
-
-
-def _described(value: Any) -> str:
-    return f"an array of shape {value.shape}" if isinstance(value, np.ndarray) else repr(value)
 
 
 class InterruptedPass(BaseException):

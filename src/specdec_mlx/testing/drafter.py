@@ -5,40 +5,45 @@
     def test_my_drafter_keeps_the_contract():
         check_drafter(MyDrafter())
 
-What a wrong drafter would do to the text (or only to its speed) says the message of the
-AssertionError.
+No model is needed: a scripted verdict stands in for the target's, and every number of accepted
+tokens occurs. What a wrong drafter would do to the text (or only to its speed) says the message of
+the AssertionError.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import random
 import sys
 import threading
 import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.checks.statistics import ChiSquare
+from specdec_mlx.checks.chi_square import ChiSquare, limit
+from specdec_mlx.errors import DraftError
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.testing.chi_square import limit
-from specdec_mlx.testing.generations import (
-    TOLERANCE,
-    Generations,
-    ScriptedGeneration,
-    ScriptedRound,
-    default_prompts,
-)
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.inputs import check_draft, check_drafted
+from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter
+from specdec_mlx.types import Checks, Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
+
+LIMITS = (3, 1, 5, 2, 4, 8)
+NUM_ROUNDS = 14
+"""Draft lengths that are asked for in turn, and rounds of a generation: each twice, and more."""
+
+TOLERANCE = 1e-3
+"""How far two probabilities, or the mass of a distribution from 1, may be off: float32."""
 
 NUM_THREADS = 4
 MEMORY_TOKENS = 1500
@@ -80,42 +85,94 @@ def check_drafter(
     Raises:
         AssertionError: it broke one; says which, what happened and what to do.
     """
-    check = _Check(drafter, vocab_size, tokenizer, prompts or default_prompts(vocab_size))
-    lines = [check.protocol(), check.empty_drafts()]
-    if not remembers:
-        lines.append(check.sessions())
-    if not learns:
-        lines.append(check.rewinds())
-    lines += [check.distribution(num_draws), check.memory()]
-    return [*lines, check.threads(alike=not remembers)]
+    prompts = prompts or default_prompts(vocab_size)
+    check = DrafterConformance(drafter, vocab_size, tokenizer, prompts, num_draws, not remembers)
+    left_out = {"noise": True, "sessions": remembers, "rewinds": learns}  # noise: in every draft
+    return check.run([name for name in check.properties if not left_out.get(name)])
 
 
 @dataclass
-class _Check(Generations):
-    """One drafter under test, after these prompts."""
+class ScriptedRound:
+    """What was proposed, and what was emitted."""
 
+    tokens: list[int]
+    logprobs: mx.array | None
+    emitted: list[int]
+
+
+@dataclass(frozen=True)
+class NotedNoise(Noise):
+    """Noise that notes which places drafts were drawn from: purposes and positions, in order."""
+
+    drawn: list[tuple[str, int]] = field(default_factory=list, compare=False)
+
+    def _mixed(self, purpose: str, position: int) -> int:
+        if purpose.startswith("draft "):
+            self.drawn.append((purpose, position))
+        return super()._mixed(purpose, position)
+
+
+@dataclass
+class ScriptedGeneration:
+    """A session, and what it has seen; `num_decided` draws of its noise are of decided drafts.
+
+    given: prompt + emitted, a list that grows under the session as the loop's does.
+    """
+
+    session: DraftSession
+    given: list[int]
+    prompt: list[int]
+    noise: NotedNoise
+    emitted: list[int] = field(default_factory=list)
+    num_decided: int = 0
+
+
+@dataclass
+class DrafterConformance(Conformance):
+    """One drafter under test: what the loop does with it, played from a script.
+
+    is_same_again: whether generations propose the same again.
+    """
+
+    properties = {  # noqa: RUF012
+        "protocol": "See Drafter, DraftSession and Draft in specdec_mlx.types",
+        "noise": "Give draft_gumbel the number of tokens emitted, and an index for each node",
+        "empty drafts": "Return Draft()",
+        "sessions": "Keep in the session all that changes, and draw random drafts from "
+        "context.draft_gumbel or context.noise (remembers=True if it is meant)",
+        "rewinds": "Take back in observe() what was proposed and not emitted (or learns=True)",
+        "distribution": "Hand over the distribution that each token was drawn from, captured while "
+        "drawing, after context.sampling.log_distribution, and drop no token for what it is",
+        "memory": "Keep no list of sessions, and no copy of the text at every round",
+        "threads": "Keep in the session all that changes (remembers=True if it is meant)",
+    }
+    drafter: Drafter
+    vocab_size: int
+    tokenizer: Any
     prompts: Sequence[Sequence[int]]
+    num_draws: int
+    is_same_again: bool
+
+    def __post_init__(self) -> None:
+        """Nothing was played yet."""
+        super().__init__(self.drafter)
 
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
-        if not isinstance(self.drafter, Drafter) or inspect.isclass(self.drafter):
-            self.fail("protocol", f"{self.drafter!r} has no begin(prompt, context).", "See Drafter")
+        is_drafter = isinstance(self.drafter, Drafter) and not inspect.isclass(self.drafter)
+        self.require(is_drafter, f"{self.drafter!r} has no begin(prompt, context).")
         before = dict(getattr(self.drafter, "__dict__", {}))
         num_drafts = 0
-        for context in self.contexts():
-            for prompt in self.prompts:
-                generation = self.begin(prompt, context)
-                rounds = list(self.rounds(generation))
-                num_drafts += sum(bool(r.tokens) for r in rounds)
+        for context, prompt in itertools.product(self.contexts(), self.prompts):
+            num_drafts += sum(bool(r.tokens) for r in self.rounds(self.begin(prompt, context)))
         after = getattr(self.drafter, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
-        if changed:
-            self.fail(
-                "protocol",
-                f"a generation changed the drafter itself: {', '.join(changed)}.",
-                "Keep what changes in the session; the drafter is shared between generations",
-            )
-        return f"protocol: {num_drafts} drafts, each can be verified"
+        self.require(
+            not changed,
+            f"a generation changed the drafter itself: {', '.join(changed)}.",
+            "Keep what changes in the session; the drafter is shared between generations",
+        )
+        return f"{num_drafts} drafts, each can be verified"
 
     def empty_drafts(self) -> str:
         """Rounds without a draft are normal, also many in a row and before the first proposal."""
@@ -123,10 +180,10 @@ class _Check(Generations):
             generation = self.begin(prompt)
             for token in [*range(min(6, self.vocab_size)), 0, 1]:
                 self.observe(generation, [token])
-                if len(self.propose(generation, 0).tokens):
-                    self.fail("empty drafts", "propose(0) returned tokens.", "Return Draft()")
+                is_empty = not len(self.propose(generation, 0).tokens)
+                self.require(is_empty, "propose(0) returned tokens.")
             self.propose(generation, 4)
-        return "empty drafts: plain rounds before, between and after drafts"
+        return "plain rounds before, between and after drafts"
 
     def sessions(self) -> str:
         """Two generations at once, and one after the other, have nothing to do with each other."""
@@ -134,51 +191,34 @@ class _Check(Generations):
         alone = self.script(prompt)
         context = self.context(Sampling(temp=1.0))
         first, second = self.begin(prompt, context), self.begin(other, context)
-        rounds = []
-        for round_, _ in zip(self.rounds(first), self.rounds(second), strict=False):
-            rounds.append(round_)
+        pairs = zip(self.rounds(first), self.rounds(second), strict=False)
+        beside = [round_ for round_, _ in pairs]
         self.close(second)
-        self._same_rounds("sessions", alone, rounds, "beside another generation")
-        self._same_rounds("sessions", alone, self.script(prompt), "after other generations")
-        return f"sessions: {len(rounds)} rounds, alone and beside another generation"
+        self._same_rounds(alone, beside, "beside another generation")
+        self._same_rounds(alone, self.script(prompt), "after other generations")
+        return f"{len(beside)} rounds, alone and beside another generation"
 
     def rewinds(self) -> str:
         """After any verdict, what is proposed is what the same text alone would have led to."""
         compared = 0
-        for context in self.contexts():
-            for prompt in self.prompts:
-                generation = self.begin(prompt, context)
-                for round_ in self.rounds(generation):
-                    self._compare_with_watcher(generation, round_, context)
-                    compared += 1
-        return f"rewinds: {compared} proposals are those of a session that never drafted"
+        for context, prompt in itertools.product(self.contexts(), self.prompts):
+            generation = self.begin(prompt, context)
+            for round_ in self.rounds(generation):
+                watcher = self.begin(prompt, context)  # it sees the text, and is never asked
+                before = generation.emitted[: len(generation.emitted) - len(round_.emitted)]
+                for token in before:
+                    self.observe(watcher, [token])
+                draft = self.propose(watcher, len(round_.tokens) or 1)
+                expected = to_list(draft.tokens)
+                what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
+                what += f"saw the same text, and was never asked before, proposes {expected}"
+                self.require(round_.tokens == expected[: len(round_.tokens)], f"{what}.")
+                is_same = round_.logprobs is None or _close(round_.logprobs, draft.logprobs)
+                self.require(is_same, f"{what}, and declares another distribution.")
+                compared += 1
+        return f"{compared} proposals are those of a session that never drafted"
 
-    def _compare_with_watcher(
-        self, generation: ScriptedGeneration, round_: ScriptedRound, context: DraftContext
-    ) -> None:
-        """Compare this round's draft with that of a session that only watched the text."""
-        before = generation.emitted[: len(generation.emitted) - len(round_.emitted)]
-        watcher = self.begin(generation.prompt, context)
-        for token in before:
-            self.observe(watcher, [token])
-        expected = self.propose(watcher, len(round_.tokens) or 1)
-        if round_.tokens != to_list(expected.tokens)[: len(round_.tokens)]:
-            self.fail(
-                "rewinds",
-                f"after {len(before)} tokens it proposed {round_.tokens}; a session that saw the "
-                f"same text, and was never asked before, proposes {to_list(expected.tokens)}.",
-                "Take back in observe() what was proposed and not emitted (learns=True if what was "
-                "rejected is meant to matter)",
-            )
-        if round_.logprobs is not None and not _close(round_.logprobs, expected.logprobs):
-            self.fail(
-                "rewinds",
-                f"after {len(before)} tokens it declared another distribution than a session that "
-                "saw the same text.",
-                "Take back in observe() what was proposed and not emitted",
-            )
-
-    def distribution(self, num_draws: int) -> str:
+    def distribution(self) -> str:
         """Tokens drawn at random follow the distribution that was declared for them.
 
         Where it differs from draw to draw the statistic is smaller than chi-square's, so that the
@@ -186,35 +226,28 @@ class _Check(Generations):
         """
         drawn, declared = np.zeros(self.vocab_size), np.zeros(self.vocab_size)
         firsts: dict[int, mx.array] = {}
-        for seed in range(num_draws):
+        for seed in range(self.num_draws):
             which = seed % len(self.prompts)
-            draft = self._random_draft(which, seed)
+            context = self.context(Sampling(temp=1.0), seed)
+            draft = self.propose(self.begin(self.prompts[which], context), 1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
-                    return "distribution: its drafts are point masses, there is none to test"
+                    return "its drafts are point masses, there is none to test"
                 continue
-            if not _close(draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1])):
-                self.fail(
-                    "distribution",
-                    "what is declared for the first token changes with the seed.",
-                    "It is the distribution before the token was drawn, not after",
-                )
+            is_same = _close(draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1]))
+            self.require(is_same, "what is declared for the first token changes with the seed.")
             declared += np.exp(np.array(draft.logprobs, np.float64)).sum(0)
             np.add.at(drawn, to_list(draft.tokens), 1)
         test = ChiSquare.of(drawn, declared)
         most = limit(test.freedom)
         found = f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, limit {most:.0f}"
-        if test.statistic > most:
-            worst = int(np.argmax(np.abs(drawn - declared)))
-            self.fail(
-                "distribution",
-                f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
-                f"{declared[worst]:.1f} times were declared.",
-                "Hand over the distribution that each token was drawn from, captured while "
-                "drawing, after context.sampling.log_distribution, and never drop a drawn token "
-                "for what it is",
-            )
-        return f"distribution: {found}"
+        worst = int(np.argmax(np.abs(drawn - declared)))
+        self.require(
+            test.statistic <= most,
+            f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
+            f"{declared[worst]:.1f} times were declared.",
+        )
+        return found
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
@@ -222,104 +255,196 @@ class _Check(Generations):
         last = list(self.rounds(generation))[-1]
         stopped_inside = len(generation.given) - len(last.emitted) + 1
         self.close(generation, stopped_inside)
-        try:
-            reference = weakref.ref(generation.session)
-        except TypeError:  # __slots__ without __weakref__
-            reference = None
+        can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
+        held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
         gc.collect()
-        if reference is not None and reference() is not None:
-            self.fail(
-                "memory",
-                "a closed session is still held by something.",
-                "Keep no list of sessions, in the drafter or in its module",
-            )
+        self.require(held() is None, "a closed session is still held by something.")
         first, later = self._growth()
-        if later > MEMORY_GROWTH * max(first, 200_000):
-            self.fail(
-                "memory",
-                f"the first {MEMORY_TOKENS} tokens took {first / 1e6:.1f} MB, the next "
-                f"{2 * MEMORY_TOKENS} took {later / 1e6:.1f} MB.",
-                "Do not copy the text at every round",
-            )
-        return f"memory: released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
+        what = f"the first {MEMORY_TOKENS} tokens took {first / 1e6:.1f} MB, twice as many then "
+        what += f"took {later / 1e6:.1f} MB."
+        self.require(later <= MEMORY_GROWTH * max(first, 200_000), what)
+        return f"released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
 
     def _growth(self) -> tuple[int, int]:
         """Bytes for the first tokens of a text, and for twice as many behind them."""
         generation = self.begin(self.prompts[0])
-        coins = random.Random(0)
+        coins, held = random.Random(0), []
         tracemalloc.start()
         try:
-            readings = [tracemalloc.get_traced_memory()[0]]
-            for count in (MEMORY_TOKENS, 2 * MEMORY_TOKENS):
+            for count in (0, MEMORY_TOKENS, 2 * MEMORY_TOKENS):
                 for _ in range(count // 2):
-                    self.observe(generation, [coins.randrange(self.vocab_size) for _ in range(2)])
-                readings.append(tracemalloc.get_traced_memory()[0])
+                    self.observe(generation, coins.choices(range(self.vocab_size), k=2))
+                held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
-        return readings[1] - readings[0], readings[2] - readings[1]
+        return held[1] - held[0], held[2] - held[1]
 
-    def threads(self, *, alike: bool = True) -> str:
-        """Generations in several threads at once propose what they would have alone, if `alike`."""
+    def threads(self) -> str:
+        """Generations in several threads at once propose what they would have alone."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_THREADS)]
         alone = [self.script(prompt) for prompt in prompts]
-        results: list[Any] = [None] * NUM_THREADS
         barrier = threading.Barrier(NUM_THREADS)
 
-        def run(i: int) -> None:
-            try:
-                with mx.stream(generation_stream):
-                    barrier.wait()
-                    results[i] = self.script(prompts[i])
-            except Exception as error:
-                results[i] = error
+        def run(prompt: Sequence[int]) -> list[ScriptedRound]:
+            with mx.stream(generation_stream):
+                barrier.wait()
+                return self.script(prompt)
 
-        workers = [threading.Thread(target=run, args=(i,)) for i in range(NUM_THREADS)]
-        with _eager_switching():
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
+        before = sys.getswitchinterval()
+        sys.setswitchinterval(1e-6)  # threads take turns so often that what they share shows
+        try:
+            with ThreadPoolExecutor(NUM_THREADS) as pool:
+                results = list(pool.map(run, prompts))
+        finally:
+            sys.setswitchinterval(before)
+        if not self.is_same_again:
+            return f"{NUM_THREADS} at once"
         for expected, got in zip(alone, results, strict=True):
-            if isinstance(got, Exception):
-                raise got
-            if alike:
-                self._same_rounds("threads", expected, got, "while other threads drafted too")
-        return f"threads: {NUM_THREADS} at once{' draft as each alone' if alike else ''}"
+            self._same_rounds(expected, got, "while other threads drafted too")
+        return f"{NUM_THREADS} at once draft as each alone"
 
     def _same_rounds(
-        self, part: str, expected: Sequence[ScriptedRound], got: Sequence[ScriptedRound], where: str
+        self, expected: Sequence[ScriptedRound], got: Sequence[ScriptedRound], where: str
     ) -> None:
         """Raise unless both generations proposed the same."""
         for i, (one, other) in enumerate(zip(expected, got, strict=True)):
-            if one.tokens != other.tokens:
-                self.fail(
-                    part,
-                    f"in round {i} it proposed {one.tokens} alone, and {other.tokens} {where}.",
-                    "Keep in the session all that changes, and draw random drafts from "
-                    "context.draft_gumbel or context.noise (remembers=True if it is meant)",
-                )
+            what = f"in round {i} it proposed {one.tokens} alone, and {other.tokens} {where}."
+            self.require(one.tokens == other.tokens, what)
 
-    def _random_draft(self, which: int, seed: int) -> Draft:
-        """A draft of a fresh session after one of the prompts, under a seed of its own."""
-        generation = self.begin(self.prompts[which], self.context(Sampling(temp=1.0), seed))
-        return self.propose(generation, 1 + seed % 2)
+    # What the checks are made of
+
+    def contexts(self) -> list[DraftContext]:
+        """Greedy, drawn at random, and an opaque sampler."""
+        return [self.context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
+
+    def context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
+        """What the loop tells a drafter."""
+        told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
+        return DraftContext(sampling=sampling, noise=Noise(seed), **told)
+
+    def begin(
+        self, prompt: Sequence[int], context: DraftContext | None = None
+    ) -> ScriptedGeneration:
+        """Start a session, and see that the prompt stays the caller's."""
+        given = list(prompt)
+        context = context or self.context(Sampling())
+        noise = NotedNoise(context.noise.seed if context.noise else 0)
+        context = replace(context, noise=noise)
+        if isinstance(self.drafter, Checks):
+            self.drafter.check(context)
+        session = self.drafter.begin(given, context)
+        if not isinstance(session, DraftSession):
+            kind = type(session).__name__
+            self.fail(f"begin() returned {kind}, which lacks propose or observe.", part="protocol")
+        generation = ScriptedGeneration(session, given, list(prompt), noise)
+        self._check_given(generation)
+        return generation
+
+    def propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
+        """A draft that can be verified."""
+        drawn = generation.noise.drawn
+        num_drawn = len(drawn)
+        with mx.stream(generation_stream):
+            draft = generation.session.propose(limit)
+            self._check_draft(draft, limit)
+        new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
+        if draft.logprobs is not None and (len({*new}) < len(new) or {*new} & {*decided}):
+            self.fail(
+                f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
+                "or one from that of an earlier draft. The text is then biased.",
+                part="noise",
+            )
+        return draft
+
+    def observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
+        """Tell the session what was emitted, and see that the tokens stay the caller's."""
+        generation.given += tokens
+        generation.emitted += tokens
+        generation.num_decided = len(generation.noise.drawn)
+        shown = list(tokens)
+        generation.session.observe(shown)
+        if shown != tokens:
+            self.fail("observe() changed the tokens given to it.", "Copy them", part="protocol")
+        if len(generation.given) < 1000:
+            self._check_given(generation)
+
+    def close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
+        """End a session as the loop does, with the length of what the caller has."""
+        if isinstance(generation.session, Closes):
+            generation.session.close(len(generation.given) if length is None else length)
+
+    def rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
+        """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
+        for i in range(NUM_ROUNDS):
+            limit = LIMITS[i % len(LIMITS)]
+            if is_cheap(generation.session):
+                self.propose(generation, limit)  # the loop looks whether there is something
+            draft = self.propose(generation, limit)
+            tokens = to_list(draft.tokens)
+            most, after = len(tokens), (7 * i) % self.vocab_size
+            num_accepted = (0, most, most // 2, most, min(1, most))[i % 5]
+            if tokens[num_accepted : num_accepted + 1] == [after]:  # it was rejected
+                after = (after + 1) % self.vocab_size
+            emitted = [*tokens[:num_accepted], after]
+            self.observe(generation, emitted)
+            yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
+
+    def script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
+        """A whole scripted generation, closed at its end."""
+        generation = self.begin(prompt, self.context(Sampling(temp=1.0)))
+        rounds = list(self.rounds(generation))
+        self.close(generation)
+        return rounds
+
+    def _check_given(self, generation: ScriptedGeneration) -> None:
+        """Raise if the session wrote into the list that it was given."""
+        if generation.given != generation.prompt + generation.emitted:
+            what = "it wrote into the list that begin() was given, the loop's own."
+            self.fail(what, "Copy it: list(prompt)", part="protocol")
+
+    def _check_draft(self, draft: Draft, limit: int) -> None:
+        """Raise for a draft that no rule could judge."""
+        if not isinstance(draft, Draft):
+            self.fail(f"propose() returned {type(draft).__name__}.", part="protocol")
+        try:
+            check_draft(Draft(draft.tokens, parents=draft.parents), self.vocab_size)
+            check_drafted(to_list(draft.tokens), self.vocab_size)
+        except DraftError as error:
+            self.fail(str(error), part="protocol")
+        if limit < len(draft):
+            self.fail(f"propose({limit}) returned {len(draft)} tokens.", part="protocol")
+        if draft.evidence is not None and len(draft.evidence) != len(draft):
+            what = f"there is evidence for {len(draft.evidence)} of {len(draft)} tokens."
+            self.fail(what, part="protocol")
+        if draft.logprobs is None or not len(draft):
+            return
+        probs = np.exp(np.array(draft.logprobs.astype(mx.float32), np.float64))
+        expected = (len(draft), self.vocab_size)
+        if probs.shape != expected:
+            fault = f"logprobs have shape {probs.shape}; expected {expected}."
+        elif not np.allclose(probs.sum(-1), 1, atol=TOLERANCE):
+            mass = np.round(probs.sum(-1), 3).tolist()
+            fault = f"the probabilities declared add up to {mass}, not to 1."
+        elif not np.all(probs[range(len(draft)), to_list(draft.tokens)] > 0):
+            fault = "it proposed a token to which its declared distribution gives no chance."
+        else:
+            return
+        self.fail(fault, part="distribution")
+
+
+def default_prompts(vocab_size: int) -> list[list[int]]:
+    """Texts with something to look up: random, with repeats; repeating; and a single token."""
+    coins = random.Random(0)
+    few = max(2, min(vocab_size, 8))
+    phrase = [coins.randrange(vocab_size) for _ in range(12)]
+    noisy = [coins.randrange(few) for _ in range(40)]
+    return [[*phrase, *noisy, *phrase[:6]], phrase[:3] * 6, [1 % vocab_size]]
 
 
 def _close(got: mx.array, expected: mx.array | None) -> bool:
     """Whether the rows of `got` are the first rows of `expected`, as probabilities."""
     if expected is None:
         return False
-    rows = np.exp(np.array(expected[: got.shape[0]], np.float64))
-    return bool(np.allclose(np.exp(np.array(got, np.float64)), rows, atol=TOLERANCE))
-
-
-@contextmanager
-def _eager_switching() -> Iterator[None]:
-    """Let threads take turns every few microseconds, so that what they share shows."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)
+    a, b = (np.exp(np.array(x[: len(got)], np.float64)) for x in (got, expected))
+    return np.allclose(a, b, atol=TOLERANCE)

@@ -16,8 +16,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
@@ -33,7 +32,7 @@ from specdec_mlx.testing.cache_passes import (
     difference,
     interrupting,
 )
-from specdec_mlx.testing.failures import fail
+from specdec_mlx.testing.conformance import Conformance
 
 TOLERANCE = 1e-4
 """How far a row may be off that was computed beside others, or from rows in another order."""
@@ -83,130 +82,138 @@ def check_strategy(
         AssertionError: it broke one; says which, what happened and what to do.
         ValueError: `feed` does not return rows.
     """
-    check = _Check(strategy, make_cache, feed, window or window_of(make_cache()) or WINDOW)
-    lines = [check.protocol()]
+    check = StrategyConformance(strategy, make_cache, feed, window)
+    lines = check.run(["protocol"])
     with _registered(strategy, type(make_cache())):
-        lines.append(check.widths())
-        if check.refuses():
-            return [*lines, "restore: refused, so single tokens only, which are never taken back"]
-        lines += [check.restore(), check.interrupt(), check.rollback()]
-        if isinstance(strategy, Gathers):
-            lines.append(check.gather())
+        lines += check.run(["widths", "restore"])
+        if not check.refuses:
+            lines += check.run(["interrupt", "rollback"])
+            lines += check.run(["gather"] if isinstance(strategy, Gathers) else [])
     return lines
 
 
 @contextmanager
 def _registered(strategy: Strategy, kind: type) -> Iterator[None]:
     """Have the strategy be that of a class for a while."""
-    before = STRATEGIES.get(kind)
+    before = dict(STRATEGIES)
     STRATEGIES[kind] = strategy
     try:
         yield
     finally:
-        if before is None:
-            del STRATEGIES[kind]
-        else:
-            STRATEGIES[kind] = before
+        STRATEGIES.clear()
+        STRATEGIES.update(before)
 
 
-@dataclass
-class _Check:
+class StrategyConformance(Conformance):
     """One strategy under test. The text is 0, 1, 2, ..., so that no two tokens are alike."""
 
-    strategy: Strategy
-    make_cache: Callable[[], Any]
-    feed: Feed
-    window: int
-    _plain: list[mx.array] = field(default_factory=list)
+    properties = {  # noqa: RUF012
+        "protocol": "See target.strategies.Strategy",
+        "widths": "Passes that are not what single tokens are have to be narrower: widest_pass",
+        "restore": "Put back all that a pass changes, and never write to what save() returned",
+        "interrupt": "Put back all that a pass changes, whether or not it came to its end",
+        "rollback": "Take back exactly what was rejected, the class's own counters included; trim "
+        "returns how many positions it dropped, and where can_trim may say no, must_restore is "
+        "true",
+        "gather": "Move the rows that are kept to where they belong, and count them alone",
+    }
 
-    def __post_init__(self) -> None:
-        """The cache that is never drafted on."""
-        self._plain_cache = self.make_cache()
+    def __init__(
+        self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed, window: int | None
+    ) -> None:
+        """As for `check_strategy`."""
+        super().__init__(strategy)
+        self.strategy, self.make_cache, self.feed = strategy, make_cache, feed
+        self.window = window or window_of(make_cache()) or WINDOW
+        half, whole = self.window // 2, self.window
+        # empty, short, about to fill the window, just past it, and more than twice as long
+        self.lengths = sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
+        self.refuses = False
+        self._plain: list[mx.array] = []
+        self._plain_cache = make_cache()  # it is never drafted on
 
     def protocol(self) -> str:
         """All members are there."""
         needed = ("name", "must_restore", "save", "restore", "can_trim", "trim", "widest_pass")
         missing = [name for name in needed if not hasattr(self.strategy, name)]
-        if inspect.isclass(self.strategy) or missing:
-            lacks = f"lacks {', '.join(missing)}" if missing else "is a class, not an instance"
-            self.fail("protocol", f"{self.strategy!r} {lacks}.", "See target.strategies.Strategy")
+        self.require(not missing, f"{self.strategy!r} lacks {', '.join(missing)}.")
+        is_class = inspect.isclass(self.strategy)
+        self.require(not is_class, f"{self.strategy!r} is a class, not an instance.")
         widest = self.strategy.widest_pass(self.make_cache())
-        if widest is not None and widest < 1:
-            self.fail("protocol", f"widest_pass is {widest}.", "A number >= 1, or None for any")
+        self.require(widest is None or widest >= 1, f"widest_pass is {widest}; expected >= 1.")
         if self._plain_rows(2).shape[0] != 2:
             raise ValueError("feed has to return rows [S, D], one for each token of the pass.")
-        return f"protocol: {self.strategy.name}"
+        return self.strategy.name
 
     def widths(self) -> str:
         """Passes as wide as `widest_pass` lets them be are what single tokens are."""
-        for length in self._lengths():
+        for length in self.lengths:
             where = f"nothing was drafted, and {length} tokens were fed in wide passes"
-            self._go_on("widths", self._fed(length), length, where)
-        return f"widths: wide passes are what single tokens are, at {len(self._lengths())} lengths"
+            self._go_on(self._fed(length), length, where)
+        return f"wide passes are what single tokens are, at {len(self.lengths)} lengths"
 
-    def refuses(self) -> bool:
-        """Whether it says that there is no way back; passes must then have one position only."""
+    def restore(self) -> str:
+        """`restore` puts a cache back exactly as it was at `save`, and may be asked to again.
+
+        A strategy may refuse, if it lets passes have one position only.
+        """
         cache = self.make_cache()
         try:
             self.strategy.restore(cache, self.strategy.save(cache))
         except CacheRollbackError as error:
-            if self.strategy.widest_pass(cache) != 1:
-                self.fail("restore", f"it refused: {error}", "Then widest_pass has to be 1")
-            return True
-        return False
-
-    def restore(self) -> str:
-        """`restore` puts a cache back exactly as it was at `save`, and may be asked to again."""
-        lengths = self._lengths()
-        for length in lengths:
+            is_single = self.strategy.widest_pass(cache) == 1
+            self.require(is_single, f"it refused: {error}", "Then widest_pass has to be 1")
+            self.refuses = True
+            return "refused, so single tokens only, which are never taken back"
+        for length in self.lengths:
             cache = self._fed(length)
             saved, before = self.strategy.save(cache), contents(cache)
             where = f"put back at {length} tokens"
             for width in TAKEN_BACK:
-                with self._blaming("restore", where):
-                    self._pass(cache, self._rejected(self._limited(cache, width)))
-                    self.strategy.restore(cache, saved)
-                    self._check_as_before("restore", cache, before, where)
-            self._go_on("restore", cache, length, where)
-        return f"restore: exact, and again, at {len(lengths)} lengths"
+                with self._blaming(where):
+                    self._reject(cache, width)
+                    self._put_back(cache, saved, before, where)
+            self._go_on(cache, length, where)
+        return f"exact, and again, at {len(self.lengths)} lengths"
 
     def interrupt(self) -> str:
         """It does so after a pass that was interrupted, at whichever change of the cache."""
         points = 0
-        for length, width in itertools.product(self._lengths(), TAKEN_BACK):
+        for length, width in itertools.product(self.lengths, TAKEN_BACK):
             for at in itertools.count():
                 cache = self._fed(length)
                 saved, before = self.strategy.save(cache), contents(cache)
-                was_interrupted = self._interrupt(cache, width, at)
+                was_interrupted = False
+                try:
+                    with interrupting(cache, at):
+                        self._reject(cache, width)
+                except InterruptedPass:
+                    was_interrupted = True
                 where = f"put back at {length} tokens from change {at} of a pass"
-                with self._blaming("interrupt", where):
-                    self.strategy.restore(cache, saved)
-                    self._check_as_before("interrupt", cache, before, where)
+                with self._blaming(where):
+                    self._put_back(cache, saved, before, where)
                 if not was_interrupted:
                     break
                 points += 1
-        return f"interrupt: exact after whole passes, and after {points} interruptions"
+        return f"exact after whole passes, and after {points} interruptions"
 
-    def _interrupt(self, cache: Any, width: int, at: int) -> bool:
-        """A pass that is interrupted in place of its change `at`; whether it has so many."""
-        try:
-            with interrupting(cache, at):
-                self._pass(cache, self._rejected(self._limited(cache, width)))
-        except InterruptedPass:
-            return True
-        return False
+    def _put_back(self, cache: Any, saved: Any, before: dict[str, Any], where: str) -> None:
+        """Restore a cache, which then holds what it held."""
+        self.strategy.restore(cache, saved)
+        found = difference(contents(cache), before)
+        self.require(found is None, f"{where}: {found}.")
 
     def rollback(self) -> str:
         """Draft, roll back, go on: the same as never having drafted, for every number kept."""
         histories = 0
-        for length, width in itertools.product(self._lengths(), (*WIDTHS, self.window + 2)):
+        for length, width in itertools.product(self.lengths, (*WIDTHS, self.window + 2)):
             limited = self._limited(self._fed(length), width)
             if limited < width and limited in WIDTHS:
                 continue  # it has had its turn
             for kept, is_beside in itertools.product(range(limited + 1), (False, True)):
                 self._draft_and_roll_back(length, limited, kept, is_beside)
                 histories += 1
-        return f"rollback: {histories} histories, each as if nothing had been drafted"
+        return f"{histories} histories, each as if nothing had been drafted"
 
     def _draft_and_roll_back(self, length: int, width: int, kept: int, is_beside: bool) -> None:
         """One history.
@@ -224,11 +231,11 @@ class _Check:
         rollback.advance(length)
         where = f"after {length} tokens, a pass over {width} positions of which {kept} were kept"
         where += ", beside a cache that cannot be trimmed" if is_beside else ""
-        with self._blaming("rollback", where):
+        with self._blaming(where):
             self._round(rollback, length + kept, width, where)
             if is_beside:
                 self._round(rollback, length + max(0, kept - 1), width, where)
-        self._go_on("rollback", caches[0], rollback.position, where)
+        self._go_on(caches[0], rollback.position, where)
 
     def _round(self, rollback: Rollback, end: int, width: int, where: str) -> None:
         """A pass over what is pending and rejected tokens, after which the text ends at `end`."""
@@ -236,40 +243,34 @@ class _Check:
         rollback.checkpoint()
         width = self._limited(cache, width)
         known = range(start, min(end, start + width))
-        rows = self._pass(cache, [*known, *self._rejected(width - len(known))])
-        self._check_rows("rollback", rows[: len(known)], start, where)
+        rows = self._pass(cache, [*known, *rejected(width - len(known))])
+        self._check_rows(rows[: len(known)], start, where)
         rollback.advance(width)
         rollback.rewind_to(end)
 
     def gather(self) -> str:
         """Of the last positions any may be kept, as if the others had never been there."""
-        assert isinstance(self.strategy, Gathers)
         histories = 0
-        for length, kept in itertools.product(self._lengths(), TREE_PATHS):
+        for length, kept in itertools.product(self.lengths, TREE_PATHS):
             cache = self._fed(length)
             if self._limited(cache, TREE_SIZE + 1) <= TREE_SIZE:
                 continue
-            tokens = [length, *self._rejected(TREE_SIZE)]
+            tokens = [length, *rejected(TREE_SIZE)]
             for depth, node in enumerate(kept, start=1):
                 tokens[1 + node] = length + depth
             rollback = Rollback([cache])
             rollback.advance(length)
             where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(kept)} were kept"
-            with self._blaming("gather", where):
+            with self._blaming(where):
                 rollback.checkpoint()
                 self._pass(cache, tokens)
                 rollback.advance(len(tokens))
                 reached = rollback.keep(length + 1, kept)
-            self._go_on("gather", cache, reached, where)
+            self._go_on(cache, reached, where)
             histories += 1
-        return f"gather: {histories} histories, each as if only what was kept had been fed"
+        return f"{histories} histories, each as if only what was kept had been fed"
 
     # What the checks are made of
-
-    def _lengths(self) -> list[int]:
-        """Empty, short, about to fill the window, just past it, and more than twice as long."""
-        half, whole = self.window // 2, self.window
-        return sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
 
     def _fed(self, length: int) -> Any:
         """A cache that was given so many tokens."""
@@ -294,57 +295,41 @@ class _Check:
         """Rows of a pass; lazy."""
         return self.feed(cache, mx.array(list(tokens), mx.int32))
 
-    @staticmethod
-    def _rejected(size: int) -> list[int]:
-        """Tokens that are in no text."""
-        return list(range(REJECTED, REJECTED + size))
+    def _reject(self, cache: Any, width: int) -> None:
+        """A pass over tokens that are in no text."""
+        self._pass(cache, rejected(self._limited(cache, width)))
 
-    def _go_on(self, part: str, cache: Any, start: int, where: str) -> None:
+    def _go_on(self, cache: Any, start: int, where: str) -> None:
         """Continue the text, in a wide pass and one by one, until a window has wrapped again."""
         singles = [1] * (self.window + 2)
         rows, first = [], start
-        with self._blaming(part, where):
+        with self._blaming(where):
             for width in [3, *singles, 3] if start % 2 else [*singles, 3]:
                 width = self._limited(cache, width)
                 rows.append(self._pass(cache, range(start, start + width)))
                 start += width
-            self._check_rows(part, mx.concatenate(rows), first, where)
+            self._check_rows(mx.concatenate(rows), first, where)
 
     @contextmanager
-    def _blaming(self, part: str, where: str) -> Iterator[None]:
+    def _blaming(self, where: str) -> Iterator[None]:
         """Report what the strategy raises, or makes a pass raise, as a failure."""
         try:
             yield
-        except CacheRollbackError as error:
-            self.fail(
-                part,
-                f"{where}: {error}",
-                "trim returns how many positions it dropped; where can_trim may say no, "
-                "must_restore is true",
-            )
         except AssertionError:
             raise
         except Exception as error:
-            self.fail(
-                part,
-                f"{where}: {type(error).__name__}: {error}.",
-                "The cache has to be as its class left it at that length",
-            )
+            self.fail(f"{where}: {type(error).__name__}: {error}")
 
-    def _check_rows(self, part: str, rows: mx.array, start: int, where: str) -> None:
+    def _check_rows(self, rows: mx.array, start: int, where: str) -> None:
         """Raise unless rows are those of a cache that was given single tokens of the text alone."""
         if not len(rows):
             return
-        expected = self._plain_rows(start + len(rows))[start:]
-        off = mx.abs(rows - expected).max(axis=-1)
+        off = mx.abs(rows - self._plain_rows(start + len(rows))[start:]).max(axis=-1)
         if not mx.all(off <= TOLERANCE).item():
             token = mx.argmax(off > TOLERANCE).item()
             self.fail(
-                part,
                 f"{where}: the row of token {start + token} is off by {off[token].item():.2g} from "
-                "that of a cache that was never drafted on.",
-                "Take back exactly what was rejected, the class's own counters included; passes "
-                "that are not what single tokens are have to be narrower (widest_pass)",
+                "that of a cache that was never drafted on."
             )
 
     def _plain_rows(self, length: int) -> mx.array:
@@ -353,16 +338,7 @@ class _Check:
             self._plain.append(self._pass(self._plain_cache, [len(self._plain)]))
         return mx.concatenate(self._plain[:length])
 
-    def _check_as_before(self, part: str, cache: Any, before: dict[str, Any], where: str) -> None:
-        """Raise unless a cache holds what it held."""
-        found = difference(contents(cache), before)
-        if found is not None:
-            self.fail(
-                part,
-                f"{where}: {found}.",
-                "Put back all that a pass changes; what save() returns must not be written to",
-            )
 
-    def fail(self, part: str, what: str, next_step: str) -> NoReturn:
-        """Raise AssertionError: whose fault, what happened, what to do."""
-        fail(self.strategy, part, what, next_step)
+def rejected(size: int) -> list[int]:
+    """Tokens that are in no text."""
+    return list(range(REJECTED, REJECTED + size))

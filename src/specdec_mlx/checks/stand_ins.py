@@ -1,14 +1,19 @@
-"""A model that computes the logits after each text once.
+"""What stands in for a model or a drafter where a part of the check runs it outside of the loop.
 
-Thousands of short texts after one context come past the same few places again and again. Here the
+Thousands of short texts after one context come past the same few places again and again. There the
 loop, the drafter's session, the rule and the noise run as ever, and only a pass whose outcome is
-known is looked up.
+known is looked up: `Remembered`.
+
+Other parts ask sessions outside of any generation, where nobody shows them the target's states. So
+each session of a drafter that reads the target gets caches of the target, feeds the text as it is
+observed, and is shown the states of that: `standing_alone`.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,8 +21,20 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.model import logit_width
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import Drafter, ReadsTarget
+from specdec_mlx.types import (
+    Checks,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    ReadsTarget,
+    all_drafters,
+    key_of,
+)
 
 CHUNK = 2048
 MOST_ROWS = 1000
@@ -59,16 +76,13 @@ class Remembered(nn.Module):  # type: ignore[misc]
 
 
 class TextCache:
-    """A cache that holds the text itself."""
+    """A cache that holds the text itself, and nothing to compute."""
+
+    state: tuple[mx.array, ...] = ()
 
     def __init__(self) -> None:
         """Start empty."""
         self.tokens: list[int] = []
-
-    @property
-    def state(self) -> list[mx.array]:
-        """Nothing to compute."""
-        return []
 
     @property
     def offset(self) -> int:
@@ -145,18 +159,87 @@ def with_remembered_models(drafter: Drafter, context: list[int]) -> Drafter:
     """
     if not dataclasses.is_dataclass(drafter) or isinstance(drafter, type | ReadsTarget):
         return drafter
-    changes: dict[str, Any] = {}
-    for entry in dataclasses.fields(drafter):
-        value = getattr(drafter, entry.name)
-        if isinstance(value, nn.Module):
-            changes[entry.name] = Remembered(value, context)
-        elif isinstance(value, Drafter):
-            changes[entry.name] = with_remembered_models(value, context)
-        elif isinstance(value, tuple) and value and all(isinstance(v, Drafter) for v in value):
-            changes[entry.name] = tuple(with_remembered_models(v, context) for v in value)
-    if not any(changes[name] is not getattr(drafter, name) for name in changes):
+    values = {field.name: getattr(drafter, field.name) for field in dataclasses.fields(drafter)}
+    remembered = {name: _remembered(value, context) for name, value in values.items()}
+    if all(remembered[name] is value for name, value in values.items()):
         return drafter
     changed = copy.copy(drafter)
-    for name, value in changes.items():
+    for name, value in remembered.items():
         object.__setattr__(changed, name, value)
     return changed
+
+
+def _remembered(value: Any, context: list[int]) -> Any:
+    """What stands for a field's value."""
+    if isinstance(value, nn.Module):
+        return Remembered(value, context)
+    if isinstance(value, tuple) and value and all(isinstance(v, Drafter) for v in value):
+        parts = tuple(with_remembered_models(v, context) for v in value)
+        return parts if any(a is not b for a, b in zip(parts, value, strict=True)) else value
+    return with_remembered_models(value, context) if isinstance(value, Drafter) else value
+
+
+def standing_alone(drafter: Drafter, model: nn.Module) -> Drafter:
+    """The drafter, with sessions that read the target by themselves if it reads it."""
+    reads = any(isinstance(part, ReadsTarget) for part in all_drafters(drafter))
+    return Reading(drafter, model) if reads else drafter
+
+
+class Reading:
+    """A drafter whose sessions run the target.
+
+    Args:
+        drafter: reads `model`, or is made of others of which one does.
+        model: the target.
+    """
+
+    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
+        """Nothing is run yet."""
+        self.drafter, self._model = drafter, model
+        self.key = key_of(drafter)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise what the drafter raises for this target."""
+        if isinstance(self.drafter, Checks):
+            self.drafter.check(context)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ReadingSession:
+        """Start a generation."""
+        return ReadingSession(self.drafter, self._model, prompt, context)
+
+
+class ReadingSession:
+    """A session, and the target's pass over its text."""
+
+    def __init__(
+        self, drafter: Drafter, model: nn.Module, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        """As `Reading` and its `begin`; nothing was fed yet."""
+        self._tokens = list(prompt)
+        self._session = drafter.begin(prompt, context)
+        target: Any = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
+        self._target: ModelPass = target
+        self._feed = FeatureFeed.between(drafter, self._session, target)
+
+    def propose(self, limit: int) -> Draft:
+        """The session's draft, once it was shown all of the text but for its last token."""
+        self._read()
+        return self._session.propose(limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Show the states of what was emitted, and tell the session."""
+        self._tokens += tokens
+        self._read()
+        self._session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        """Tell the session of the end."""
+        if isinstance(self._session, Closes):
+            self._session.close(length)
+
+    def _read(self) -> None:
+        start = self._target.rollback.position
+        unread = self._tokens[start:-1]
+        if unread and self._feed is not None:
+            self._target.feed(to_ids(unread))
+            self._feed.show_fed(start)

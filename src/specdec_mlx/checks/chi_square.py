@@ -1,0 +1,125 @@
+"""The chi-square test: the chance of a false alarm, and the power to find what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Counts = NDArray[np.float64]
+
+FALSE_ALARM = 5e-5
+"""Chance that one of the check's two chi-square tests fails while nothing is wrong."""
+
+RARE_ALARM = 1e-6
+"""The same for conformance tests; their seeds are fixed, so that one fails always or never."""
+
+LEAST_EXPECTED = 8.0
+
+
+@dataclass(frozen=True)
+class ChiSquare:
+    """Pearson's statistic, and its degrees of freedom."""
+
+    statistic: float
+    freedom: int
+
+    @classmethod
+    def of(cls, seen: Counts, expected: Counts) -> ChiSquare:
+        """seen, expected: [cells] counts; infinite where the impossible was seen.
+
+        Cells that expect less than `LEAST_EXPECTED` are joined.
+        """
+        possible = expected > 0
+        if seen[~possible].any():
+            return cls(np.inf, max(1, int(possible.sum()) - 1))
+        pools = _pools(expected[possible])
+        due = np.bincount(pools, expected[possible])
+        got = np.bincount(pools, seen[possible])
+        return cls(float(((got - due) ** 2 / due).sum()), len(due) - 1)
+
+    @property
+    def p_value(self) -> float:
+        """Chance of a statistic as large as this if nothing is wrong."""
+        return float(chances_above(self.statistic, self.freedom)[0]) if self.freedom else 1.0
+
+    def numbers(self) -> dict[str, float]:
+        """What a report says of it."""
+        return {
+            "chi_square": self.statistic,
+            "degrees_of_freedom": self.freedom,
+            "p_value": self.p_value,
+            "false_alarm": FALSE_ALARM,
+        }
+
+
+def chances_above(statistic: float, freedom: int, n: int = 1) -> Counts:
+    """Chance [n] that chi-square exceeds a statistic, at freedom, freedom + 2, ... degrees.
+
+    Two degrees more add one term (Abramowitz and Stegun, 26.4.4 and 26.4.5).
+    """
+    if math.isinf(statistic):
+        return np.zeros(n)
+    half, odd = max(statistic, 1e-300) / 2, freedom % 2
+    orders = np.arange(freedom // 2 + n - 1) + odd / 2
+    terms = [math.exp(k * math.log(half) - half - math.lgamma(k + 1)) for k in orders]
+    chances = odd * math.erfc(math.sqrt(half)) + np.cumsum([0.0, *terms])
+    return np.minimum(chances[freedom // 2 :], 1.0)
+
+
+def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
+    """Quantile of chi-square: the statistic that is exceeded with chance `false_alarm`."""
+    freedom = max(1, freedom)
+    low, high = 0.0, freedom + 10.0
+    while chances_above(high, freedom)[0] > false_alarm:
+        low, high = high, 2 * high
+    for _ in range(50):
+        middle = (low + high) / 2
+        is_below = chances_above(middle, freedom)[0] > false_alarm
+        low, high = (middle, high) if is_below else (low, middle)
+    return high
+
+
+def together(tests: Sequence[ChiSquare]) -> ChiSquare:
+    """Independent tests as one: both numbers add up."""
+    return ChiSquare(sum(t.statistic for t in tests), sum(t.freedom for t in tests))
+
+
+def power(
+    wrong: Sequence[Counts], right: Sequence[Counts], false_alarm: float = FALSE_ALARM
+) -> float:
+    """Chance that wrong counts are told from right ones.
+
+    By the noncentral chi-square distribution, a Poisson mixture of central ones, and by the chance
+    that something impossible comes.
+
+    Args:
+        wrong: [cells] expected counts of a fault, for each group of draws.
+        right: [cells] expected counts where nothing is wrong, for each group.
+        false_alarm: chance that the test fails while nothing is wrong.
+    """
+    pairs = list(zip(wrong, right, strict=True))
+    unseen = math.exp(-sum(w[r == 0].sum() for w, r in pairs))
+    test = together([ChiSquare.of(np.where(r > 0, w, 0), r) for w, r in pairs])
+    if test.freedom == 0:
+        return 1 - unseen
+    mean = min(max(test.statistic, 1e-12) / 2, 1e5)  # beyond that the power is 1 in any case
+    n = int(mean + 10 * math.sqrt(mean) + 30)
+    weights = [math.exp(j * math.log(mean) - mean - math.lgamma(j + 1)) for j in range(n)]
+    found = chances_above(limit(test.freedom, false_alarm), test.freedom, n)
+    return float(1 - unseen * (1 - np.dot(weights, found)))
+
+
+def _pools(expected: Counts) -> NDArray[np.int64]:
+    """Number of the pool of each cell [cells]; the small ones share pools that expect enough."""
+    pools = np.zeros(len(expected), np.int64)
+    current, mass, left = 0, 0.0, float(expected.sum())
+    for cell in np.argsort(-expected, kind="stable"):
+        pools[cell] = current
+        mass, left = mass + expected[cell], left - expected[cell]
+        if mass >= LEAST_EXPECTED and left >= LEAST_EXPECTED:
+            current, mass = current + 1, 0.0
+    return pools
