@@ -86,8 +86,7 @@ class LazyPass:
             return self._read_token()
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
-        if "drafted" in numbers:
-            check_drafted(drafted, self.logprobs.shape[-1])
+        check_drafted(numbers.get("drafted", ()), self.logprobs.shape[-1])
         _check_verdict(self.verdict, numbers, len(drafted))
         outcome = self.verdict.outcome(numbers, drafted)
         _check_logits(numbers["scales"], [0, *[i + 1 for i in outcome.kept]])
@@ -240,9 +239,7 @@ class Verifier:
             num_drafted = len(draft.tokens)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + num_drafted
-        fed, rows = pending, list[FeatureRows | None]()
-        if num_fed > num_drafted + 1:
-            fed, rows = self._feed_all_but_last_pass(pending)
+        fed, rows = self._feed_all_but_last_pass(pending)
         drafted = NO_TOKENS
         if num_drafted:
             self.rollback.checkpoint()
