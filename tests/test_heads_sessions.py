@@ -24,12 +24,11 @@ from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.mtp import mtp_head
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
-from specdec_mlx.drafters.heads.mtp_stack import mtp_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.session import WaitingRows
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
@@ -444,9 +443,10 @@ def test_heads_together_guess_what_each_does(own: int) -> None:
     """With the target's matrix, and with matrices of their own."""
     head = heads.random_head(lambda ends: Medusa(3, 1, ends, own_heads=own), target())
     state = mx.random.normal((1, WIDTH), key=mx.random.key(3))
-    each = mx.concatenate([head.logits(state, i) for i in range(3)])
-    assert np.allclose(head.first_logits(state, 3), each, atol=1e-4)
-    assert np.allclose(head.first_logits(state, 2), each[:2], atol=1e-4)
+    matrices = head.lm_heads if own else [head.ends.logits] * 3
+    each = mx.concatenate([matrices[i](head.state(state, i)) for i in range(3)])
+    assert np.allclose(head.guesses(0, 3, [state]), each, atol=1e-4)
+    assert np.allclose(head.guesses(0, 2, [state]), each[:2], atol=1e-4)
 
 
 @pytest.mark.parametrize("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])

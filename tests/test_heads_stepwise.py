@@ -29,14 +29,10 @@ from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.types import (
     Draft,
     DraftContext,
-    DraftsAtOnce,
     Evidence,
     GoesOn,
     ReadsTarget,
-    SeesTarget,
     Step,
-    TimesReading,
-    TimesSteps,
 )
 from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
@@ -255,20 +251,4 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
     assert text(drafter(kind), coins) == text(None, 0)
     (part,) = coins._parts.values()
     assert isinstance(part, Stepping)
-    assert part.learned.steps.at_once == (kind in AT_ONCE)
-    assert isinstance(part.session, SeesTarget) == (kind != "pard")
-    assert isinstance(part.session, TimesReading) == (kind == "pard")
-
-
-# What it costs ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
-def test_a_step_can_be_timed_before_anything_is_read(kind: str) -> None:
-    """And leaves the session as it was."""
-    timed, other = Reader(kind, sd.Sampling()), Reader(kind, sd.Sampling())
-    assert isinstance(timed.session, TimesSteps)
-    assert timed.session.time_step() > 0
-    assert isinstance(timed.session, DraftsAtOnce) == (kind in AT_ONCE)
-    first, second = (mx.array(reader.propose(3).tokens).tolist() for reader in (timed, other))
-    assert first == second
+    assert part.reads_target == (kind != "pard")

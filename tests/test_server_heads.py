@@ -19,7 +19,7 @@ from serving import post, serving
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
-from specdec_mlx.types import DraftContext, DraftsAtOnce, Step, Stepwise, TimesSteps
+from specdec_mlx.types import DraftContext, Step, Stepwise
 from tiny_model_folder import write_model_folder
 from torch_files import torch_file
 
@@ -134,12 +134,9 @@ def test_a_draft_model_whose_caches_are_kept_still_stops_in_the_middle() -> None
     }
     for name, drafter in drafters.items():
         session = keeping_caches(drafter, LRUPromptCache()).begin([5, 17, 99, 3], context)
-        assert isinstance(session, Stepwise) == isinstance(session, TimesSteps) == stepping[name]
-        assert isinstance(session, DraftsAtOnce) == stepping[name]
-        if isinstance(session, Stepwise) and isinstance(session, DraftsAtOnce):
-            draft = session.propose_while(4, lambda evidence: Step.STOP_AFTER)
-            assert len(draft) == 1
-            assert session.at_once == (name == "in one pass")
+        assert isinstance(session, Stepwise) == stepping[name]
+        if isinstance(session, Stepwise):
+            assert len(session.propose_while(4, lambda evidence: Step.STOP_AFTER)) == 1
 
 
 def test_a_head_is_not_shown_tokens_whose_states_it_did_not_see(folders: dict[str, str]) -> None:
