@@ -21,7 +21,7 @@ import tiny
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import report
-from specdec_mlx.drafters.draft_models import Lighter
+from specdec_mlx.drafters.draft_models import Lighter, lighter_of
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import (
     IDS_KEY,
@@ -36,7 +36,7 @@ from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
-from specdec_mlx.drafters.typed import TypedDrafters
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
@@ -551,7 +551,7 @@ def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Pat
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
-    checked = TypedDrafters(arguments, target).make(spec)
+    checked = NamedModel(arguments.draft_model, lighter_of(arguments)).make(spec, target)
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)

@@ -32,7 +32,36 @@ EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings")
 """What mlx-lm's models call them."""
 
 
-class MTPHead(FinalStateHead, RecurrentHead):
+class MTP(FinalStateHead, RecurrentHead):
+    """One or several such layers.
+
+    family: how they are written. levels: those that draft, each an `MTPHead`.
+    """
+
+    family: MTPFamily
+
+    def variations(self) -> list[Variation]:
+        """Norms, the state that it reads, the order, and the first position."""
+        order = replace(self.family, hidden_first=not self.family.hidden_first)
+        return [
+            *shifted_norms(self),
+            *super().variations(),
+            Variation(
+                "the other order of state and embedding",
+                "its projection looks written for the other order, which is another family's",
+                self.levels,
+                {"family": order},
+            ),
+            Variation(
+                "no embedding at position 0",
+                "it looks trained without the embedding at position 0, as some engines run it",
+                self.levels,
+                {"skips_first": True},
+            ),
+        ]
+
+
+class MTPHead(MTP):
     """A multi-token prediction layer.
 
     Args:
@@ -40,9 +69,12 @@ class MTPHead(FinalStateHead, RecurrentHead):
         config: of the target, as in the original repository.
         ends: of the target.
         depth: how many such layers draft before it.
+
+    skips_first: True if it does not read the embedding at position 0.
     """
 
     kind = "multi-token prediction"
+    skips_first = False
 
     def __init__(
         self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, depth: int = 0
@@ -61,7 +93,6 @@ class MTPHead(FinalStateHead, RecurrentHead):
         self.family = family
         self.width = width
         self.ends = ends
-        self.skips_first = False
         self.embedding_norm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
@@ -96,10 +127,6 @@ class MTPHead(FinalStateHead, RecurrentHead):
         """As the target makes it for such a layer."""
         return self._make_cache()
 
-    def variations(self) -> list[Variation]:
-        """Norms, the state that it reads, the order, and the first position."""
-        return [*shifted_norms(self), *super().variations(), *layer_variations([self])]
-
     def notes(self) -> list[str]:
         """What kind of layer, and what it reads."""
         where = "before" if self.pre_norm else "after"
@@ -108,7 +135,7 @@ class MTPHead(FinalStateHead, RecurrentHead):
         return notes + (["the state comes first"] if self.family.hidden_first else [])
 
 
-class MTPStack(FinalStateHead, RecurrentHead):
+class MTPStack(MTP):
     """Multi-token prediction layers that draft one token each.
 
     Args:
@@ -138,10 +165,6 @@ class MTPStack(FinalStateHead, RecurrentHead):
         """The layers."""
         return list(self.layers)
 
-    def variations(self) -> list[Variation]:
-        """Norms, the state that they read, the order, and the first position."""
-        return [*shifted_norms(self), *super().variations(), *layer_variations(self.layers)]
-
     def notes(self) -> list[str]:
         """How many layers of what kind, and what they read."""
         where = f"the state {'before' if self.pre_norm else 'after'} the final norm"
@@ -158,26 +181,6 @@ def mtp_head(
     if family.further == "again":
         return MTPHead(family, config, ends)
     return MTPStack(family, config, ends, num_layers)
-
-
-def layer_variations(layers: Sequence[MTPHead]) -> list[Variation]:
-    """Readings of all layers with the other order, and without the embedding at position 0."""
-    family, skips = layers[0].family, not layers[0].skips_first
-    other = replace(family, hidden_first=not family.hidden_first)
-    return [
-        Variation(
-            "the other order of state and embedding",
-            "its projection looks written for the other order, which is another family's",
-            layers,
-            {"family": other},
-        ),
-        Variation(
-            "no embedding at position 0",
-            "it looks trained without the embedding at position 0, as some engines run it",
-            layers,
-            {"skips_first": skips},
-        ),
-    ]
 
 
 def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:
