@@ -14,8 +14,7 @@ length.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,10 +25,11 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
+from specdec_mlx.drafters import lighter
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.target_ends import watched_pass
+from specdec_mlx.drafters.heads.target_ends import head_calls, watched_pass
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.errors import HeadError
+from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.types import DraftContext
@@ -154,55 +154,26 @@ def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafte
         )
     trained = Exit({**files.config, "hidden_size": width})
     trained.load_weights([(name, x.astype(norm.weight.dtype)) for name, x in tensors.items()])
-    model, copies = ExitModel(shortened, trained), fills_alike(target, shortened)
+    copies = fills_alike(target, shortened)
+    model = ExitModel(shortened, trained)
     return ExitDrafter(model, None, name=files.name, exit=trained, copies=copies, **options)
 
 
 def first_layers(target: nn.Module, num_layers: int) -> nn.Module:
     """The target with its first layers only, as a model that shares all of its weights."""
-    layers = list(target.layers)
-    if not 0 < num_layers < len(layers):
+    count = len(target.layers)
+    if not 0 < num_layers < count:
         raise HeadError(
-            f"Early exit after {num_layers} layers: expected 1 to {len(layers) - 1}, since the "
-            f"target has {len(layers)}."
+            f"Early exit after {num_layers} layers: expected 1 to {count - 1}, since the target "
+            f"has {count}."
         )
-
-    def is_list(value: Any) -> bool:
-        same_length = isinstance(value, list) and len(value) == len(layers)
-        return same_length and all(a is b for a, b in zip(value, layers, strict=True))
-
-    shortened = _replaced(target, is_list, layers[:num_layers])
-    if shortened is None or len(shortened.layers) != num_layers or not _runs(shortened):
+    try:
+        return lighter.first_layers(target, num_layers)
+    except DraftModelError as error:
         raise HeadError(
             f"The first {num_layers} layers of {type(target).__module__} cannot be run alone. Try "
             "another number, or use a draft model."
-        )
-    return shortened
-
-
-def _replaced(module: nn.Module, is_old: Callable[[Any], bool], new: Any) -> nn.Module | None:
-    """A copy of the module with one thing in it replaced; None if it is not in it.
-
-    Copied are only the modules on the way there; all others are shared.
-    """
-    for name, value in module.items():
-        replacement = new if is_old(value) else None
-        if replacement is None and isinstance(value, nn.Module):
-            replacement = _replaced(value, is_old, new)
-        if replacement is not None:
-            copied = copy.copy(module)
-            copied[name] = replacement
-            return copied
-    return None
-
-
-def _runs(model: nn.Module) -> bool:
-    """Whether a pass can be built; some models look for a layer of each kind."""
-    try:
-        model(mx.array([[0, 1]]), cache=make_prompt_cache(model))
-    except Exception:
-        return False
-    return True
+        ) from error
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
@@ -227,8 +198,8 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
 def final_norm(model: nn.Module) -> nn.Module:
     """The module that makes the input of the model's head; raises HeadError if there is none."""
     calls, logits, _ = watched_pass(model)
-    heads = [call.given for call in calls if getattr(call.result, "shape", ()) == logits.shape]
-    made = [call.module for call in calls if heads and call.result is heads[-1]]
+    heads = head_calls(calls, logits)
+    made = [call.module for call in calls if heads and call.result is heads[-1].given]
     small = [module for module in made if not module.children()]
     if not small:
         raise HeadError(
@@ -307,15 +278,18 @@ class ExitModel(nn.Module):  # type: ignore[misc]
     """The target's first layers with a trained exit, as a model.
 
     Args:
-        shortened: those layers, see `first_layers`; all of it but the final norm is shared.
+        shortened: those layers, see `first_layers`, whose final norm is replaced.
         trained: the exit.
     """
 
     def __init__(self, shortened: nn.Module, trained: Exit) -> None:
-        """Nothing is copied."""
+        """No weights are copied."""
         super().__init__()
         norm = final_norm(shortened)
-        self.model: Any = _replaced(shortened, lambda value: value is norm, trained)
+        for part in shortened.modules():
+            for name in [name for name, value in part.items() if value is norm]:
+                part[name] = trained
+        self.model = shortened
 
     @property
     def layers(self) -> list[nn.Module]:

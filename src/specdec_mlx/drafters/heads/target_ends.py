@@ -116,15 +116,21 @@ def watched_pass(model: nn.Module) -> tuple[list[Call], mx.array, list[Any]]:
     return calls, logits, caches
 
 
+def head_calls(calls: Sequence[Call], logits: mx.array) -> list[Call]:
+    """Those that turn states into logits."""
+    of_states = [c for c in calls if _is(c.given, mx.floating) and _is(c.result, mx.floating)]
+    return [c for c in of_states if c.result.shape == logits.shape != c.given.shape]
+
+
+def _is(x: Any, kind: mx.DtypeCategory) -> bool:
+    """True for an array of a kind of numbers."""
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, kind)
+
+
 def _find(model: nn.Module) -> TargetEnds:
     calls, logits, caches = watched_pass(model)
-    arrays = [c for c in calls if isinstance(c.given, mx.array) and isinstance(c.result, mx.array)]
-    embeddings, heads = [], []
-    for call in arrays:
-        if not mx.issubdtype(call.given.dtype, mx.floating):
-            embeddings += [call] * mx.issubdtype(call.result.dtype, mx.floating)
-        elif call.result.shape == logits.shape != call.given.shape:
-            heads.append(call)
+    embeddings = [c for c in calls if _is(c.given, mx.integer) and _is(c.result, mx.floating)]
+    heads = head_calls(calls, logits)
     if not embeddings or not heads:
         missing = "makes its logits" if embeddings else "embeds its tokens"
         raise HeadError(
