@@ -107,7 +107,8 @@ class RecurrentSession(SteppingSession):
         if token is not None:
             self.drafted.append(token)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
-            rows = joined([*level.waiting.parts, *self.made])
+            waiting = [] if self.head.moves_on else level.waiting.parts
+            rows = joined([*waiting, *self.made])
             made = level.step(rows, joined(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
         logits: mx.array = level.layer.logits(made)

@@ -168,7 +168,9 @@ class SteppingSession(HeadSession):
 class OnePassSession(WritesAtOnce, HeadSession):
     """Drafts all tokens in one pass; see `HeadSession`.
 
-    cache: what its head keeps of the rows that it has read.
+    Its head has `read` for rows, `guesses` for the logits of a draft, and `most_drafted` tokens.
+
+    cache: what the head keeps of the rows that it has read.
     """
 
     def __init__(self, *args: Any) -> None:
