@@ -18,12 +18,11 @@ import tiny
 from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
-from specdec_mlx.drafters.heads.gemma4_assistant import AssistantConfig, Gemma4Assistant
+from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.mtp import MTPStack, mtp_head
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily
-from specdec_mlx.drafters.heads.mtp_stack import MTPStack, mtp_head
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.types import FeatureRows, KeysValues, ReadsCache
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -211,8 +210,13 @@ def assistant(ends: TargetEnds) -> Head:
         "head_dim": caches.get("sliding_attention", caches["full_attention"]).width,
         "global_head_dim": caches["full_attention"].width,
     }
-    grouped = 32 if ends.vocab_size % 32 == 0 else 0
-    return Gemma4Assistant(AssistantConfig(text, grouped, 16), ends)
+    config = {
+        "text_config": text,
+        "use_ordered_embeddings": ends.vocab_size % 32 == 0,
+        "num_centroids": 32,
+        "centroid_intermediate_top_k": 16,
+    }
+    return Gemma4Assistant(config, ends)
 
 
 HEADS: dict[str, Callable[[TargetEnds], Head]] = {

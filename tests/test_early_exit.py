@@ -16,9 +16,15 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration, Request
-from specdec_mlx.drafters.heads.early_exit import ExitDrafter, ExitSession, fills_alike
+from specdec_mlx.drafters.heads.early_exit import (
+    WINDOW,
+    Exit,
+    ExitDrafter,
+    ExitModel,
+    ExitSession,
+    fills_alike,
+)
 from specdec_mlx.drafters.heads.early_exit import first_layers as cut
-from specdec_mlx.drafters.heads.trained_exit import WINDOW, Exit, ExitModel
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.keys_values import keys_values_of

@@ -22,7 +22,7 @@ from selection import in_one_test
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import report
-from specdec_mlx.drafters.draft_models import Lighter
+from specdec_mlx.drafters.draft_models import Lighter, lighter_of
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import (
     IDS_KEY,
@@ -31,14 +31,13 @@ from specdec_mlx.drafters.heads.eagle import (
     output_layers,
     windows_of,
 )
+from specdec_mlx.drafters.heads.formats import FORMATS, kind_of
 from specdec_mlx.drafters.heads.known import heads_lines, known_repositories
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
-from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of
-from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
-from specdec_mlx.drafters.typed import TypedDrafters
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.generation import choose_drafter
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
@@ -353,7 +352,7 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     model = heads.Reference({"model_type": "llama"}, {"x": reference.weights["fc.weight"]}, {})
     assert "no head of a known kind" in refused(model.write(tmp_path / "a"), target)
     known = heads.Reference({"hydra_num_heads": 3}, model.weights, {})
-    assert UNSUPPORTED["hydra"] in refused(known.write(tmp_path / "b"), target)
+    assert FORMATS["hydra"].label in refused(known.write(tmp_path / "b"), target)
     known = heads.Reference({"model_type": "gemma4_assistant"}, model.weights, {})
     assert "text_config" in refused(known.write(tmp_path / "d"), target)
     (tmp_path / "c").mkdir()
@@ -424,7 +423,7 @@ def test_medusa_heads_load_from_their_names(tmp_path: Path) -> None:
     x = arrays[0, 40]
     y = weights["1.0.linear.weight"] @ x + weights["1.0.linear.bias"]
     expected = weights["1.1.weight"] @ (x + y / (1 + np.exp(-y)))
-    assert np.allclose(drafter.head.logits(mx.array(x)[None], 1)[0], expected, atol=1e-3)
+    assert np.allclose(drafter.head.guesses(0, 2, [mx.array(x)[None]])[1], expected, atol=1e-3)
     more = heads.Reference({"medusa_num_heads": 5}, {**weights, "a.b": arrays[0]}, {})
     assert "no place for a.b" in refused(more.write(tmp_path), heads.target())
 
@@ -553,7 +552,7 @@ def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Pat
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
-    checked = TypedDrafters(arguments, target).make(spec)
+    checked = NamedModel(arguments.draft_model, lighter_of(arguments)).make(spec, target)
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)

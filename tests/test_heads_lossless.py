@@ -31,7 +31,7 @@ from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES
-from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.recurrent import Level
 from specdec_mlx.rules.block import Block
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
@@ -348,13 +348,11 @@ def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatc
     subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), TEXTS, 6)
     work = Work(time.perf_counter() + 60)
     assert check_state(subject, work).status == "passed"
-    read_pairs = RecurrentSession.read_pairs
 
-    def wrong(self: RecurrentSession, number: int) -> None:
+    def wrong(self: Level) -> None:
         self.num_read = self.rollback.position
-        read_pairs(self, number)
 
-    monkeypatch.setattr(RecurrentSession, "read_pairs", wrong)
+    monkeypatch.setattr(Level, "rewind", wrong)
     assert check_state(subject, work).status == "failed"
 
 

@@ -21,10 +21,9 @@ import heads
 import specdec_mlx as sd
 from selection import each
 from specdec_mlx.drafters import drawing
-from specdec_mlx.drafters.heads import dflash, gemma4_assistant, mtp_families, mtp_stack
-from specdec_mlx.drafters.heads.half_layer import keep_half_of_its_layer
+from specdec_mlx.drafters.heads import dflash, gemma4_assistant, mtp_families
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.recurrent import RecurrentSession
+from specdec_mlx.drafters.heads.recurrent import Level
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import DraftContext, KeysValues
@@ -169,7 +168,7 @@ def with_a_rotation(config: mtp_families.Config, depth: int) -> mtp_families.Con
 
 def without_scaled_ranks(model: Any) -> None:
     """LongCat's latent attention as DeepSeek's."""
-    keep_half_of_its_layer(model)
+    mtp_families.keep_half_of_its_layer(model)
     attention = model.model.layers[0].self_attn[0]
     attention.mla_scale_q_lora = attention.mla_scale_kv_lora = 1.0
 
@@ -179,25 +178,14 @@ def by_the_targets_head(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> Non
     patch.setattr(MTPHead, "logits", lambda self, states: self.ends.logits(self.norm(states)))
 
 
-def layers_behind_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """Each layer goes with the tokens of the one before it."""
-    step = mtp_stack._Level.step
-
-    def wrong(self: Any, rows: mx.array, tokens: mx.array) -> mx.array:
-        return step(self, rows, mx.concatenate([tokens[:1], tokens[:-1]]))
-
-    patch.setattr(mtp_stack._Level, "step", wrong)
-
-
 def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """A state goes with the token at its own position instead of the one after it."""
-    step = RecurrentSession.step
+    """A state goes with the token before the one that it should go with."""
+    step = Level.step
 
     def wrong(self: Any, states: mx.array, tokens: mx.array) -> mx.array:
-        shifted = mx.concatenate([tokens[:1], tokens[:-1]])
-        return step(self, states, shifted if tokens.shape[0] > 1 else tokens)
+        return step(self, states, mx.concatenate([tokens[:1], tokens[:-1]]))
 
-    patch.setattr(RecurrentSession, "step", wrong)
+    patch.setattr(Level, "step", wrong)
 
 
 def drafted_entries_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -305,13 +293,13 @@ CONTROLS: dict[str, tuple[str, Change]] = {
     "Step, not chained": ("mtp_step3p5", family("step3p5", further="side by side")),
     "Step, first layer again": ("mtp_step3p5", family("step3p5", further="again")),
     "Step, target's head": ("mtp_step3p5", by_the_targets_head),
-    "Step, tokens off by one": ("mtp_step3p5", layers_behind_by_one),
+    "Step, tokens off by one": ("mtp_step3p5", tokens_off_by_one),
     "Step, window one wider": ("mtp_step3p5", option(changes={"sliding_window": 5})),
     "MiMo-V2, state first": ("mtp_mimo_v2_flash", family("mimo_v2_flash", hidden_first=True)),
     "MiMo-V2 before the final norm": ("mtp_mimo_v2_flash", option(pre_norm=True)),
     "MiMo-V2, chained": ("mtp_mimo_v2_flash", family("mimo_v2_flash", further="chained")),
     "MiMo-V2, first layer again": ("mtp_mimo_v2_flash", family("mimo_v2_flash", further="again")),
-    "MiMo-V2, tokens off by one": ("mtp_mimo_v2_flash", layers_behind_by_one),
+    "MiMo-V2, tokens off by one": ("mtp_mimo_v2_flash", tokens_off_by_one),
     "MiMo-V2, window one wider": ("mtp_mimo_v2_flash", option(changes={"sliding_window_size": 5})),
     "EAGLE-3, layers off by one": ("eagle3", option(layers=(2, 4, 5))),
     "EAGLE-3, layers in another order": ("eagle3", option(layers=(4, 3, 1))),

@@ -16,11 +16,10 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.heads.loading import is_head, load_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of, make_drafter
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
 from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
@@ -293,10 +292,7 @@ def _model_drafter(
     if isinstance(choice, str | Path):
         if str(choice).partition(":")[0] in drafter_names():
             return make_drafter(str(choice))
-        if target is not None and is_head(choice):
-            return load_head(choice, target)
-        model, tokenizer = load_model(choice)
-        return make_drafter(MODEL_DRAFTER, draft_model=model, draft_tokenizer=tokenizer)
+        return NamedModel(choice).make(MODEL_DRAFTER, target)
     return _drafter(choice)
 
 

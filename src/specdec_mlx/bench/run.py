@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,9 @@ from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import add_lighter_arguments
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
-from specdec_mlx.drafters.typed import TypedDrafters
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
@@ -101,8 +102,8 @@ def main(
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    typed = TypedDrafters(args, model)
-    draft_model, draft_tokenizer = typed.pair
+    named = NamedModel(args.draft_model, lighter_of(args))
+    draft_model, draft_tokenizer = named.pair
     contenders = make_contenders(
         model,
         _drafters(args),
@@ -112,7 +113,7 @@ def main(
         draft_model,
         draft_tokenizer,
         args.rule or DEFAULT_RULES,
-        typed.make,
+        partial(named.make, target=model),
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)

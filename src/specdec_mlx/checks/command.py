@@ -12,7 +12,7 @@ import mlx.core as mx
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
 from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
-from specdec_mlx.drafters.typed import TypedDrafters
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.sampling.distribution import Sampling
@@ -56,7 +56,7 @@ def main(args: argparse.Namespace) -> int:
     report = check(
         model,
         tokenizer,
-        drafter=TypedDrafters(args, model).make(name),
+        drafter=NamedModel(args.draft_model, lighter_of(args)).make(name, model),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,

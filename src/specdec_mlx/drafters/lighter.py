@@ -370,9 +370,11 @@ def _replace(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
 
 
 def _copy(model: nn.Module) -> nn.Module:
-    """The same model, module by module, on the same arrays."""
-    arrays = [leaf for _, leaf in tree_flatten(model) if isinstance(leaf, mx.array)]
-    return copy.deepcopy(model, {id(array): array for array in arrays})
+    """The same model, module by module, on the same arrays and with the same ranks."""
+    shared: list[Any] = [x for _, x in tree_flatten(model) if isinstance(x, mx.array)]
+    attributes = (value for part in model.modules() for value in vars(part).values())
+    shared += [value for value in attributes if isinstance(value, mx.distributed.Group)]
+    return copy.deepcopy(model, {id(value): value for value in shared})
 
 
 def _probe_tokens() -> mx.array:

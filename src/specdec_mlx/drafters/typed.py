@@ -1,56 +1,72 @@
-"""Drafters as the flags of a command name them; a draft model may be a trained head."""
+"""From what a user names to a drafter: a draft model or a trained head, with options."""
 
 from __future__ import annotations
 
-import argparse
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.drafters.draft_models import NO_PAIR, draft_pair, lighter_of
+from specdec_mlx.drafters.draft_models import NO_PAIR, Lighter, load_draft_model
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
 from specdec_mlx.drafters.registry import MODEL_DRAFTER, WITH_MODEL, make_drafter
+from specdec_mlx.errors import HeadError
 from specdec_mlx.options import split_spec
 from specdec_mlx.types import Drafter
 
 
 @dataclass
-class TypedDrafters:
-    """Makes drafters for a target out of names with options.
+class NamedModel:
+    """What Python's `draft_model=` or a command's --draft-model names; a model is loaded once.
 
-    arguments: of a parser that has --draft-model and the flags of `add_lighter_arguments`.
-    target: the loaded model.
+    name: folder or Hugging Face name of a draft model, or of a trained head; None for neither.
+    lighter: what is done to it as it loads.
     """
 
-    arguments: argparse.Namespace
-    target: nn.Module
+    name: str | Path | None = None
+    lighter: Lighter = field(default_factory=Lighter)
 
     @cached_property
-    def has_head(self) -> bool:
-        """Whether --draft-model names a trained head."""
-        named = self.arguments.draft_model
-        return bool(named) and is_head(named)
+    def is_head(self) -> bool:
+        """True for a trained head."""
+        return self.name is not None and is_head(self.name)
 
     @cached_property
     def pair(self) -> tuple[nn.Module | None, Any]:
         """The draft model and its tokenizer; (None, None) for none, and for a head."""
-        return NO_PAIR if self.has_head else draft_pair(self.arguments)
+        if self.name is None or self.is_head:
+            return NO_PAIR
+        return load_draft_model(self.name, self.lighter)
 
-    def make(self, spec: str) -> Drafter | None:
-        """The drafter of a name; None for "none".
+    def make(self, spec: str, target: nn.Module | None = None, **options: Any) -> Drafter | None:
+        """The drafter of a name, which drafts with it if it is one that needs a model.
+
+        Args:
+            spec: NAME or NAME:key=value,...
+            target: the model to draft for, which a trained head needs.
+            options: more options, as keywords.
 
         Raises:
             ValueError: as `make_drafter`, or what a head does not take.
+            ModelFolderError: there is no such draft model.
             HeadError: the head is not known, or does not fit.
-            DraftModelError: a flag that makes no head lighter.
+            DraftModelError: a flag that makes it no lighter.
         """
         name = split_spec(spec)[0]
-        if not self.has_head or name not in WITH_MODEL:
+        if name not in WITH_MODEL:
+            return make_drafter(spec, **options)
+        if self.name is None or not self.is_head:
             model, tokenizer = self.pair
-            return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
-        folder, bits = self.arguments.draft_model, lighter_of(self.arguments).bits_of_head()
+            return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
+        if target is None:
+            raise HeadError(
+                f"{self.name} is made for a loaded target, which is not known here. Load it with "
+                "load_head(path, target)."
+            )
+        bits = self.lighter.bits_of_head()
         if name == MODEL_DRAFTER:
-            return named_head(spec, folder, self.target, bits)
-        return make_drafter(spec, draft_model=load_head(folder, self.target, draft_bits=bits))
+            return named_head(spec, self.name, target, bits)
+        head = load_head(self.name, target, draft_bits=bits)
+        return make_drafter(spec, draft_model=head, **options)

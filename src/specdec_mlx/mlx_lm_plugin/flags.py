@@ -20,14 +20,8 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters.draft_models import (
-    Lighter,
-    add_lighter_arguments,
-    lighter_of,
-    load_draft_model,
-)
+from specdec_mlx.drafters.draft_models import Lighter, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
-from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -38,6 +32,7 @@ from specdec_mlx.drafters.registry import (
     first_of,
     make_drafter,
 )
+from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.options import argument, checked
@@ -99,9 +94,14 @@ class Flags:
         return given
 
     @cached_property
+    def named_model(self) -> NamedModel:
+        """What --draft-model names."""
+        return NamedModel(self.draft_model, self.lighter)
+
+    @property
     def has_head(self) -> bool:
         """Whether the draft model is a trained head."""
-        return self.draft_model is not None and is_head(self.draft_model)
+        return self.named_model.is_head
 
     @property
     def waits_for_target(self) -> bool:
@@ -131,37 +131,26 @@ class Flags:
             target: the model to draft for, which a trained head needs, and what learns on.
             memory: what it remembers, if it does; None for the one that the flags name.
         """
-        if self.waits_for_target and name_in(spec) == MODEL_DRAFTER:
-            return self.made_for(target, spec)
         if self.waits_for_target and name_in(spec) in WITH_MODEL:
-            return make_drafter(spec, draft_model=self.made_for(target))
-        model, tokenizer = (None, None) if self.waits_for_target else self._draft_pair
+            if target is None:
+                raise ValueError(
+                    f"argument --draft-model: {self.draft_model} is made for a loaded target, "
+                    "which this command does not load before its drafter. Use generate or chat."
+                )
+            if self.online:
+                return self._learning(spec, target)
         memory = memory if memory is not None else self.remembered
         remembers = memory is not None and name_in(spec) in REMEMBERING
         options = {"memory": memory} if remembers else {}
-        return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer, **options)
+        return self.named_model.make(spec, target, **options)
 
-    def made_for(self, target: nn.Module | None, spec: str = MODEL_DRAFTER) -> Drafter:
-        """The trained head that was named, or what learns on, for a target.
-
-        Args:
-            target: the loaded model; None is refused.
-            spec: options of a draft model, as NAME:key=value,...
-
-        Raises:
-            ValueError: it cannot be loaded, or not for this target.
-        """
-        assert self.draft_model is not None
-        if target is None:
-            raise ValueError(
-                f"argument --draft-model: {self.draft_model} is made for a loaded target, "
-                "which this command does not load before its drafter. Use generate or chat."
-            )
-        if self.online and self.has_head and spec != MODEL_DRAFTER:
+    def _learning(self, spec: str, target: nn.Module) -> Drafter | None:
+        """What drafts with the draft model, or trained head, that learns on."""
+        if name_in(spec) != MODEL_DRAFTER:
+            return make_drafter(spec, draft_model=self._learner.drafter(target, MODEL_DRAFTER))
+        if self.has_head and spec != MODEL_DRAFTER:
             raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
-        if self.online:
-            return self._learner.drafter(target, spec)
-        return named_head(spec, self.draft_model, target, self.lighter.bits_of_head())
+        return self._learner.drafter(target, spec)
 
     @cached_property
     def _learner(self) -> Learner:
@@ -182,13 +171,6 @@ class Flags:
         """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
         if self.memory not in (None, PROCESS) and self.remembered is not None:
             self.remembered.save()
-
-    @cached_property
-    def _draft_pair(self) -> tuple[nn.Module | None, Any]:
-        """The draft model and its tokenizer, loaded once."""
-        if self.draft_model is None:
-            return None, None
-        return load_draft_model(self.draft_model, self.lighter)
 
 
 def name_in(spec: str) -> str:

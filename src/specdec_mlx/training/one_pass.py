@@ -12,10 +12,9 @@ import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
-from specdec_mlx.drafters.heads.early_exit import first_layers
+from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm, first_layers
 from specdec_mlx.drafters.heads.medusa import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.trained_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch

@@ -7,43 +7,33 @@ last token of the text; embeddings and head are the target's.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
-from mlx_lm.models.cache import KVCache
 
-from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.eagle import SLIDING, layer_classes
+from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead
 from specdec_mlx.drafters.heads.session import OnePassSession
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, shifted_layers
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import DraftContext, FeatureRows, Features
+from specdec_mlx.types import FeatureRows
 
 DEFAULT_BLOCK = 16
 
 
-@dataclass(frozen=True)
-class DFlashConfig:
+@dataclass(frozen=True, kw_only=True)
+class DFlashConfig(LayersConfig):
     """What the config of a DFlash head says.
 
-    layer: configuration of its layers. layers: whose outputs of the target it reads, from 0.
     mask_token: what the block is filled with. block_size: tokens of the block, the first included.
-    windows: of each layer, how far back it sees; None: all of the context. causal: whether each
-        layer sees only what comes before in the block too. embedding_scale, logit_scale: factors.
-    logit_cap: logits are cap * tanh(logits / cap); None for no cap.
+    causal: of each layer, True if it sees only what comes before in the block too.
+    embedding_scale, logit_scale: factors. logit_cap: logits are cap * tanh(logits / cap); None for
+    no cap.
     """
 
-    layer: Mapping[str, Any]
-    layers: tuple[int, ...]
     mask_token: int
     block_size: int = DEFAULT_BLOCK
-    windows: tuple[int | None, ...] = ()
     causal: tuple[bool, ...] = ()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -57,29 +47,30 @@ class DFlashConfig:
         Hugging Face's list, in which 0 is the embedding.
         """
         nested = {**config, **(config.get("dflash_config") or {})}
-        layer = config.get("transformer_layer_config") or config
+        layer = {"model_type": "qwen3", **(config.get("transformer_layer_config") or config)}
+        depth = layer["num_hidden_layers"]
         slides = [kind == SLIDING for kind in layer.get("layer_types") or ()]
         in_window = not config.get("sliding_window_non_causal", False)
         causal = [in_window and slide for slide in slides]
         if config.get("is_causal") is not None:
-            causal = [bool(config["is_causal"])] * _depth(layer)
+            causal = [bool(config["is_causal"])] * depth
         ids = config.get("aux_hidden_state_layer_ids")
         if ids is not None:
             layers = tuple(i - 1 for i in ids)
         elif nested.get("target_layer_ids"):
             layers = tuple(nested["target_layer_ids"])
         else:
-            layers = spread_layers(config.get("num_target_layers", num_layers), _depth(layer))
+            layers = spread_layers(config.get("num_target_layers", num_layers), depth)
         return cls(
-            {"model_type": "qwen3", **layer},
+            layer,
             layers,
-            nested["mask_token_id"],
-            nested.get("block_size", DEFAULT_BLOCK),
             tuple(layer.get("sliding_window") if slide else None for slide in slides),
-            tuple(causal),
-            nested.get("input_embedding_scale", 1.0),
-            nested.get("output_multiplier", 1.0),
-            nested.get("final_logit_softcapping") or None,
+            mask_token=nested["mask_token_id"],
+            block_size=nested.get("block_size", DEFAULT_BLOCK),
+            causal=tuple(causal),
+            embedding_scale=nested.get("input_embedding_scale", 1.0),
+            logit_scale=nested.get("output_multiplier", 1.0),
+            logit_cap=nested.get("final_logit_softcapping") or None,
         )
 
 
@@ -90,42 +81,7 @@ def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (count - 1)) for i in range(count))
 
 
-def _depth(layer: Mapping[str, Any]) -> int:
-    return int(layer["num_hidden_layers"])
-
-
-class DFlashSession(OnePassSession):
-    """Reads rows as they come, and fills one block a draft; see `HeadSession`."""
-
-    def __init__(
-        self, head: DFlash, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        """Nothing was read yet."""
-        super().__init__(head, sampling, prompt, context)
-        self.cache = head.make_cache()
-
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Of a block, of which the first is known; none before the prompt was read."""
-        self.read()
-        length = min(limit, self.head.config.block_size - 1)
-        if length == 0 or self.waiting.start == 0:
-            return None
-        logits: mx.array = self.head.fill(self.block(), self.cache)[1 : length + 1]
-        return logits
-
-    def block(self) -> mx.array:
-        """[B] the last token of the text, and masks."""
-        config = self.head.config
-        return to_ids([self.tokens[-1], *[config.mask_token] * (config.block_size - 1)])
-
-    def read(self) -> list[Any]:
-        """Read the rows that wait into the context."""
-        if len(self.waiting):
-            self.head.read(self.waiting.take(len(self.waiting)), self.cache)
-        return [cache.state for cache in self.cache]
-
-
-class DFlash(Head):
+class DFlash(LayersHead):
     """A DFlash head.
 
     Args:
@@ -135,36 +91,31 @@ class DFlash(Head):
     """
 
     kind = "DFlash"
-    session = DFlashSession
+    session = OnePassSession
 
     def __init__(
         self, config: DFlashConfig, ends: TargetEnds, vocabulary: DraftVocabulary | None = None
     ) -> None:
         """Random weights."""
-        super().__init__()
-        block, args = layer_classes(config.layer)
-        width, eps = args.hidden_size, args.rms_norm_eps
-        self.config = config
-        self.ends = ends
-        self.vocabulary = vocabulary
-        self.features = Features(layers=config.layers)
-        self.fc = nn.Linear(len(config.layers) * ends.width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
-        self.norm = nn.RMSNorm(width, eps)
-        if vocabulary is not None:
-            self.lm_head = nn.Linear(width, vocabulary.ids.shape[0], bias=False)
+        rows = 0 if vocabulary is None else vocabulary.ids.size
+        super().__init__(config, ends, vocabulary, own_head=rows)
+        self.most_drafted = config.block_size - 1
 
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
-        states = [features.layers[layer] for layer in self.config.layers]
-        rows: mx.array = self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
+        fused = self.fc(mx.concatenate(self.outputs(features), axis=-1))
+        rows: mx.array = self.hidden_norm(fused)
         return rows
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""
         for layer, kept in zip(self.layers, cache, strict=True):
             kept.update_and_fetch(*_keys_and_values(layer.self_attn, rows[None], kept.offset))
+
+    def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
+        """Logits [n, V] of the n tokens behind `token`, which is the first of a block."""
+        masks = [self.config.mask_token] * self.most_drafted
+        return self.fill(to_ids([token, *masks]), cache)[1 : number + 1]
 
     def fill(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         """Logits [B, V] of a block of B tokens behind the context, which stays as it was."""
@@ -187,29 +138,16 @@ class DFlash(Head):
         seen = back >= 0 if causal else back == back
         return seen if window is None else seen & (mx.abs(back) < window)
 
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [B, V] of states [B, D]."""
-        wide = self.vocabulary is None
-        logits = self.ends.logits(states) if wide else self.lm_head(states)
-        logits = logits * self.config.logit_scale
-        if self.config.logit_cap is not None:
-            logits = mx.tanh(logits / self.config.logit_cap) * self.config.logit_cap
-        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
-
-    def make_cache(self) -> list[Any]:
-        """One for each layer."""
-        return [KVCache() for _ in self.layers]
-
-    def variations(self) -> list[Variation]:
-        """Layers one off."""
-        return shifted_layers(self)
+    def draft_logits(self, states: mx.array) -> mx.array:
+        """Logits [..., Vd] of normed states [..., D], scaled and capped."""
+        logits = super().draft_logits(states) * self.config.logit_scale
+        cap: float | None = self.config.logit_cap
+        return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def notes(self) -> list[str]:
         """Layers and block."""
-        layers = ", ".join(map(str, self.config.layers))
-        windows = sorted({window for window in self.config.windows if window is not None})
-        notes = [f"reads the outputs of layers {layers}", f"blocks of {self.config.block_size}"]
-        return notes + [f"windows of {', '.join(map(str, windows))}"] * bool(windows)
+        layers, *others = super().notes()
+        return [layers, f"blocks of {self.config.block_size}", *others]
 
 
 def _keys_and_values(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:

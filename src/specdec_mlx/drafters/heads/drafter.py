@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, otherwise
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
@@ -22,33 +25,62 @@ from specdec_mlx.types import DraftContext, FeatureRows, Features
 class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and what it reads of the target.
 
-    kind: what it is called. session: its side of a generation. features: what it reads.
-    grows_trees: whether its drafts may fork.
+    kind: what it is called. session: its side of a generation. grows_trees: True if its drafts may
+    fork. ends: of the target. vocabulary: what its logits are over, None for the target's tokens.
     """
 
     kind = ""
     session: type[HeadSession]
-    features = Features()
     grows_trees = True
+    ends: TargetEnds
+    vocabulary: DraftVocabulary | None = None
+
+    @property
+    @abstractmethod
+    def features(self) -> Features:
+        """What it reads of the target."""
+
+    @abstractmethod
+    def rows(self, features: FeatureRows) -> mx.array:
+        """[n, W] what it keeps of n positions that the target has read."""
+
+    @abstractmethod
+    def variations(self) -> list[Variation]:
+        """What its files may mean as well."""
+
+    def make_cache(self) -> list[Any]:
+        """New caches, one for each layer."""
+        return [KVCache() for _ in self.layers]
+
+    def logits(self, states: mx.array) -> mx.array:
+        """Logits [n, V] of states [n, D], -inf for tokens that are not in the draft vocabulary."""
+        logits = self.draft_logits(states)
+        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
+
+    def draft_logits(self, states: mx.array) -> mx.array:
+        """Logits [..., Vd] over the draft vocabulary, of states [..., D]; by the target's head."""
+        return self.ends.logits(states)
 
     def notes(self) -> list[str]:
         """What else is to be known about it, each in a few words."""
-        return []
-
-    def variations(self) -> list[Variation]:
-        """What its files may mean as well."""
-        return []
+        if self.vocabulary is None:
+            return []
+        return [f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens"]
 
 
 class FinalStateHead(Head):
     """A head that reads the target's state after its final norm.
 
-    ends: of the target. pre_norm: whether it reads the state before that norm instead.
+    pre_norm: True if it reads the state before that norm instead.
     """
 
-    features = Features(head_input=True)
-    ends: TargetEnds
     pre_norm = False
+
+    @property
+    def features(self) -> Features:
+        """The input of the target's head, or the output of its last layer."""
+        layers = (self.ends.num_layers - 1,) if self.pre_norm else ()
+        return Features(layers=layers, head_input=not self.pre_norm)
 
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the target's states."""
@@ -61,28 +93,19 @@ class FinalStateHead(Head):
         """Where it reads, if not where it is usual."""
         return ["reads the state before the final norm"] if self.pre_norm else []
 
-    def read_pre_norm(self, pre_norm: bool) -> None:
-        """Read the state before the final norm, or after it."""
-        self.pre_norm, self.features = pre_norm, self._features_for(pre_norm=pre_norm)
-
     def variations(self) -> list[Variation]:
         """The state on the other side of the norm."""
         other = not self.pre_norm
         where = "before" if other else "after"
         return [
-            otherwise(
+            Variation(
                 f"state {where} the final norm",
                 f"it looks trained on the state {where} the final norm; load it with "
                 f"pre_norm={other}",
-                self,
-                pre_norm=other,
-                features=self._features_for(pre_norm=other),
+                [self],
+                {"pre_norm": other},
             )
         ]
-
-    def _features_for(self, *, pre_norm: bool) -> Features:
-        layers = (self.ends.num_layers - 1,) if pre_norm else ()
-        return replace(self.features, layers=layers, head_input=not pre_norm)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -161,6 +184,4 @@ class HeadDrafter:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
         sampling = self.sampling_for(context.sampling)
-        session = self.head.session(self.head, sampling, prompt, context)
-        session.branches = self.branches
-        return session
+        return self.head.session(self.head, sampling, prompt, context, self.branches)

@@ -17,23 +17,34 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.recurrent import RecurrentHead
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, otherwise, shifted_layers
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, shifted_layers
 from specdec_mlx.types import FeatureRows, Features
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"
+FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 @dataclass(frozen=True)
-class Eagle3Config:
+class LayersConfig:
+    """What the config of a head says that fuses the outputs of several layers of the target.
+
+    layer: configuration of its decoder layers, in Hugging Face's words. layers: of the target, from
+    0. windows: how many positions each of its own layers sees, None for all; empty for no windows.
+    """
+
+    layer: Mapping[str, Any]
+    layers: tuple[int, ...]
+    windows: tuple[int | None, ...] = ()
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LayersConfig):
     """What the config of an EAGLE-3 head says, whoever wrote it.
 
-    layer: configuration of its decoder layer, in Hugging Face's words. layers: whose outputs of the
-        target it reads, from 0. windows: see `windows_of`; empty for none.
     norm_before_residual: the residual is the normed state. norm_before_fc: one norm over all that
         is fused. fc_norm: one norm for each.
     norm_output: the state after the final norm is fed back (EAGLE-3.1), as in vLLM (pull request
@@ -41,9 +52,6 @@ class Eagle3Config:
         state whatever it said, until its pull request 879 of September 2026.
     """
 
-    layer: Mapping[str, Any]
-    layers: tuple[int, ...]
-    windows: tuple[int | None, ...] = ()
     norm_before_residual: bool = False
     norm_before_fc: bool = False
     fc_norm: bool = False
@@ -58,10 +66,7 @@ class Eagle3Config:
         """
         nested = config.get("eagle_config") or {}
         layer = config.get("transformer_layer_config") or config
-        flags = {
-            name: bool(config.get(name, nested.get(name, False)))
-            for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        }
+        flags = {name: bool(config.get(name, nested.get(name, False))) for name in FLAGS}
         ids = config.get(IDS_KEY) or nested.get(IDS_KEY)
         layers = output_layers(ids) if ids else default_layers(num_layers)
         return cls(layer, layers, windows_of(layer), **flags)
@@ -123,7 +128,68 @@ def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
     return module.TransformerBlock, module.ModelArgs.from_dict(arguments)
 
 
-class Eagle3(RecurrentHead):
+class LayersHead(Head):
+    """A head over the outputs of several layers of the target.
+
+    Args:
+        config: what its config says.
+        ends: of the target.
+        vocabulary: what its logits are over; None for the target's tokens.
+        own_head: rows of its own head; 0 for the target's.
+    """
+
+    config: Any
+
+    def __init__(
+        self,
+        config: LayersConfig,
+        ends: TargetEnds,
+        vocabulary: DraftVocabulary | None = None,
+        *,
+        own_head: int = 0,
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        block, args = layer_classes(config.layer)
+        width, eps = args.hidden_size, args.rms_norm_eps
+        self.config = config
+        self.width = width
+        self.ends = ends
+        self.vocabulary = vocabulary
+        self.fc = nn.Linear(len(config.layers) * ends.width, width, bias=False)
+        self.hidden_norm = nn.RMSNorm(width, eps)
+        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
+        self.norm = nn.RMSNorm(width, eps)
+        if own_head:
+            self.lm_head = nn.Linear(width, own_head, bias=False)
+
+    @property
+    def features(self) -> Features:
+        """The outputs of these layers."""
+        return Features(layers=self.config.layers)
+
+    def outputs(self, features: FeatureRows) -> list[mx.array]:
+        """[n, D] of each of the layers."""
+        return [features.layers[layer] for layer in self.config.layers]
+
+    def draft_logits(self, states: mx.array) -> mx.array:
+        """Logits [..., Vd] over the draft vocabulary, of normed states [..., D]."""
+        logits: mx.array = self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
+        return logits
+
+    def variations(self) -> list[Variation]:
+        """Layers one off."""
+        return shifted_layers(self)
+
+    def notes(self) -> list[str]:
+        """Layers, vocabulary, windows."""
+        notes = [f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"]
+        windows = sorted({window for window in self.config.windows if window is not None})
+        seen = [f"windows of {', '.join(map(str, windows))}"] * bool(windows)
+        return [*notes, *super().notes(), *seen]
+
+
+class Eagle3(LayersHead, RecurrentHead):
     """An EAGLE-3 head.
 
     Args:
@@ -146,32 +212,22 @@ class Eagle3(RecurrentHead):
         own_head: int = 0,
     ) -> None:
         """Random weights."""
-        super().__init__()
-        block, args = layer_classes(config.layer)
-        width, eps = args.hidden_size, args.rms_norm_eps
-        num_read = len(config.layers)
-        self.config = config
-        self.width = width
-        self.ends = ends
-        self.vocabulary = vocabulary
-        self.features = Features(layers=config.layers)
-        self.fc = nn.Linear(num_read * ends.width, width, bias=False)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.layers = [block(args) for _ in range(config.layer.get("num_hidden_layers", 1))]
-        _widen(self.layers[0].self_attn, width)
-        self.norm = nn.RMSNorm(width, eps)
+        super().__init__(config, ends, vocabulary, own_head=own_head)
+        eps, read = self.norm.eps, config.layers
+        attention = self.layers[0].self_attn
+        for name in ("q_proj", "k_proj", "v_proj"):  # they take [embedding, state]
+            rows, has_bias = attention[name].weight.shape[0], "bias" in attention[name]
+            attention[name] = nn.Linear(2 * self.width, rows, has_bias)
         if config.norm_before_fc:
-            self.input_norm = nn.RMSNorm(num_read * ends.width, eps)
+            self.input_norm = nn.RMSNorm(len(read) * ends.width, eps)
         if config.fc_norm:
-            self.fc_norm = [nn.RMSNorm(ends.width, eps) for _ in range(num_read)]
+            self.fc_norm = [nn.RMSNorm(ends.width, eps) for _ in read]
         if own_embeddings:
-            self.embed_tokens = nn.Embedding(own_embeddings, width)
-        if own_head:
-            self.lm_head = nn.Linear(width, own_head, bias=False)
+            self.embed_tokens = nn.Embedding(own_embeddings, self.width)
 
     def rows(self, features: FeatureRows) -> mx.array:
         """[n, D] the outputs of the target's layers, fused."""
-        states = [features.layers[layer] for layer in self.config.layers]
+        states = self.outputs(features)
         if self.config.fc_norm:
             states = [norm(x) for norm, x in zip(self.fc_norm, states, strict=True)]
         fused = mx.concatenate(states, axis=-1)
@@ -180,12 +236,8 @@ class Eagle3(RecurrentHead):
         rows: mx.array = self.fc(fused)
         return rows
 
-    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [n, D]: the first layer attends over [embedding, state], others as usual."""
-        return self.forward(states[None], tokens[None], cache)[0]
-
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
+        """States [batch, n, D]: the first layer attends over [embedding, state]."""
         h: mx.array = states
         first = self.layers[0]
         windows = self.config.windows or (None,) * len(cache)
@@ -197,41 +249,25 @@ class Eagle3(RecurrentHead):
         h = h + first.mlp(first.post_attention_layernorm(h))
         for layer, mask, kept in zip(self.layers[1:], masks[1:], cache[1:], strict=True):
             h = layer(h, mask, kept)
-        if self.config.norm_output:
-            h = self.norm(h)
-        return h
-
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V], -inf for tokens that are not in the draft vocabulary."""
-        logits = self.draft_logits(states)
-        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
+        return self.norm(h) if self.config.norm_output else h
 
     def draft_logits(self, states: mx.array) -> mx.array:
         """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
-        normed = states if self.config.norm_output else self.norm(states)
-        logits: mx.array = self.lm_head(normed) if "lm_head" in self else self.ends.logits(normed)
-        return logits
+        return super().draft_logits(states if self.config.norm_output else self.norm(states))
 
     def variations(self) -> list[Variation]:
         """Layers one off, and what the residual and the state that is fed back are."""
-        found = shifted_layers(self)
+        found = super().variations()
         for key in ("norm_before_residual", "norm_output"):
-            value = not getattr(self.config, key)
-            advice = f"its config.json looks wrong; write {key}: {str(value).lower()} there"
-            flags: dict[str, Any] = {key: value}
-            changed = replace(self.config, **flags)
-            found.append(otherwise(f"{key} {value}", advice, self, config=changed))
+            flags: dict[str, Any] = {key: not getattr(self.config, key)}
+            advice = f"its config.json looks wrong; write {key}: {str(flags[key]).lower()} there"
+            config = replace(self.config, **flags)
+            found.append(Variation(f"{key} {flags[key]}", advice, [self], {"config": config}))
         return found
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, variants."""
-        names = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-        notes = [f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"]
-        if self.vocabulary is not None:
-            notes.append(f"{self.vocabulary.ids.shape[0]} of {self.ends.vocab_size} tokens")
-        windows = sorted({window for window in self.config.windows if window is not None})
-        notes += [f"windows of {', '.join(map(str, windows))}"] * bool(windows)
-        return notes + [name for name in names if getattr(self.config, name)]
+        return [*super().notes(), *(name for name in FLAGS if getattr(self.config, name))]
 
 
 def _embedded(head: Any, tokens: mx.array) -> mx.array:
@@ -247,13 +283,6 @@ def _embedded(head: Any, tokens: mx.array) -> mx.array:
     return made
 
 
-def _widen(attention: nn.Module, width: int) -> None:
-    """Let the projections of an attention take [embedding, state]."""
-    for name in ("q_proj", "k_proj", "v_proj"):
-        narrow = attention[name]
-        setattr(attention, name, nn.Linear(2 * width, narrow.weight.shape[0], "bias" in narrow))
-
-
 class Eagle1(FinalStateHead, RecurrentHead):
     """An EAGLE-1 or EAGLE-2 head, which are alike but for the trees drafted with them.
 
@@ -261,7 +290,7 @@ class Eagle1(FinalStateHead, RecurrentHead):
         config: its config.json.
         ends: of the target.
         own_embeddings: rows of its own embeddings; 0 for the target's.
-        has_bias: whether what fuses has one.
+        has_bias: True if what fuses has one.
     """
 
     kind = "EAGLE"
@@ -285,14 +314,10 @@ class Eagle1(FinalStateHead, RecurrentHead):
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)
 
-    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [n, D] in place of the target's after its final norm."""
-        h: mx.array = self.fc(mx.concatenate([_embedded(self, tokens), states], axis=-1))[None]
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [batch, n, D] in place of the target's after its final norm."""
+        h: mx.array = self.fc(mx.concatenate([_embedded(self, tokens), states], axis=-1))
         mask = create_attention_mask(h, cache[0])
         for layer, kept in zip(self.layers, cache, strict=True):
             h = layer(h, mask, kept)
-        return h[0]
-
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of the target's own head."""
-        return self.ends.logits(states)
+        return h

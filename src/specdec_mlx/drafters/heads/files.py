@@ -64,6 +64,14 @@ class HeadFiles:
             raise HeadError(f"{self.name}: {path.name} holds a {kind}, no object.")
         return content
 
+    def expect(self, name: str, value: Any, low: int, high: int) -> None:
+        """Raise HeadError for a number of the files that is not within bounds."""
+        if not (isinstance(value, int) and low <= value <= high):
+            raise HeadError(
+                f"{self.name}: {name} is {value!r}, expected {low} to {high}. Fetch it again, or "
+                "use a head that was trained for this target."
+            )
+
     def path(self, name: str) -> Path | None:
         """Where a file is now, fetched if it has to be; None if there is no such file.
 

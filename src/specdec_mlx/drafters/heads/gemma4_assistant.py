@@ -12,7 +12,7 @@ from one position, that of the text's last token. (transformers, `Gemma4Assistan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -20,57 +20,36 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
-from specdec_mlx.drafters.heads.session import LastState, SteppingSession
+from specdec_mlx.drafters.heads.session import SteppingSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import FeatureRows, Features, KeysValues, ReadsCache
+from specdec_mlx.types import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
 
 
-@dataclass(frozen=True)
-class AssistantConfig:
-    """What the config of an assistant says.
-
-    text: of its layers, in Hugging Face's words. num_centroids: groups of tokens, of which only
-    num_chosen have logits for a state; 0 for all tokens.
-    """
-
-    text: Mapping[str, Any]
-    num_centroids: int = 0
-    num_chosen: int = 32
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any]) -> AssistantConfig:
-        """From a config.json."""
-        grouped = config.get("use_ordered_embeddings", False)
-        return cls(
-            config["text_config"],
-            config.get("num_centroids", 2048) if grouped else 0,
-            config.get("centroid_intermediate_top_k", 32),
-        )
-
-    def args(self) -> gemma4_text.ModelArgs:
-        """Of its layers, which have queries only."""
-        queries_only = {
-            "num_kv_shared_layers": self.text["num_hidden_layers"],
-            "hidden_size_per_layer_input": 0,
-            "use_double_wide_mlp": False,
-        }
-        return gemma4_text.ModelArgs.from_dict({**self.text, **queries_only})
-
-    def key_widths(self) -> dict[str, int]:
-        """Kind of attention -> width of the keys that its queries go with."""
-        args = self.args()
-        wide = {"full_attention": args.global_head_dim or args.head_dim}
-        return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
+def layer_args(config: Mapping[str, Any]) -> gemma4_text.ModelArgs:
+    """Of an assistant's layers, which have queries only, by its config.json."""
+    queries_only = {
+        "num_kv_shared_layers": config["text_config"]["num_hidden_layers"],
+        "hidden_size_per_layer_input": 0,
+        "use_double_wide_mlp": False,
+    }
+    return gemma4_text.ModelArgs.from_dict({**config["text_config"], **queries_only})
 
 
-class AssistantSession(LastState, SteppingSession):
+def key_widths(args: gemma4_text.ModelArgs) -> dict[str, int]:
+    """Kind of attention -> width of the keys that its queries go with."""
+    wide = {"full_attention": args.global_head_dim or args.head_dim}
+    return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
+
+
+class AssistantSession(SteppingSession):
     """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
 
-    handed_on: what the next step begins with. held: what the caches hold, for the length of a
-    draft. keys_values: reads them.
+    state: [1, D] the target's last, None before the first. handed_on: what the next step begins
+    with. held: what the caches hold, for the length of a draft. keys_values: reads them.
     """
 
+    state: mx.array | None = None
     handed_on: Any = None
     held: Mapping[str, KeysValues]
     keys_values: ReadsCache | None = None
@@ -78,13 +57,19 @@ class AssistantSession(LastState, SteppingSession):
     def see(self, features: FeatureRows) -> None:
         """Take the last row, and the way to the caches."""
         self.keys_values = features.keys_values
-        super().see(features)
+        rows = self.head.rows(features)
+        if rows.shape[0]:
+            self.state = rows[-1:]
+        if rows.shape[0] >= MOST_WAITING:  # not computed, it would hold all of them
+            mx.async_eval(self.state)
+
+    def read(self) -> list[Any]:
+        """Nothing waits."""
+        return []
 
     def begin_draft(self, limit: int) -> int:
         """`limit`; 0 before the prompt was read."""
-        if limit == 0:
-            return 0
-        if self.state is None or self.keys_values is None:
+        if limit == 0 or self.state is None or self.keys_values is None:
             return 0
         self.handed_on = self.state
         self.held = {kind: self.keys_values(c.index) for kind, c in self.head.reads.items()}
@@ -106,7 +91,8 @@ class Gemma4Assistant(FinalStateHead):
     """An assistant of a Gemma 4 model.
 
     Args:
-        config: what its config says.
+        config: its config.json. With `use_ordered_embeddings` only tokens of some groups have
+            logits for a state.
         ends: of the target.
     """
 
@@ -114,23 +100,31 @@ class Gemma4Assistant(FinalStateHead):
     session = AssistantSession
     grows_trees = False
 
-    def __init__(self, config: AssistantConfig, ends: TargetEnds) -> None:
+    def __init__(self, config: Mapping[str, Any], ends: TargetEnds) -> None:
         """Random weights."""
         super().__init__()
-        args = config.args()
+        args = layer_args(config)
         width = args.hidden_size
-        self.config = config
         self.ends = ends
-        self.reads = {kind: ends.last_caches[kind] for kind in config.key_widths()}
-        caches = tuple(sorted(kind.index for kind in self.reads.values()))
-        self.features = Features(head_input=True, caches=caches)
+        self.reads = {kind: ends.last_caches[kind] for kind in key_widths(args)}
         self.embed_tokens = nn.Embedding(args.vocab_size, width)
         self.layers = [gemma4_text.DecoderLayer(args, i) for i in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, args.rms_norm_eps)
         self.pre_projection = nn.Linear(2 * ends.width, width, bias=False)
         self.post_projection = nn.Linear(width, ends.width, bias=False)
-        if config.num_centroids:
-            self.masked_embedding = TokenGroups(width, config.num_centroids, args.vocab_size)
+        if config.get("use_ordered_embeddings"):
+            self.masked_embedding = TokenGroups(
+                width,
+                config.get("num_centroids", 2048),
+                config.get("centroid_intermediate_top_k", 32),
+                args.vocab_size,
+            )
+
+    @property
+    def features(self) -> Features:
+        """The last state, and the caches."""
+        caches = tuple(sorted(kind.index for kind in self.reads.values()))
+        return replace(super().features, caches=caches)
 
     def step(
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
@@ -164,7 +158,7 @@ class Gemma4Assistant(FinalStateHead):
         if "masked_embedding" not in self:
             everything: mx.array = self.embed_tokens.as_linear(states)
             return everything
-        ids = self.masked_embedding.likely(states, self.config.num_chosen)
+        ids = self.masked_embedding.likely(states)
         some = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
         wide = mx.full((states.shape[0], self.masked_embedding.vocab_size), -mx.inf, some.dtype)
         return mx.put_along_axis(wide, ids, some, axis=-1)
@@ -173,10 +167,10 @@ class Gemma4Assistant(FinalStateHead):
         """What it reads, and its groups of tokens."""
         read = ", ".join(f"{cache.index} ({kind})" for kind, cache in self.reads.items())
         notes = [f"reads the target's caches {read}"]
-        if self.config.num_centroids:
-            notes.append(
-                f"{self.config.num_chosen} of {self.config.num_centroids} groups of tokens"
-            )
+        if "masked_embedding" in self:
+            groups = self.masked_embedding
+            count = groups.centroids.weight.shape[0]
+            notes.append(f"{groups.num_chosen} of {count} groups of tokens")
         return notes + super().notes()
 
 
@@ -186,20 +180,22 @@ class TokenGroups(nn.Module):  # type: ignore[misc]
     Args:
         width: of the states.
         num_groups: how many.
-        vocab_size: tokens in all, a multiple of that.
+        num_chosen: of these, for a state.
+        vocab_size: tokens in all, a multiple of `num_groups`.
     """
 
-    def __init__(self, width: int, num_groups: int, vocab_size: int) -> None:
+    def __init__(self, width: int, num_groups: int, num_chosen: int, vocab_size: int) -> None:
         """Random centroids, the tokens in their own order."""
         super().__init__()
+        self.num_chosen = num_chosen
         self.vocab_size = vocab_size
         self.centroids = nn.Linear(width, num_groups, bias=False)
         self.token_ordering = mx.arange(vocab_size, dtype=mx.int32)
 
-    def likely(self, states: mx.array, num_groups: int) -> mx.array:
+    def likely(self, states: mx.array) -> mx.array:
         """[n, m] ids of the tokens of the likeliest groups, for states [n, d]."""
         scores = self.centroids(states)
-        chosen = mx.argpartition(-scores, kth=num_groups - 1, axis=-1)[..., :num_groups]
+        chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[..., : self.num_chosen]
         groups = self.token_ordering.reshape(scores.shape[-1], -1)
         ids: mx.array = groups[chosen].reshape(states.shape[0], -1)
         return ids

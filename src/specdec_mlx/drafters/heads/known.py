@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from specdec_mlx.drafters.heads.building import VOCABULARY_MARGIN
 from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.formats import FORMATS, VOCABULARY_MARGIN, known_kind
 from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
-from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, known_kind
 from specdec_mlx.errors import HeadError
 
 KNOWN: dict[str, tuple[str, ...]] = {
@@ -76,24 +75,6 @@ CONVERTED = re.compile(
 )
 """What the name of a model goes on with where it is the same one, converted."""
 
-KINDS = {
-    "eagle3": "EAGLE-3",
-    "dflash": "DFlash",
-    "gemma4_assistant": "Gemma 4 assistant",
-    "medusa": "Medusa",
-    "pard": "PARD",
-    "mtp": "multi-token prediction",
-    "exit": "trained exit",
-}
-
-
-class HeadHere(NamedTuple):
-    """A head in a folder. refusal: why it does not serve, None if it can."""
-
-    name: str
-    kind: str
-    refusal: str | None = None
-
 
 def known_repositories(model: str) -> dict[str, str]:
     """Repositories that are known to have a head for a model, by its name.
@@ -113,23 +94,6 @@ def known_repositories(model: str) -> dict[str, str]:
     return found
 
 
-def heads_among(
-    folders: Iterable[tuple[str, Path]], target: Mapping[str, Any]
-) -> Iterator[HeadHere]:
-    """Heads among folders, each with its name, and whether they fit a target by its config."""
-    for name, folder in folders:
-        config = _config(folder)
-        kind = known_kind(config)
-        if kind in UNSUPPORTED:
-            yield HeadHere(name, UNSUPPORTED[kind], "cannot be loaded yet")
-        elif kind is not None:
-            try:
-                refusal = _misfit(config, target)
-            except (AttributeError, TypeError):  # of a config with other things in it
-                refusal = "its config.json is damaged"
-            yield HeadHere(name, KINDS[kind], refusal)
-
-
 def heads_lines(
     model: str, folder: Path | None, folders: Iterable[tuple[str, Path]] = ()
 ) -> list[str]:
@@ -141,17 +105,22 @@ def heads_lines(
         folders: where heads may be, each with its name.
     """
     target, known = _config(folder) if folder is not None else {}, known_repositories(model)
-    lines = [
-        f"  {one.name}  {one.kind}, {one.refusal or 'here' + known.get(one.name, '')}"
-        for one in sorted(heads_among(folders, target), key=lambda one: one.refusal is not None)
-    ]
-    lines += [f"  {one}  to be fetched{note}" for one, note in known.items()]
+    lines: list[str] = []
+    refused: list[str] = []
+    for name, place in folders:
+        config = _config(place)
+        kind = known_kind(config)
+        if kind is None:
+            continue
+        refusal = _misfit(config, target) if FORMATS[kind].loads else "cannot be loaded yet"
+        line = f"  {name}  {FORMATS[kind].label}, {refusal or 'here' + known.get(name, '')}"
+        (lines if refusal is None else refused).append(line)
+    lines += [*refused, *(f"  {one}  to be fetched{note}" for one, note in known.items())]
+    own = "  its original repository  multi-token prediction, "
     if (other := other_formula(target)) is not None:
-        lines.append(
-            f"  its original repository  multi-token prediction, not to be loaded: it {other}"
-        )
+        lines.append(f"{own}not to be loaded: it {other}")
     if family_of(target) is not None:
-        lines.append("  its original repository  multi-token prediction, to be fetched")
+        lines.append(f"{own}to be fetched")
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
 
@@ -165,18 +134,18 @@ def _config(folder: Path) -> dict[str, Any]:
 
 def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head does not fit a target, by what their configurations say."""
-    head = config.get("transformer_layer_config") or config.get("text_config") or config
-    model = target.get("text_config") or target
-    width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
-    width = width or head.get("hidden_size")
-    ours, theirs = head.get("vocab_size"), model.get("vocab_size")
-    if ours is not None and theirs is not None and abs(ours - theirs) > VOCABULARY_MARGIN:
-        return "another vocabulary"
-    if known_kind(config) == "gemma4_assistant" and not str(model.get("model_type")).startswith(
-        "gemma4"
-    ):
+    try:
+        head = config.get("transformer_layer_config") or config.get("text_config") or config
+        model = target.get("text_config") or target
+        width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+        width, theirs = width or head.get("hidden_size"), model.get("hidden_size")
+        vocabularies = [n for c in (head, model) if (n := c.get("vocab_size")) is not None]
+        if vocabularies and max(vocabularies) - min(vocabularies) > VOCABULARY_MARGIN:
+            return "another vocabulary"
+    except (AttributeError, TypeError):  # of a config with other things in it
+        return "its config.json is damaged"
+    is_gemma4 = str(model.get("model_type")).startswith("gemma4")
+    if known_kind(config) == "gemma4_assistant" and not is_gemma4:
         return "for Gemma 4"
-    reads_states = "pard_token" not in config
-    if reads_states and None not in (width, model.get("hidden_size")):
-        return None if width == model["hidden_size"] else "another width"
-    return None
+    reads_states = "pard_token" not in config and None not in (width, theirs)
+    return "another width" if reads_states and width != theirs else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,19 +14,19 @@ from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.drafters.growing import check_branches
-from specdec_mlx.drafters.heads.building import (
-    BUILDERS,
-    Variant,
-    build_head,
-    expect,
-    without_its_layer,
-)
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.formats import (
+    FORMATS,
+    Variant,
+    build_head,
+    kind_of,
+    known_kind,
+    without_its_layer,
+)
 from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.recognition import UNSUPPORTED, kind_of, known_kind
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.drafters.registry import make_with
 from specdec_mlx.errors import HeadError, ModelFolderError
@@ -84,29 +83,26 @@ def load_head(
     """
     check_draft_temp(draft_temp)
     check_branches(branches)
+    options: Any = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     with _explained(files):
         kind = kind_of(files.config, files.names)
         if kind == "exit":
-            one = load_exit(files, target, greedy=greedy, draft_temp=draft_temp)
-            return replace(one, branches=branches)
+            return load_exit(files, target, **options)
         if kind == "pard":
             model, tokenizer = load_model(path_or_repo)
             mask = files.config["pard_token"]
-            expect(files, "pard_token", mask, 0, target_ends(model).vocab_size - 1)
+            files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
             _quantize(model, draft_bits)
-            return PardDrafter(
-                model, tokenizer, greedy, draft_temp, branches=branches, mask_token=mask
-            )
-        if kind not in BUILDERS:
+            return PardDrafter(model, tokenizer, mask_token=mask, **options)
+        if kind is None or FORMATS[kind].build is None:
             raise HeadError(_refusal(files, kind))
     ends = target_ends(target)
     with _explained(files):
-        variant = Variant(layers, pre_norm, norms_less_one)
-        head, weights = build_head(kind, files, ends, variant)
+        head, weights = build_head(kind, files, ends, Variant(layers, pre_norm, norms_less_one))
         _set_weights(head, weights, files, ends)
     _quantize(head, draft_bits)
-    drafter = HeadDrafter(head, greedy, draft_temp, files.name, ends.vocab_size, branches)
+    drafter = HeadDrafter(head, name=files.name, vocab_size=ends.vocab_size, **options)
     with _explained(files):
         mx.eval(head.parameters())
         _try_out(drafter, ends)
@@ -169,8 +165,8 @@ def is_head(path_or_repo: str | Path) -> bool:
 
 def _refusal(files: HeadFiles, kind: str | None) -> str:
     """Why these files cannot be loaded."""
-    if kind in UNSUPPORTED:
-        return f"{files.name} holds {UNSUPPORTED[kind]}. That cannot be loaded yet."
+    if kind is not None:
+        return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     found, other = family_of(files.config), other_formula(files.config)
     if found is not None:
         return without_its_layer(files, *found)
@@ -180,7 +176,7 @@ def _refusal(files: HeadFiles, kind: str | None) -> str:
             f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
             "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
         )
-    known = ", ".join([*BUILDERS, "exit", "pard"])
+    known = ", ".join(kind for kind, one in FORMATS.items() if one.loads)
     return (
         f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
         f"{files.config.get('model_type')!r}. A small model with the target's tokenizer is loaded "
@@ -196,9 +192,14 @@ def _set_weights(
     Raises:
         HeadError: some are missing, some it has no place for, or shapes do not fit.
     """
-    config = files.config.get("quantization")
-    if config is not None:
-        nn.quantize(head, class_predicate=lambda path, part: _stored(path, part, weights))
+
+    def stored(path: str, part: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
+            return False
+        return dict(infer_quant_config(path, part, weights))
+
+    if files.config.get("quantization") is not None:
+        nn.quantize(head, class_predicate=stored)
     expected = dict(tree_flatten(head.parameters()))
     missing = sorted(expected.keys() - weights.keys())
     unknown = sorted(weights.keys() - expected.keys())
@@ -216,26 +217,16 @@ def _set_weights(
             f"{files.name}: {name} has the shape {list(weights[name].shape)}, and for this target "
             f"{list(expected[name].shape)} is expected. Use a head that was trained for it."
         )
-    cast = {n: x if n.endswith(KEEPS_TYPE) else _as(x, ends.dtype) for n, x in weights.items()}
-    head.load_weights(list(cast.items()))
-
-
-def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Numbers with a point in a type; others as they are."""
-    return x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x
+    for name, x in weights.items():
+        if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(KEEPS_TYPE):
+            weights[name] = x.astype(ends.dtype)
+    head.load_weights(list(weights.items()))
 
 
 def _named(names: list[str]) -> str:
     """A few of the names, and how many more."""
     more = len(names) - MOST_NAMED
     return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _stored(path: str, part: nn.Module, weights: dict[str, mx.array]) -> bool | dict[str, Any]:
-    """How a layer is quantized in the file."""
-    if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
-        return False
-    return dict(infer_quant_config(path, part, weights))
 
 
 def _quantize(head: nn.Module, bits: int | None) -> None:

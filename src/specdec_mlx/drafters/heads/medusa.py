@@ -7,24 +7,14 @@ others guess.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.drafters.heads.drafter import FinalStateHead
-from specdec_mlx.drafters.heads.session import LastState, OnePassSession
+from specdec_mlx.drafters.heads.session import OnePassSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
-
-
-class MedusaSession(LastState, OnePassSession):
-    """Keeps the last state, and drafts as many tokens as there are heads; see `HeadSession`."""
-
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Of as many heads as may draft; none before the prompt was read."""
-        length = min(limit, len(self.head.blocks))
-        if self.state is None or length == 0:
-            return None
-        logits: mx.array = self.head.first_logits(self.state, length)
-        return logits
 
 
 class Medusa(FinalStateHead):
@@ -38,7 +28,7 @@ class Medusa(FinalStateHead):
     """
 
     kind = "Medusa"
-    session = MedusaSession
+    session = OnePassSession
 
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
@@ -47,25 +37,30 @@ class Medusa(FinalStateHead):
         super().__init__()
         width = ends.width
         self.ends = ends
+        self.most_drafted = num_heads
         self.blocks = [
             [nn.Linear(width, width) for _ in range(num_layers)] for _ in range(num_heads)
         ]
         if own_heads:
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in range(num_heads)]
 
-    def logits(self, state: mx.array, index: int) -> mx.array:
-        """Logits [1, V] of one head, of the target's state [1, D]."""
-        own = self.state(state, index)
-        return self.lm_heads[index](own) if "lm_heads" in self else self.ends.logits(own)
+    def make_cache(self) -> list[Any]:
+        """For the last state that was read."""
+        return []
 
-    def first_logits(self, state: mx.array, number: int) -> mx.array:
-        """Logits [n, V] of the first n heads, of the target's state [1, D]."""
-        if "lm_heads" in self:
-            return mx.concatenate([self.logits(state, i) for i in range(number)])
-        return self.ends.logits(mx.concatenate([self.state(state, i) for i in range(number)]))
+    def read(self, rows: mx.array, cache: list[Any]) -> None:
+        """Keep the last of the target's states [n, D]."""
+        cache[:] = [rows[-1:]]
+
+    def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
+        """Logits [n, V] of the first n heads, of the state that was read last."""
+        states = [self.state(cache[0], i) for i in range(number)]
+        if "lm_heads" not in self:
+            return self.ends.logits(mx.concatenate(states))
+        return mx.concatenate([self.lm_heads[i](state) for i, state in enumerate(states)])
 
     def state(self, state: mx.array, index: int) -> mx.array:
-        """What a head makes [1, D] of the target's state [1, D], below its matrix."""
+        """What a head makes [..., D] of the target's state [..., D], below its matrix."""
         for block in self.blocks[index]:
             state = state + nn.silu(block(state))
         return state

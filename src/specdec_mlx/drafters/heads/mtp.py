@@ -12,7 +12,7 @@ embedding passes on what it is given: its attention, experts, masks and caches a
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,17 +20,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead
+from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
 from specdec_mlx.drafters.heads.mtp_families import MTPFamily
 from specdec_mlx.drafters.heads.recurrent import RecurrentHead
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.drafters.heads.variations import (
-    Variation,
-    is_norm,
-    otherwise,
-    shifted_norms,
-)
-from specdec_mlx.drafters.heads.vocabulary import DraftVocabulary
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.heads.variations import Variation, is_norm, shifted_norms
 from specdec_mlx.target.strategies import leaves
 
 LAYER = "layers.0."
@@ -38,7 +32,36 @@ EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings")
 """What mlx-lm's models call them."""
 
 
-class MTPHead(FinalStateHead, RecurrentHead):
+class MTP(FinalStateHead, RecurrentHead):
+    """One or several such layers.
+
+    family: how they are written. levels: those that draft, each an `MTPHead`.
+    """
+
+    family: MTPFamily
+
+    def variations(self) -> list[Variation]:
+        """Norms, the state that it reads, the order, and the first position."""
+        order = replace(self.family, hidden_first=not self.family.hidden_first)
+        return [
+            *shifted_norms(self),
+            *super().variations(),
+            Variation(
+                "the other order of state and embedding",
+                "its projection looks written for the other order, which is another family's",
+                self.levels,
+                {"family": order},
+            ),
+            Variation(
+                "no embedding at position 0",
+                "it looks trained without the embedding at position 0, as some engines run it",
+                self.levels,
+                {"skips_first": True},
+            ),
+        ]
+
+
+class MTPHead(MTP):
     """A multi-token prediction layer.
 
     Args:
@@ -46,10 +69,12 @@ class MTPHead(FinalStateHead, RecurrentHead):
         config: of the target, as in the original repository.
         ends: of the target.
         depth: how many such layers draft before it.
+
+    skips_first: True if it does not read the embedding at position 0.
     """
 
     kind = "multi-token prediction"
-    vocabulary: DraftVocabulary | None = None
+    skips_first = False
 
     def __init__(
         self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, depth: int = 0
@@ -68,22 +93,17 @@ class MTPHead(FinalStateHead, RecurrentHead):
         self.family = family
         self.width = width
         self.ends = ends
-        self.skips_first = False
         self.embedding_norm = nn.RMSNorm(width, eps)
         self.hidden_norm = nn.RMSNorm(width, eps)
         self.projection = nn.Linear(2 * width, width, bias=False)
         self.body = body
         if "head" in family.names:
             self.head = nn.Linear(width, ends.vocab_size, bias=False)
-        self.read_pre_norm(family.pre_norm)
+        self.pre_norm = family.pre_norm
         self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
 
-    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [n, D] in place of the target's after its final norm."""
-        return self.forward(states[None], tokens[None], cache)[0]
-
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""
+        """States [batch, n, D] in place of the target's after its final norm."""
         embedded = self.ends.embed(tokens)
         if self.skips_first and next(leaves(cache)).offset == 0:
             embedded = mx.where(mx.arange(tokens.shape[-1])[:, None] > 0, embedded, 0)
@@ -93,13 +113,8 @@ class MTPHead(FinalStateHead, RecurrentHead):
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
         return made
 
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of the target's head, or of its own."""
-        logits = self.draft_logits(states)
-        return logits if self.vocabulary is None else self.vocabulary.widen(logits)
-
     def draft_logits(self, states: mx.array) -> mx.array:
-        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
+        """Logits [..., Vd] of states [..., D], by the target's head or its own."""
         states = self.norm(states)
         return self.head(states) if "head" in self else self.ends.logits(states)
 
@@ -112,35 +127,60 @@ class MTPHead(FinalStateHead, RecurrentHead):
         """As the target makes it for such a layer."""
         return self._make_cache()
 
-    def variations(self) -> list[Variation]:
-        """Norms, the state that it reads, the order, and the first position."""
-        return [*shifted_norms(self), *super().variations(), *self.variations_inside()]
-
-    def variations_inside(self) -> list[Variation]:
-        """The order, and the first position."""
-        family = replace(self.family, hidden_first=not self.family.hidden_first)
-        return [
-            otherwise(
-                "the other order of state and embedding",
-                "its projection looks written for the other order, which is another family's",
-                self,
-                family=family,
-            ),
-            otherwise(
-                "no embedding at position 0",
-                "it looks trained without the embedding at position 0, as some engines run it",
-                self,
-                skips_first=not self.skips_first,
-            ),
-        ]
-
     def notes(self) -> list[str]:
         """What kind of layer, and what it reads."""
         where = "before" if self.pre_norm else "after"
         notes = [f"{self.family.architecture} layer", f"reads the state {where} the final norm"]
-        if self.vocabulary is not None:
-            notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
+        notes += Head.notes(self)
         return notes + (["the state comes first"] if self.family.hidden_first else [])
+
+
+class MTPStack(MTP):
+    """Multi-token prediction layers that draft one token each.
+
+    Args:
+        family: how they are written.
+        config: of the target, as in the original repository.
+        ends: of the target.
+        num_layers: how many there are.
+    """
+
+    kind = "layered multi-token prediction"
+    grows_trees = False
+    moves_on = False
+
+    def __init__(
+        self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int
+    ) -> None:
+        """Random weights."""
+        super().__init__()
+        self.family = family
+        self.ends = ends
+        self.chained = family.further == "chained"
+        self.pre_norm = family.pre_norm
+        self.layers = [MTPHead(family, config, ends, depth) for depth in range(num_layers)]
+
+    @property
+    def levels(self) -> Sequence[RecurrentHead]:
+        """The layers."""
+        return list(self.layers)
+
+    def notes(self) -> list[str]:
+        """How many layers of what kind, and what they read."""
+        where = f"the state {'before' if self.pre_norm else 'after'} the final norm"
+        layers = f"{len(self.layers)} {self.family.architecture} layers, one for each token"
+        if self.chained:
+            return [layers, f"the first reads {where}, the others what the one before made"]
+        return [layers, f"all read {where}"]
+
+
+def mtp_head(
+    family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int = 1
+) -> MTPHead | MTPStack:
+    """What a family drafts with, random weights; see the classes."""
+    if family.further == "again":
+        return MTPHead(family, config, ends)
+    return MTPStack(family, config, ends, num_layers)
 
 
 def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:
@@ -152,7 +192,7 @@ def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0
         depth: how many such layers draft before it.
     """
     module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
-    alone = {**family.changes, **family.derived(config, depth)}
+    alone = {"num_hidden_layers": 1, **family.changes, **family.derived(config, depth)}
     model = module.Model(
         module.ModelArgs.from_dict({**config, **alone, "model_type": family.architecture})
     )
@@ -180,32 +220,25 @@ def mtp_weights(
         prefix: what comes before its names.
         add_one: whether norms are stored as w - 1 here.
     """
-    shell = one_layer_model(family, config)
-    ours = _own_names(family, len(getattr(shell, family.body).layers))
-    weights, layer = {}, {}
+    shell, inside = one_layer_model(family, config), f"body.{family.here}"
+    last = len(getattr(shell, family.body).layers) - 1
+    ours = {f"{old.format(last=last)}.": f"{part}." for part, old in family.names.items()}
+    if not family.pre_norm and "norm" in family.names:
+        ours[f"{family.names['norm'].format(last=last)}."] = f"body.{family.final_norm}."
+    ours |= {family.layer + old: inside + new for old, new in family.renamed.items()}
+    ours.setdefault(family.layer, inside)
+    weights, convert = {}, {}
     for name, value in tensors.items():
         rest = name.removeprefix(prefix)
-        known = next((old for old in ours if rest.startswith(old)), None)
-        if known is not None:
-            weights[ours[known] + rest.removeprefix(known)] = value
-        elif rest.startswith(family.layer):
-            layer[family.name_in_layer(rest.removeprefix(family.layer))] = value
-    norms = {name for name, value in layer.items() if is_norm(name, value)}
-    weights |= {f"body.{family.here}{name}": layer[name] for name in norms}
-    there = f"{family.body}.{family.here}"
-    convert = {f"{there}{name}": x for name, x in layer.items() if name not in norms}
+        old = next(old for old in ours if rest.startswith(old))
+        new = ours[old] + rest.removeprefix(old)
+        if new.startswith(inside) and not is_norm(new, value):
+            convert[family.body + new.removeprefix("body")] = value
+        else:
+            weights[new] = value
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
-    for name, value in convert.items():
-        weights[f"body.{family.here}{name.partition(family.here)[2]}"] = value
+    weights |= {inside + name.partition(family.here)[2]: x for name, x in convert.items()}
     if add_one:
         weights = {n: x + 1 if is_norm(n, x) else x for n, x in weights.items()}
     return weights
-
-
-def _own_names(family: MTPFamily, num_layers: int) -> dict[str, str]:
-    """Beginnings of the checkpoint's names outside the decoder layer -> ours."""
-    ours = {part: f"{part}." for part in family.names}
-    if not family.pre_norm:
-        ours["norm"] = f"body.{family.final_norm}."
-    return {f"{old.format(last=num_layers - 1)}.": ours[p] for p, old in family.names.items()}

@@ -10,9 +10,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import mlx.core as mx
 import mlx.nn as nn
-
-from specdec_mlx.drafters.heads.half_layer import keep_half_of_its_layer
+from mlx_lm.models.cache import CacheList, KVCache
 
 Config = Mapping[str, Any]
 
@@ -31,7 +31,8 @@ class MTPFamily:
         the prefix, with {last} for the last decoder layer; with a "head" it has one of its own.
     layer: what comes before the names of the decoder layer itself. here: and in mlx-lm's model.
     renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
-    changes: entries of the configuration that make a model of just this layer. derived: those that
+    changes: entries of the configuration, besides the number of layers, that make a model of just
+        this layer. derived: those that
         follow from the target's, and from the depth. adapted: what else is done to that model.
     body: what mlx-lm calls the part of that model without its head. final_norm: its last norm.
     attributes: what else to set on that part.
@@ -64,47 +65,30 @@ class MTPFamily:
         layer = int(config.get("num_hidden_layers") or 0) + depth
         return self.prefix.format(layer=layer, depth=depth)
 
-    def prefix_in(self, names: Collection[str], config: Config) -> str | None:
-        """What comes before its tensors among these; None if they are not there.
-
-        A repository that has nothing else leaves the prefix out, or keeps just `mtp.`.
-        """
-        prefixes = [self.prefix_at(config)]
-        if self.further == "again":
-            prefixes += ["mtp.", ""]
-        for prefix in prefixes:
-            if f"{prefix}{self.names['projection']}.weight" in names:
-                return prefix
-        return None
-
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
-        """What comes before the tensors of each layer among these, the first first."""
-        first = self.prefix_in(names, config)
-        if first is None or self.further == "again":
-            return [] if first is None else [first]
-        prefixes = [first]
-        while any(name.startswith(self.prefix_at(config, len(prefixes))) for name in names):
-            prefixes.append(self.prefix_at(config, len(prefixes)))
-        return prefixes
+        """What comes before the tensors of each layer among these, the first first.
 
-    def name_in_layer(self, name: str) -> str:
-        """What mlx-lm calls a tensor of the decoder layer."""
-        old = next((old for old in self.renamed if name.startswith(old)), "")
-        return self.renamed.get(old, "") + name.removeprefix(old)
+        A repository that has nothing but a layer leaves the prefix out, or keeps just `mtp.`.
+        """
+        again, projection = self.further == "again", f"{self.names['projection']}.weight"
+        prefixes = [self.prefix_at(config), *(["mtp.", ""] if again else [])]
+        found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
+        while found and not again:
+            following = self.prefix_at(config, len(found))
+            if not any(name.startswith(following) for name in names):
+                break
+            found.append(following)
+        return found
 
 
-_QWEN_NAMES = {
-    "embedding_norm": "pre_fc_norm_embedding",
-    "hidden_norm": "pre_fc_norm_hidden",
-    "projection": "fc",
-    "norm": "norm",
-}
-_DEEPSEEK_NAMES = {
-    "embedding_norm": "enorm",
-    "hidden_norm": "hnorm",
-    "projection": "eh_proj",
-    "norm": "shared_head.norm",
-}
+def _names(*theirs: str) -> dict[str, str]:
+    """Names of the parts around the decoder layer, ours -> the checkpoint's."""
+    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "head")
+    return dict(zip(ours, theirs, strict=False))
+
+
+_QWEN_NAMES = _names("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm")
+_DEEPSEEK_NAMES = _names("enorm", "hnorm", "eh_proj", "shared_head.norm")
 
 
 def _qwen(architecture: str, **changes: Any) -> MTPFamily:
@@ -114,7 +98,7 @@ def _qwen(architecture: str, **changes: Any) -> MTPFamily:
         "mtp.",
         _QWEN_NAMES,
         layer="layers.0.",
-        changes={"num_hidden_layers": 1, "full_attention_interval": 1, **changes},
+        changes={"full_attention_interval": 1, **changes},
         norms_less_one=True,
         attributes={"ssm_idx": None},
     )
@@ -122,15 +106,19 @@ def _qwen(architecture: str, **changes: Any) -> MTPFamily:
 
 def _deepseek(architecture: str) -> MTPFamily:
     """The layer behind the last one, with experts."""
-    changes = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "moe_layer_freq": 1}
+    changes = {"first_k_dense_replace": 0, "moe_layer_freq": 1}
     return MTPFamily(architecture, "model.layers.{layer}.", _DEEPSEEK_NAMES, changes=changes)
 
 
 def _bailing(architecture: str, **changes: Any) -> MTPFamily:
     """Ling's and Ring's: DeepSeek's formula, with a full-attention layer among recurrent ones."""
     names = _DEEPSEEK_NAMES | {"norm": "final_layernorm"}
-    changes |= {"num_hidden_layers": 1, "first_k_dense_replace": 0}
-    return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
+    return MTPFamily(
+        architecture,
+        "model.layers.{layer}.",
+        names,
+        changes={"first_k_dense_replace": 0, **changes},
+    )
 
 
 def _exaone_moe(config: Config, depth: int) -> Config:
@@ -145,6 +133,33 @@ def _exaone_moe(config: Config, depth: int) -> Config:
     if kind == "sliding_attention" and windows:
         derived["sliding_window"] = windows[0]
     return derived
+
+
+class HalfLayer(nn.Module):  # type: ignore[misc]
+    """The first attention and the first dense network of a layer of LongCat-Flash.
+
+    A whole layer is two of each, one behind the other, and experts beside them (technical report,
+    arXiv 2509.01322).
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        """Take the first of each."""
+        super().__init__()
+        for part in ("input_layernorm", "self_attn", "post_attention_layernorm", "mlps"):
+            self[part] = layer[part][:1]
+
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        """States [batch, n, D] of n positions."""
+        attended = self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
+        x = x + attended
+        made: mx.array = x + self.mlps[0](self.post_attention_layernorm[0](x))
+        return made
+
+
+def keep_half_of_its_layer(model: nn.Module) -> None:
+    """Let a model with one layer have half of it, and a cache for that."""
+    model.model.layers = [HalfLayer(model.model.layers[0])]
+    model.make_cache = lambda: [CacheList(KVCache())]
 
 
 _STEP_LISTS = (
@@ -186,31 +201,18 @@ FAMILIES: dict[str, MTPFamily] = {
     "bailing_moe": _bailing("bailing_moe"),
     "bailing_hybrid": _bailing("bailing_hybrid", layer_group_size=1),
     "bailing_moe_v3": _bailing("bailing_moe_v3", layer_group_size=1),
-    "llama_mtp": MTPFamily(
-        "llama", "mtp.", _QWEN_NAMES, layer="layers.0.", changes={"num_hidden_layers": 1}
-    ),
+    "llama_mtp": MTPFamily("llama", "mtp.", _QWEN_NAMES, layer="layers.0."),
     "mimo": MTPFamily(
         "mimo",
         "model.mtp_layers.0.",
-        {
-            "embedding_norm": "token_layernorm",
-            "hidden_norm": "hidden_layernorm",
-            "projection": "input_proj",
-            "norm": "final_layernorm",
-        },
-        changes={"num_hidden_layers": 1},
+        _names("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm"),
         hidden_first=True,
     ),
     "ernie4_5_moe": MTPFamily(
         "ernie4_5",
         "model.",
-        {
-            "embedding_norm": "mtp_emb_norm.0",
-            "hidden_norm": "mtp_hidden_norm.0",
-            "projection": "mtp_linear_proj.0",
-        },
+        _names("mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0"),
         layer="mtp_block.0.",
-        changes={"num_hidden_layers": 1},
         has_final_norm=False,
     ),
     "exaone_moe": MTPFamily(
@@ -218,18 +220,13 @@ FAMILIES: dict[str, MTPFamily] = {
         "mtp.",
         _QWEN_NAMES,
         layer="layers.0.",
-        changes={"num_hidden_layers": 1, "is_moe_layer": [False]},
+        changes={"is_moe_layer": [False]},
         derived=_exaone_moe,
     ),
     "longcat_flash": MTPFamily(
         "longcat_flash",
         "model.mtp.",
-        {
-            "embedding_norm": "layers.0.enorm.m",
-            "hidden_norm": "layers.0.hnorm.m",
-            "projection": "layers.0.eh_proj",
-            "norm": "norm",
-        },
+        _names("layers.0.enorm.m", "layers.0.hnorm.m", "layers.0.eh_proj", "norm"),
         layer="layers.0.",
         renamed={
             "input_layernorm.": "input_layernorm.0.",
@@ -243,14 +240,14 @@ FAMILIES: dict[str, MTPFamily] = {
     "step3p5": MTPFamily(
         "step3p5",
         "model.layers.{layer}.",
-        {
-            "embedding_norm": "enorm",
-            "hidden_norm": "hnorm",
-            "projection": "eh_proj",
-            "norm": "transformer.shared_head.norm",
-            "head": "transformer.shared_head.output",
-        },
-        changes={"num_hidden_layers": 1, "moe_layers_enum": None},
+        _names(
+            "enorm",
+            "hnorm",
+            "eh_proj",
+            "transformer.shared_head.norm",
+            "transformer.shared_head.output",
+        ),
+        changes={"moe_layers_enum": None},
         derived=_step,
         norms_less_one=True,
         pre_norm=True,
@@ -259,12 +256,9 @@ FAMILIES: dict[str, MTPFamily] = {
     "nemotron_h": MTPFamily(
         "nemotron_h",
         "mtp.",
-        {
-            "embedding_norm": "layers.0.enorm",
-            "hidden_norm": "layers.0.hnorm",
-            "projection": "layers.0.eh_proj",
-            "norm": "layers.{last}.final_layernorm",
-        },
+        _names(
+            "layers.0.enorm", "layers.0.hnorm", "layers.0.eh_proj", "layers.{last}.final_layernorm"
+        ),
         layer="layers.",
         here="layers.",
         derived=_nemotron_h,
@@ -277,11 +271,7 @@ FAMILIES: dict[str, MTPFamily] = {
         "model.mtp.layers.{depth}.",
         _DEEPSEEK_NAMES | {"norm": "final_layernorm"},
         renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        changes={
-            "num_hidden_layers": 1,
-            "hybrid_layer_pattern": [1, 0],  # mlx-lm looks for one of each kind
-            "moe_layer_freq": [0],
-        },
+        changes={"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},  # one of each kind
         attributes={"ga_idx": 0},
         further="side by side",
     ),

@@ -57,7 +57,7 @@ class PardSession(WritesAtOnce, ModelSession):
 
     @property
     def forks(self) -> bool:
-        """Whether drafts are to fork; all of one comes from one pass, which is none over a tree."""
+        """True if drafts are to fork; all of one comes from one pass, which is none over a tree."""
         return self.branches > 1
 
     def all_logits(self, limit: int) -> mx.array | None:
@@ -69,10 +69,7 @@ class PardSession(WritesAtOnce, ModelSession):
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
         self.rollback.checkpoint()
-        logits = self.feed(to_ids([*pending, *self.masks(length)]))[-length:]
+        masks = [self.mask_token] * (length - 1)
+        logits = self.feed(to_ids([*pending, *masks]))[-length:]
         self.rollback.rewind_to(len(self.tokens))
         return logits
-
-    def masks(self, length: int) -> list[int]:
-        """What stands behind the text for a draft of so many tokens."""
-        return [self.mask_token] * (length - 1)

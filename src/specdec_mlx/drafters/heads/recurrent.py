@@ -1,10 +1,20 @@
-"""Heads that draft token by token, each time from the state that they made last.
+"""Heads that draft token by token, each time from a state that they made.
 
-Such a head reads pairs: the target's state at a position and the token after it. Of each pair it
-makes a state, which takes the place of the target's state at the next position while it drafts
-(Li et al. 2024, arXiv 2401.15077, section 3; DeepSeek-V3, arXiv 2412.19437, section 2.2). It has
-key-value caches of its own. The entries made while drafting are dropped after each verdict, and
-those positions are read again with the target's true states.
+Such a head reads pairs: the target's state at a position and a token behind it. Of each pair it
+makes a state (Li et al. 2024, arXiv 2401.15077, section 3; DeepSeek-V3, arXiv 2412.19437, section
+2.2). It has key-value caches of its own. The entries made while drafting are dropped after each
+verdict, and those positions are read again with the target's true states.
+
+Most heads have one layer, which moves on while it drafts: its state takes the place of the target's
+at the next position. Others have a layer for each token of a draft. Layer k (from 0) makes, at
+every position t, a state for the token k + 2 positions further:
+
+    s_k(t) = layer_k(h_t, embed(x_{t+1+k})),  logits of x_{t+2+k} = head_k(s_k(t))
+
+Chained layers read s_{k-1}(t) in place of h_t (DeepSeek-V3, equation 21); others read the target's
+state like the first. Such a draft stays at the last position that the target has read. Layer k can
+read a pair when x_{t+1+k} is known, so it is k positions behind the text, and reads those with
+drafted tokens first.
 """
 
 from __future__ import annotations
@@ -14,71 +24,100 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.session import SteppingSession
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.drafters.heads.session import SteppingSession, WaitingRows, joined
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, FeatureRows
+from specdec_mlx.types import Draft, FeatureRows
 
 FEW = 8
 """Pairs that are read in one step with the last one; more are read apart, for less."""
 
 
+class Level:
+    """One layer's side of a generation.
+
+    waiting: what takes the place of the target's states at positions that it has not read.
+    num_read: positions that its caches hold, apart from what was drafted last.
+    """
+
+    def __init__(self, layer: RecurrentHead, waiting: WaitingRows) -> None:
+        """Nothing was read yet."""
+        self.layer = layer
+        self.rollback = Rollback(layer.make_cache())
+        self.waiting = waiting
+        self.num_read = 0
+
+    def rewind(self) -> None:
+        """Drop what was drafted last."""
+        self.rollback.rewind_to(self.num_read)
+
+    def step(self, states: mx.array, tokens: mx.array) -> mx.array:
+        """One pass of the layer over n further positions; states [n, D]."""
+        made: mx.array = self.layer.step(states, tokens, self.rollback.caches)
+        self.rollback.advance(states.shape[0])
+        return made
+
+
 class RecurrentSession(SteppingSession):
     """Reads pairs as they become known, and drafts from the state of the last one.
 
-    Args:
-        head: a `RecurrentHead`.
-        sampling: how drafts are drawn.
-        prompt: [n] token ids.
-        context: the generation's.
-
-    rollback: the head's caches, which hold `num_read` pairs, and behind them what was drafted last.
-    state: [1, D] of the last pair, None where that was not read. drafted: the one that drafts next.
-    made: [1 + n, D] that state, and those of n tokens of a tree; rows: of these in the caches.
+    levels: the layers, the first first. state: [1, D] that the first made of the last pair, None
+    where that was not read. drafted: tokens of the draft under way. made: rows for the next layer
+    that the one before made of them.
     """
 
-    def __init__(
-        self, head: RecurrentHead, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, *args: Any) -> None:
         """Nothing was read yet."""
-        super().__init__(head, sampling, prompt, context)
-        self.rollback = Rollback(head.make_cache())
+        super().__init__(*args)
+        first, *others = self.head.levels
+        self.levels = [Level(first, self.waiting), *(Level(x, WaitingRows()) for x in others)]
         self.state: mx.array | None = None
-        self.drafted: Any = None
+        self.drafted: list[mx.array] = []
+        self.made: list[mx.array] = []
         self.rows = GrowingRows()
-        self.made: Any = None
-        self.num_read = 0
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the rows of further positions; layers that are not chained all read them."""
+        if not self.head.chained:
+            for level in self.levels[1:]:
+                level.waiting.add(self.head.rows(features))
+        super().see(features)
 
     def begin_draft(self, limit: int) -> int:
-        """`limit`; 0 before a pair was read."""
+        """`limit`, or as many as there are layers for; 0 before a pair was read."""
         if limit == 0:
             return 0
-        if self.num_pairs() > FEW:
+        if self.num_pairs(0) > FEW:
             self.read()
-        self.read_pairs(self.num_pairs())
+        self.read_pairs()
         if self.state is None:
             return 0
-        self.rollback.checkpoint()
-        self.drafted = self.state
-        return limit
+        for level in self.levels:
+            level.rollback.checkpoint()
+        self.drafted, self.made = [], [self.state] if self.head.moves_on else []
+        return limit if self.head.moves_on else min(limit, len(self.levels))
 
     def next_logits(self, token: mx.array | None) -> mx.array:
-        """Of the state of the last pair; then of those made of it and each drafted token."""
+        """Of the first layer's state of the last pair; then of what is made of drafted tokens."""
+        made: Any = self.state
+        level = self.levels[0]
         if token is not None:
-            self.drafted = self.step(self.drafted, token)
-        logits: mx.array = self.head.logits(self.drafted)
+            self.drafted.append(token)
+            level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
+            waiting = [] if self.head.moves_on else level.waiting.parts
+            rows = joined([*waiting, *self.made])
+            made = level.step(rows, joined(self.drafted[-rows.shape[0] :]))[-1:]
+            self.made = [made] if self.head.chained else []
+        logits: mx.array = level.layer.logits(made)
         return logits
 
     @property
     def forks(self) -> bool:
         """Where branches were asked for, and rows of these caches can see their own path alone."""
-        return self.branches > 1 and self.rollback.takes_trees()
+        return self.branches > 1 and self.levels[0].rollback.takes_trees()
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, a chain or a tree; see `SteppingSession`."""
@@ -92,17 +131,17 @@ class RecurrentSession(SteppingSession):
     def begin_tree(self) -> None:
         """From the state of the last pair."""
         teach_depths(self.head)
-        self.rows, self.made = GrowingRows(), self.drafted
+        self.rows = GrowingRows()
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """A step from the states of the parents; see `growing.Levels`."""
-        rows = self.rows.further(parents)
-        states = self.made[mx.array(list(parents)) + 1]
+        rows, rollback = self.rows.further(parents), self.levels[0].rollback
+        states = self.made[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
-            views = [view_of(cache, rows) for cache in self.rollback.caches]
+            views = [view_of(cache, rows) for cache in rollback.caches]
             made = self.head.step(states, tokens, views)
-        self.rollback.advance(len(rows))
-        self.made = mx.concatenate([self.made, made])
+        rollback.advance(len(rows))
+        self.made = [mx.concatenate([*self.made, made])]
         logits: mx.array = self.head.logits(made)
         return logits
 
@@ -113,61 +152,60 @@ class RecurrentSession(SteppingSession):
         layer no more is computed than keys and values. A few that a draft begins with are not worth
         a step of their own.
         """
-        if self.num_pairs() > 1:
-            self.read_pairs(self.num_pairs() - 1)
-            self.state = None
-        return [cache.state for cache in self.rollback.caches]
+        self.read_pairs(but=1)
+        states = [cache.state for level in self.levels for cache in level.rollback.caches]
+        return [*states, *(level.waiting.parts for level in self.levels[1:])]
 
-    def read_pairs(self, number: int) -> None:
-        """Read so many of the pairs that are complete; drops what was drafted."""
-        self.rollback.rewind_to(self.num_read)
-        while number > 0:
-            count = min(number, self.context.prefill_step_size)
-            first = self.waiting.start + 1
-            tokens = to_ids(self.tokens[first : first + count])
-            self.state = self.step(self.waiting.take(count), tokens)[-1:]
-            self.num_read += count
-            number -= count
+    def read_pairs(self, but: int = 0) -> None:
+        """Read the pairs that are complete, `but` for so many of the first layer; drop drafts."""
+        for depth, level in enumerate(self.levels):
+            number = self.num_pairs(depth) - (but if depth == 0 else 0)
+            level.rewind()
+            while number > 0:
+                count = min(number, self.context.prefill_step_size)
+                first = level.waiting.start + 1 + depth
+                tokens = to_ids(self.tokens[first : first + count])
+                made = level.step(level.waiting.take(count), tokens)
+                level.num_read += count
+                number -= count
+                if depth == 0:
+                    self.state = None if but else made[-1:]
+                if self.head.chained and level is not self.levels[-1]:
+                    self.levels[depth + 1].waiting.add(made)
 
-    def num_pairs(self) -> int:
-        """How many rows wait whose next token is known."""
-        return min(len(self.waiting), len(self.tokens) - 1 - self.waiting.start)
-
-    def step(self, states: mx.array, tokens: mx.array) -> mx.array:
-        """One pass of the head over n positions; states [n, D]."""
-        made: mx.array = self.head.step(states, tokens, self.rollback.caches)
-        self.rollback.advance(states.shape[0])
-        return made
+    def num_pairs(self, depth: int) -> int:
+        """How many rows wait at a layer whose token is known."""
+        waiting = self.levels[depth].waiting
+        return min(len(waiting), len(self.tokens) - 1 - depth - waiting.start)
 
 
 class RecurrentHead(Head):
-    """Such a head.
+    """Such a head, or one of its layers.
 
-    width: D of its states. ends: of the target.
+    width: D of its states. moves_on: True if it has one layer, which drafts any number of tokens.
+    chained: True if a layer reads what was made before it, and not the target's states.
     """
 
     width: int
-    ends: TargetEnds
     session = RecurrentSession
+    moves_on = True
+    chained = True
 
-    @abstractmethod
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] what takes the place of a state at n positions that the target has read."""
+    @property
+    def levels(self) -> Sequence[RecurrentHead]:
+        """The layers that draft a token each; the one that moves on."""
+        return [self]
 
-    @abstractmethod
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] of n consecutive positions.
 
         Args:
-            states: [n, D] rows of the target, or the last state of this head.
+            states: [n, D] rows of the target, or states that were made in their place.
             tokens: [n] the token after each position.
             cache: the head's own, to which n positions are added.
         """
+        return self.forward(states[None], tokens[None], cache)[0]
 
     @abstractmethod
-    def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of the token after next, for states [n, D] that `step` made."""
-
-    def make_cache(self) -> list[Any]:
-        """New caches, one for each layer."""
-        return [KVCache() for _ in self.layers]
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """`step` on texts side by side: states [batch, n, D], tokens [batch, n]."""

@@ -20,15 +20,16 @@ from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, Go
 
 
 class WaitingRows:
-    """Rows of consecutive positions that a head has not read yet.
+    """Rows [n, W] of consecutive positions that a head has not read yet.
 
-    start: position in the text of the first of them; where none waits, of the next one.
+    start: position in the text of the first of them; where none waits, of the next one. parts: the
+    rows, in pieces.
     """
 
     def __init__(self) -> None:
         """None wait."""
         self.start = 0
-        self._rows: list[mx.array] = []
+        self.parts: list[mx.array] = []
         self._num_rows = 0
 
     def __len__(self) -> int:
@@ -37,22 +38,22 @@ class WaitingRows:
 
     def add(self, rows: mx.array) -> None:
         """Further rows [n, W], of the positions behind those that wait."""
-        self._rows.append(rows)
+        self.parts.append(rows)
         self._num_rows += rows.shape[0]
-
-    @property
-    def parts(self) -> Sequence[mx.array]:
-        """Those that wait, [n, W] in pieces."""
-        return self._rows
 
     def take(self, num_rows: int) -> mx.array:
         """The first rows [num_rows, W], at most as many as wait, which no longer wait then."""
-        rows = self._rows[0] if len(self._rows) == 1 else mx.concatenate(self._rows)
+        rows = joined(self.parts)
         taken, left = rows[:num_rows], rows[num_rows:]
-        self._rows = [left] if left.shape[0] else []
+        self.parts = [left] if left.shape[0] else []
         self._num_rows = left.shape[0]
         self.start += taken.shape[0]
         return taken
+
+
+def joined(parts: list[mx.array]) -> mx.array:
+    """Rows [n, W] that stand in pieces, at least one."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 class HeadSession(Writes, ABC):
@@ -67,16 +68,22 @@ class HeadSession(Writes, ABC):
         sampling: how drafts are drawn.
         prompt: [n] token ids.
         context: the generation's.
+        branches: most tokens at a place.
 
     on_close: is told the text [n], prompt included, when the generation has ended.
     """
 
     def __init__(
-        self, head: Any, sampling: Sampling, prompt: Sequence[int], context: DraftContext
+        self,
+        head: Any,
+        sampling: Sampling,
+        prompt: Sequence[int],
+        context: DraftContext,
+        branches: int = 1,
     ) -> None:
         """Nothing was shown yet."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
-        self.branches = 1
+        self.branches = branches
         self.nodes = Chances.of("model")
         self.tree = None
         self.head = head
@@ -88,7 +95,7 @@ class HeadSession(Writes, ABC):
 
     @property
     def forks(self) -> bool:
-        """Whether drafts are to fork, and can."""
+        """True if drafts are to fork, and can."""
         return self.branches > 1
 
     def see(self, features: FeatureRows) -> None:
@@ -123,42 +130,13 @@ class HeadSession(Writes, ABC):
         """Read the rows that can be read now; what has to be computed for that."""
 
 
-class LastState:
-    """Of the rows shown, the last; for sessions that read no others.
-
-    state: [1, D] the target's last, None before the first.
-    """
-
-    head: Any
-    state: mx.array | None = None
-
-    def see(self, features: FeatureRows) -> None:
-        """Keep the last row."""
-        rows = self.head.rows(features)
-        if rows.shape[0]:
-            self.state = rows[-1:]
-        if rows.shape[0] >= MOST_WAITING:  # not computed, it would hold all of them
-            mx.async_eval(self.state)
-
-    def read(self) -> list[Any]:
-        """Nothing waits."""
-        return []
-
-
 class SteppingSession(HeadSession):
     """Drafts token by token, and may stop in the middle; see `HeadSession`."""
 
-    def __init__(
-        self, head: Any, sampling: Sampling, prompt: Sequence[int], context: DraftContext
-    ) -> None:
+    def __init__(self, *args: Any) -> None:
         """Nothing was shown yet."""
-        super().__init__(head, sampling, prompt, context)
+        super().__init__(*args)
         self.pace = Pace()
-
-    @property
-    def forks(self) -> bool:
-        """Whether drafts are to fork, and can; by default they cannot."""
-        return False
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph; none before anything was read."""
@@ -188,4 +166,29 @@ class SteppingSession(HeadSession):
 
 
 class OnePassSession(WritesAtOnce, HeadSession):
-    """Drafts all tokens in one pass; see `HeadSession`."""
+    """Drafts all tokens in one pass; see `HeadSession`.
+
+    Its head has `read` for rows, `guesses` for the logits of a draft, and `most_drafted` tokens.
+
+    cache: what the head keeps of the rows that it has read.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        """Nothing was read yet."""
+        super().__init__(*args)
+        self.cache = self.head.make_cache()
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Logits [n, V] of the next n <= limit tokens; none before the prompt was read."""
+        self.read()
+        length = min(limit, self.head.most_drafted)
+        if length == 0 or self.waiting.start == 0:
+            return None
+        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
+        return logits
+
+    def read(self) -> list[Any]:
+        """Read the rows that wait."""
+        if len(self.waiting):
+            self.head.read(self.waiting.take(len(self.waiting)), self.cache)
+        return [getattr(kept, "state", kept) for kept in self.cache]

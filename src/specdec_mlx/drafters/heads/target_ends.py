@@ -64,7 +64,41 @@ class TargetEnds:
         return replace(self, logits=getattr(narrow, "as_linear", narrow))
 
 
-class _Call(NamedTuple):
+class DraftVocabulary:
+    """Which of the target's V tokens the Vd rows of a head stand for.
+
+    Args:
+        offsets: d2t, [Vd] ints: the target's id less the draft's, as checkpoints have it.
+        vocab_size: V.
+
+    is_whole: whether they are all of the target's tokens in their own order.
+
+    Raises:
+        ValueError: an id is not one of the target's.
+    """
+
+    def __init__(self, offsets: mx.array, vocab_size: int) -> None:
+        """Read the ids once."""
+        ids = offsets.astype(mx.int32) + mx.arange(offsets.shape[0])
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab_size:
+            raise ValueError(
+                f"d2t names the tokens {low} to {high}, and the target has {vocab_size}"
+            )
+        self.ids = ids
+        self.vocab_size = vocab_size
+        self.is_whole = mx.array_equal(ids, mx.arange(vocab_size)).item()
+
+    def widen(self, logits: mx.array) -> mx.array:
+        """Logits [n, V] of logits [n, Vd]: -inf for tokens that the head cannot propose."""
+        if self.is_whole:
+            return logits
+        wide = mx.full((logits.shape[0], self.vocab_size), -mx.inf, logits.dtype)
+        wide[:, self.ids] = logits
+        return wide
+
+
+class Call(NamedTuple):
     """A module that was called with `given` and returned `result`."""
 
     module: Any
@@ -72,16 +106,31 @@ class _Call(NamedTuple):
     result: Any
 
 
-def _find(model: nn.Module) -> TargetEnds:
-    """Watch a pass over two tokens, which is never computed."""
-    calls: list[_Call] = []
+def watched_pass(model: nn.Module) -> tuple[list[Call], mx.array, list[Any]]:
+    """Calls in a pass over two tokens, its logits and its caches; nothing is computed."""
+    calls: list[Call] = []
     parts = [part for part in model.modules() if part is not model]
     caches = make_prompt_cache(model)
-    with watching(parts, lambda *call: calls.append(_Call(*call))):
+    with watching(parts, lambda *call: calls.append(Call(*call))):
         logits = model(mx.array([[0, 1]]), cache=caches)
+    return calls, logits, caches
+
+
+def head_calls(calls: Sequence[Call], logits: mx.array) -> list[Call]:
+    """Those that turn states into logits."""
+    of_states = [c for c in calls if _is(c.given, mx.floating) and _is(c.result, mx.floating)]
+    return [c for c in of_states if c.result.shape == logits.shape != c.given.shape]
+
+
+def _is(x: Any, kind: mx.DtypeCategory) -> bool:
+    """True for an array of a kind of numbers."""
+    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, kind)
+
+
+def _find(model: nn.Module) -> TargetEnds:
+    calls, logits, caches = watched_pass(model)
     embeddings = [c for c in calls if _is(c.given, mx.integer) and _is(c.result, mx.floating)]
-    of_states = (c for c in calls if _is(c.given, mx.floating) and c.given.shape != logits.shape)
-    heads = [c for c in of_states if _shape(c.result) == logits.shape]
+    heads = head_calls(calls, logits)
     if not embeddings or not heads:
         missing = "makes its logits" if embeddings else "embeds its tokens"
         raise HeadError(
@@ -113,13 +162,3 @@ def _last_caches(caches: Sequence[Any]) -> dict[str, LastCache]:
 
 target_ends = PerModel(_find)
 """The ends of a loaded model, looked for once. They hold its modules, and not the model."""
-
-
-def _is(x: Any, kind: Any) -> bool:
-    """Whether this is an array of a kind of numbers."""
-    return isinstance(x, mx.array) and mx.issubdtype(x.dtype, kind)
-
-
-def _shape(x: Any) -> tuple[int, ...]:
-    """Shape of an array; none of anything else."""
-    return x.shape if isinstance(x, mx.array) else ()
