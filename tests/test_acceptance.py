@@ -47,6 +47,7 @@ from exact import (
 from selection import in_one_test
 from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.parts import REST
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
 from specdec_mlx.rules.coins import CoinRule
@@ -423,12 +424,12 @@ def test_drafters_taking_turns_leave_the_law_alone(deciding, data):
 
 
 def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength:
-    """A policy after rounds of every length, half of whose drafts were kept.
+    """A policy after rounds of every length, half of whose drafts were kept, and plain ones.
 
-    The last one is the first draft after a plain round, so that the next verdict matters.
+    So that it drafts, and the next verdict matters.
     """
-    for i in range(202):
-        num_draft = i % 4
+    for i in range(202 + REST):
+        num_draft = i % 4 if i < 202 else 0
         accepted = num_draft if i % 8 < 4 else 0
         tokens = [0] * (accepted + 1)
         policy.limit("it", cheap=False)

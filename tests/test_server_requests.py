@@ -24,7 +24,7 @@ from selection import in_one_test
 from serving import post, serving
 from specdec_mlx.drafters import grammar, registry
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.drafters.ngram import NGramSession
+from specdec_mlx.drafters.suffix import SuffixSession
 from specdec_mlx.mlx_lm_plugin import openai_fields
 from specdec_mlx.mlx_lm_plugin.requests import Access
 from specdec_mlx.mlx_lm_plugin.server import SpeculatingGenerator
@@ -258,16 +258,16 @@ def test_requests_do_not_look_through_the_installed_packages(
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A drafter that raises in the middle of a generation."""
-    propose = NGramSession.propose
-    asked: Counter[NGramSession] = Counter()
+    propose = SuffixSession.propose
+    asked: Counter[SuffixSession] = Counter()
 
-    def raising(self: NGramSession, limit: int) -> Any:
+    def raising(self: SuffixSession, limit: int) -> Any:
         asked[self] += 1
         if asked[self] > 20:
             raise RuntimeError("no idea")
         return propose(self, limit)
 
-    monkeypatch.setattr(NGramSession, "propose", raising)
+    monkeypatch.setattr(SuffixSession, "propose", raising)
 
 
 @pytest.mark.usefixtures("broken")
