@@ -54,7 +54,7 @@ class Noting:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         session = self.drafter.begin(prompt, context)
         for _, part in session_parts(session, ""):
-            for method in ("propose", "propose_while", "time_step", "time_reading"):
+            for method in ("propose", "propose_while"):
                 if hasattr(part, method):
                     setattr(part, method, self.noted(getattr(part, method)))
         return session
