@@ -90,7 +90,7 @@ class Token:
 
     @property
     def from_draft(self) -> bool:
-        """Whether the drafter proposed this token."""
+        """True if the drafter proposed this token."""
         return self.origin == "draft"
 
 

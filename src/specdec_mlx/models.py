@@ -126,5 +126,5 @@ def check_folder(folder: Path) -> None:
 
 
 def is_path(name: str) -> bool:
-    """Whether a name can only be a path: Hugging Face's have at most one slash, within."""
+    """True if a name can only be a path: Hugging Face's have at most one slash, within."""
     return name.startswith(("/", ".", "~")) or name.count("/") > 1 or name.endswith("/")

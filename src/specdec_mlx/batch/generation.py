@@ -205,7 +205,7 @@ class BatchGeneration:
 
     @property
     def _may_join(self) -> bool:
-        """Whether a text waits for a place that is there, or is being read."""
+        """True if a text waits for a place that is there, or is being read."""
         return bool(self._reading.rows) or (bool(self._waiting) and self._has_place)
 
     def _admit(self, passes: Passes) -> None:
@@ -300,7 +300,7 @@ class BatchGeneration:
         return self._launch(passes, to_verify, is_ahead=False)
 
     def _would_draft(self) -> bool:
-        """Whether there would be a draft now, were no pass ahead of it."""
+        """True if there would be a draft now, were no pass ahead of it."""
         if all(row.generation.drafting.is_free for row in self._rows):
             return any(map(len, self._propose()))
         for row in self._rows:

@@ -29,7 +29,7 @@ class Reading:
 
     @property
     def has_room(self) -> bool:
-        """Whether another prompt may be begun."""
+        """True if another prompt may be begun."""
         return len(self.rows) < MOST_AT_ONCE
 
     def begin(self, row: Row) -> None:
@@ -85,7 +85,7 @@ class Reading:
 
 
 def _is_short(row: Row) -> bool:
-    """Whether a prompt of which nothing is read is one step, and more than its last token."""
+    """True if a prompt of which nothing is read is one step, and more than its last token."""
     generation = row.generation
     is_new = generation.target.rollback.position == 0 and row.finish_reason is None
     return is_new and 1 < generation.sequence.prompt_length <= generation.prefill_step_size

@@ -114,7 +114,7 @@ class Row:
         return self.generation.drafting.length
 
     def may_run_ahead(self, round_: Round) -> bool:
-        """Whether the next token may be fed before it is known, behind the pass of this round."""
+        """True if the next token may be fed before it is known, behind the pass of this round."""
         generation = self.generation
         waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
         return not len(round_.draft) and not waits and generation.sequence.wants_more(besides=1)

@@ -46,7 +46,7 @@ class Emitted:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether both distributions are the target's."""
+        """True if both distributions are the target's."""
         return max(self.distance, self.bonus_distance) < TOLERANCE
 
 

@@ -39,7 +39,7 @@ class Part:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is left to be asked here."""
+        """True if nothing is left to be asked here."""
         return self.status in ("passed", "not applicable")
 
 
@@ -75,7 +75,7 @@ class CheckReport(Rows):
 
     @property
     def passed(self) -> bool:
-        """Whether every part passed; one that had no time did not."""
+        """True if every part passed; one that had no time did not."""
         return all(part.passed for part in self.parts)
 
     @property

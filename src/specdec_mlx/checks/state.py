@@ -85,7 +85,7 @@ def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
 
 
 def depends_on_text_alone(drafter: Any) -> bool:
-    """Whether a drafter is known to draft the same after the same text.
+    """True if a drafter is known to draft the same after the same text.
 
     So do our look-ups, and whatever has a model among its fields, or in a drafter there.
     """

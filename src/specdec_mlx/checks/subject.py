@@ -105,11 +105,11 @@ class Work:
 
     @property
     def has_time(self) -> bool:
-        """Whether there is time for one more."""
+        """True if there is time for one more."""
         return self.has_time_for(0.0)
 
     def has_time_for(self, seconds: float) -> bool:
-        """Whether there is so much time."""
+        """True if there is so much time."""
         has_time = time.perf_counter() + seconds < self.until
         if self.ranks is None:
             return has_time

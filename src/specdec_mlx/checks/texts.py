@@ -226,7 +226,7 @@ class _Acceptance:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     def is_better_than(self, other: _Acceptance) -> bool:
-        """Whether by more than chance, and by enough to be worth a word."""
+        """True if by more than chance, and by enough to be worth a word."""
         if not self.drafted:
             return False
         pooled = (self.accepted + other.accepted) / (self.drafted + other.drafted)

@@ -77,7 +77,7 @@ def _kept(backends: dict[str, str]) -> str:
 
 
 def _is_our_command() -> bool:
-    """Whether this process is `specdec-mlx` or `python -m specdec_mlx`."""
+    """True if this process is `specdec-mlx` or `python -m specdec_mlx`."""
     program = sys.argv[0] if sys.argv else ""
     is_module = program == "-m" and "specdec_mlx" in sys.orig_argv
     return is_module or Path(program).stem == "specdec-mlx"

@@ -46,7 +46,7 @@ def start_again_with_openblas(command: str) -> str | None:
 
 
 def needs_openblas() -> bool:
-    """Whether matrices are multiplied on a Linux CPU with the reference BLAS."""
+    """True if matrices are multiplied on a Linux CPU with the reference BLAS."""
     is_cpu = sys.platform == "linux" and mx.default_device() == mx.cpu
     return is_cpu and blas_name() == REFERENCE_BLAS
 

@@ -169,7 +169,7 @@ class Pace:
     went_on: list[float] = field(default_factory=lambda: [WENT_ON] * (len(CONFIDENCES_BEFORE) + 2))
 
     def overlaps(self, latest: float | None) -> bool:
-        """Whether the next step is to be under way before the evidence of one is read.
+        """True if the next step is to be under way before the evidence of one is read.
 
         Args:
             latest: largest probability at the position before it; None for a draft's first.

@@ -209,7 +209,7 @@ def _layer_list(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def _is_empty(cache: Any) -> bool:
-    """Whether nothing was fed to a cache."""
+    """True if nothing was fed to a cache."""
     return all(leaf.empty() for leaf in leaves([cache]))
 
 
@@ -387,7 +387,7 @@ def _probe_logits(model: nn.Module) -> mx.array:
 
 
 def _alike(logits: mx.array, others: mx.array) -> bool:
-    """Whether logits are the same but for rounding."""
+    """True if logits are the same but for rounding."""
     if logits.shape != others.shape:
         return False
     one, other = logits.astype(mx.float32), others.astype(mx.float32)

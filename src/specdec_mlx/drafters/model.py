@@ -185,7 +185,7 @@ class ModelSession(Writes):
 
     @property
     def forks(self) -> bool:
-        """Whether drafts are to fork, and can."""
+        """True if drafts are to fork, and can."""
         may_fork = self.branches > 1 and self.rollback.takes_trees()
         return may_fork and exact_until(self.model, 0, on_trees=True) is None
 

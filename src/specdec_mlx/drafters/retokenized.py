@@ -148,7 +148,7 @@ class TextDrafts(Retokenized):
         return Draft(list(takewhile(self.exists, self.in_targets_tokens(ids)[:limit])))
 
     def exists(self, token: int) -> bool:
-        """Whether the target has logits for a token of its tokenizer."""
+        """True if the target has logits for a token of its tokenizer."""
         return self.context.vocab_size is None or token < self.context.vocab_size
 
     def in_targets_tokens(self, ids: Sequence[int]) -> list[int]:
@@ -236,5 +236,5 @@ def session_for(
 
 
 def _is_used(caches: Sequence[Any]) -> bool:
-    """Whether something was fed before."""
+    """True if something was fed before."""
     return any(getattr(cache, "offset", 0) for cache in leaves(caches))

@@ -101,7 +101,7 @@ class Spelling:
         return Encoded(ids, ends)
 
     def may_go_on(self, token: int) -> bool:
-        """Whether a longer token begins with this one, so that more text could replace it."""
+        """True if a longer token begins with this one, so that more text could replace it."""
         word = self.spelled[token]
         after = bisect_right(self._words, word)
         return after < len(self._words) and self._words[after].startswith(word)
@@ -169,7 +169,7 @@ _spellings: WeakKeyDictionary[Any, Spelling] = WeakKeyDictionary()
 
 
 def is_continuation(byte: int) -> bool:
-    """Whether a byte stands inside a UTF-8 character."""
+    """True if a byte stands inside a UTF-8 character."""
     return FIRST_CONTINUATION <= byte <= LAST_CONTINUATION
 
 

@@ -102,7 +102,7 @@ def demo_model_path(progress: bool = True) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether every file is there, and the weights are as long as their header says."""
+    """True if every file is there, and the weights are as long as their header says."""
     files = [folder / name for name in MODEL_FILES]
     if not all(file.is_file() and file.stat().st_size > 0 for file in files):
         return False

@@ -242,7 +242,7 @@ def text_digest(text: Int[np.ndarray, " n"]) -> str:
 
 
 def _taken(held: Counter[str], digest: str) -> bool:
-    """Whether a text of this digest is counted, and not yet against another of the same."""
+    """True if a text of this digest is counted, and not yet against another of the same."""
     held[digest] -= 1
     return held[digest] >= 0
 

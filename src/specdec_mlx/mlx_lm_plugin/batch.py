@@ -371,7 +371,7 @@ def on_the_host(row: RowToken, stream: Any) -> Any:
 
 
 def _say_whether_rows(model: nn.Module) -> bool:
-    """Whether a model's texts can be rows of one batch; a line in the log if not."""
+    """True if a model's texts can be rows of one batch; a line in the log if not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         has_rows = can_hold_rows(model)

@@ -69,7 +69,7 @@ class Channel:
 
     @property
     def alive(self) -> bool:
-        """Whether somebody waits for more."""
+        """True if somebody waits for more."""
         hung_up = self.context is not None and self.context._should_stop
         return not self.finished and not hung_up
 

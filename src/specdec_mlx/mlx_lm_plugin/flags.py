@@ -100,12 +100,12 @@ class Flags:
 
     @property
     def has_head(self) -> bool:
-        """Whether the draft model is a trained head."""
+        """True if the draft model is a trained head."""
         return self.named_model.is_head
 
     @property
     def waits_for_target(self) -> bool:
-        """Whether what --draft-model names cannot be made before the target is there."""
+        """True if what --draft-model names cannot be made before the target is there."""
         return self.online or self.has_head
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:

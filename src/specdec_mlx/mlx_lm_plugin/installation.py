@@ -214,7 +214,7 @@ def _speculative_step(original: Any) -> Any:
 
 
 def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> bool:
-    """Whether there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
+    """True if there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
     if options.get("input_embeddings") is None:
         return True
     from mlx_lm.utils import does_model_support_input_embeddings

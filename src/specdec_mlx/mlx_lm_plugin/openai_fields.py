@@ -39,7 +39,7 @@ class RequestError(ValueError):
 
 
 def is_clients(error: BaseException) -> bool:
-    """Whether an error is the request's, and not the server's own: those have names."""
+    """True if an error is the request's, and not the server's own: those have names."""
     named = type(error).__module__ in (__name__, errors.__name__)
     return named and isinstance(error, ValueError | MissingPackageError)
 
@@ -154,7 +154,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
 
 
 def _is(kind: type, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], bool]:
-    """Whether a value is of a kind, and finite and within bounds if it is a number."""
+    """True if a value is of a kind, and finite and within bounds if it is a number."""
     if kind not in (int, float):
         return lambda value: isinstance(value, kind)
     kinds = (int,) if kind is int else (int, float)

@@ -165,7 +165,7 @@ class Access:
         return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - own)
 
     def allows(self, field: str, name: Any) -> bool:
-        """Whether a field of a request may hold this name."""
+        """True if a field of a request may hold this name."""
         return field not in self.limited or name in self.given[field]
 
     def check(self, body: dict[str, Any]) -> None:
@@ -184,7 +184,7 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens there."""
+    """True if only this machine can reach a server that listens there."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

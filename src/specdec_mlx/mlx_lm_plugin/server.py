@@ -166,7 +166,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return batch
 
     def _has_rows(self) -> bool:
-        """Whether requests that run together are drafted for.
+        """True if requests that run together are drafted for.
 
         Not on several ranks, where each would draft as far as its own clock says, nor for models
         whose texts cannot be rows.
@@ -251,16 +251,16 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return (others or self._goes_on(args)) and self._may_be_batched(args)
 
     def _goes_on(self, args: Any) -> bool:
-        """Whether it is half served, so that its noise goes on in the middle."""
+        """True if it is half served, so that its noise goes on in the middle."""
         channel = args.speculation.channel
         return channel is not None and channel.num_before > 0 and self._is_drawn_alone(args)
 
     def _is_drawn_alone(self, args: Any) -> bool:
-        """Whether mlx-lm's batch could not serve it; a grammar's error there would end all."""
+        """True if mlx-lm's batch could not serve it; a grammar's error there would end all."""
         return args.seed is not None or args.speculation.grammar is not None
 
     def _may_be_batched(self, args: Any) -> bool:
-        """Whether it could be served with others, if there were any."""
+        """True if it could be served with others, if there were any."""
         if not self.model_provider.is_batchable or self.cli_args.kv_bits is not None:
             return False
         return not self._is_drawn_alone(args) or self._has_rows()
@@ -396,7 +396,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
 
     def _others_wait(self, request: Any, args: Any) -> bool:
-        """Whether this request should go on in a batch with others."""
+        """True if this request should go on in a batch with others."""
         if self.requests.empty() or any(_image_parts(request.messages)):
             return False
         return self._may_be_batched(args)

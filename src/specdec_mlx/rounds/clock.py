@@ -91,7 +91,7 @@ class RoundClock:
 
     @property
     def was_undisturbed(self) -> bool:
-        """Whether its seconds are the round's own: the caller was away for less than was waited.
+        """True if its seconds are the round's own: the caller was away for less than was waited.
 
         Or hardly at all. Where a launch takes as long as the pass, as on a CPU, nothing is left to
         be waited for, and the caller's time comes on top.

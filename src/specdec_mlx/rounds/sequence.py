@@ -46,7 +46,7 @@ class SequenceState:
         return self.max_tokens + self.prompt_length - len(self.tokens) - besides
 
     def wants_more(self, besides: int = 0) -> bool:
-        """Whether tokens are wanted beyond those known and `besides` more."""
+        """True if tokens are wanted beyond those known and `besides` more."""
         end = self.prompt_length + self.max_tokens
         return self.max_tokens < 0 or len(self.tokens) + besides < end
 

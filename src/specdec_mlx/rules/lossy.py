@@ -71,7 +71,7 @@ class Lenient(Rejection):
     def nearly_matches(
         self, target_logprobs: Float[Array, "rows vocab"], draft_tokens: Integer[Array, " rows-1"]
     ) -> Bool[Array, " rows-1"]:
-        """Whether p(x) >= l max p at each draft token, for a greedy target; [K] booleans.
+        """True if p(x) >= l max p at each draft token, for a greedy target; [K] booleans.
 
         target_logprobs: [K+1, V], before the temperature.
         """

@@ -58,7 +58,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the distribution has all its mass on one token."""
+        """True if the distribution has all its mass on one token."""
         return self.temp == 0
 
     def log_distribution(

@@ -72,7 +72,7 @@ class ProbeReport:
 
     @property
     def exact(self) -> bool:
-        """Whether several positions at once are as good as one by one everywhere."""
+        """True if several positions at once are as good as one by one everywhere."""
         return all(row.exact for row in self.rows)
 
     def __str__(self) -> str:
@@ -184,12 +184,12 @@ draft length takes the two for alike."""
 
 
 def _on_trees(model: nn.Module, place: Place) -> bool:
-    """Whether each node's logits are those of its own path run alone."""
+    """True if each node's logits are those of its own path run alone."""
     return not chooses_blocks(model) and tree_report(model, place.context, shift=place.shift).exact
 
 
 def _rows_pay(model: nn.Module) -> bool:
-    """Whether the branches of a tree may be rows of a batch; a line if not."""
+    """True if the branches of a tree may be rows of a batch; a line if not."""
     reason = "whose ranks would not agree on what that costs"
     if group_of(model) is None:
         reason = "which gives other logits for them"
@@ -296,7 +296,7 @@ def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -
 
 
 def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
-    """Whether rope modules turn several rows as one by one; not if by the length of the text."""
+    """True if rope modules turn several rows as one by one; not if by the length of the text."""
     differences = [mx.array(0.0)]
     for module in model.modules():
         if any(map(is_rope, type(module).__mro__)):

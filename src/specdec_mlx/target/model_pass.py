@@ -162,7 +162,7 @@ class ModelPass:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def takes_trees(self) -> bool:
-        """Whether a tree may be verified now: the model was found exact, masked or as rows.
+        """True if a tree may be verified now: the model was found exact, masked or as rows.
 
         As rows only where that was measured to cost no more, and nothing is read of the passes.
         """

@@ -155,13 +155,13 @@ class Rows:
 
     @property
     def greedy(self) -> bool:
-        """Whether all mass lies on the argmax."""
+        """True if all mass lies on the argmax."""
         sampling = self._next_token.sampling
         return sampling is not None and sampling.greedy
 
     @property
     def has_distribution(self) -> bool:
-        """Whether `probs` is known."""
+        """True if `probs` is known."""
         return self._next_token.sampling is not None
 
     @property
@@ -199,7 +199,7 @@ class RoundNoise:
 
 
 def is_pure(f: Any) -> bool:
-    """Whether calling `f` on a row that is thrown away afterwards does no harm.
+    """True if calling `f` on a row that is thrown away afterwards does no harm.
 
     True for `Sampling`, for what mlx-lm's `make_sampler` and `make_logits_processors` return, and
     for callables that say so themselves with a true attribute `pure`.

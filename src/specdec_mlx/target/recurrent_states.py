@@ -152,7 +152,7 @@ class _Source(NamedTuple):
         return mx.contiguous(recording.windows[self.number][:, rows])
 
     def fits(self, recording: _Recording, width: int, slot: mx.array) -> bool:
-        """Whether the slot holds what comes from here after a pass of this width."""
+        """True if the slot holds what comes from here after a pass of this width."""
         if self.is_update:
             return recording.updates[self.number].states[-1] is slot
         return recording.windows[self.number].shape[1] == width + slot.shape[1]
@@ -319,6 +319,6 @@ def _source(recording: _Recording, slot: mx.array | None) -> _Source | None:
 
 
 def _is_near(a: mx.array, b: mx.array, dtype: mx.Dtype) -> bool:
-    """Whether rounding in the model's type explains the difference of two states."""
+    """True if rounding in the model's type explains the difference of two states."""
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     return is_rounding(float(mx.abs(a - b).max()), float(mx.std(b)), dtype)

@@ -124,7 +124,7 @@ class Rollback:
         return widest
 
     def takes_trees(self) -> bool:
-        """Whether a pass over a tree can be made here, and a path of it kept."""
+        """True if a pass over a tree can be made here, and a path of it kept."""
         return all(
             type(cache) in VIEWS and isinstance(strategy, Gathers)
             for cache, strategy in self._strategies()

@@ -13,5 +13,5 @@ Measured on 123 tiny architectures: in float32 the exact ones stay below 1e-4 an
 
 
 def is_rounding(difference: float, spread: float, dtype: mx.Dtype) -> bool:
-    """Whether rounding in this type explains a difference of numbers with this spread."""
+    """True if rounding in this type explains a difference of numbers with this spread."""
     return difference <= ROUNDING.get(dtype, 1e-3) * max(spread, 1e-6)

@@ -22,7 +22,7 @@ WIDTHS, KEPT = (5, 1, 3), (2, 1, 3)
 
 
 def _can_hold_rows(model: nn.Module) -> bool:
-    """Whether rows of several texts give the logits that each gives alone; a warning if not."""
+    """True if rows of several texts give the logits that each gives alone; a warning if not."""
     rows = RowCaches.like(make_prompt_cache(model))
     reason = "its caches cannot be held in rows"
     if rows is not None:

@@ -47,7 +47,7 @@ class Cache(Protocol):
         ...
 
     def is_trimmable(self) -> bool:
-        """Whether `trim` works now."""
+        """True if `trim` works now."""
         ...
 
 
@@ -70,7 +70,7 @@ class Strategy(Protocol):
         ...
 
     def can_trim(self, cache: Any, back: int) -> bool:
-        """Whether the last `back` positions can be dropped in place."""
+        """True if the last `back` positions can be dropped in place."""
         ...
 
     def trim(self, cache: Any, back: int) -> int:

@@ -198,7 +198,7 @@ def view_of(cache: Any, rows: TreeRows) -> Any:
 
 
 def chooses_blocks(model: nn.Module) -> bool:
-    """Whether some layer attends to blocks of rows that it chooses by their scores.
+    """True if some layer attends to blocks of rows that it chooses by their scores.
 
     Siblings shift what stands in a block. That shows only once a text is longer than the chosen
     blocks, so it is read off the modules: no short measurement would find it.
@@ -231,7 +231,7 @@ def tree_pass(
 
 
 def is_rope(kind: type) -> bool:
-    """Whether modules of a class turn rows by their positions, from an offset on."""
+    """True if modules of a class turn rows by their positions, from an offset on."""
     name = kind.__name__.lower()
     return ("rope" in name or "rot" in name) and "offset" in _parameters(kind)
 

@@ -304,7 +304,7 @@ class Verifier:
         return draft if draft.parents is None or self.takes_trees() else draft.first_chain()
 
     def takes_trees(self) -> bool:
-        """Whether rule, rows and model go with trees; the account of other rules does not."""
+        """True if rule, rows and model go with trees; the account of other rules does not."""
         is_taken = self.tree_rule is not None and self.counterfactual is None
         return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()
 

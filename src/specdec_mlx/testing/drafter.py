@@ -443,7 +443,7 @@ def default_prompts(vocab_size: int) -> list[list[int]]:
 
 
 def _close(got: mx.array, expected: mx.array | None) -> bool:
-    """Whether the rows of `got` are the first rows of `expected`, as probabilities."""
+    """True if the rows of `got` are the first rows of `expected`, as probabilities."""
     if expected is None:
         return False
     a, b = (np.exp(np.array(x[: len(got)], np.float64)) for x in (got, expected))

@@ -116,12 +116,12 @@ class TargetRows(Protocol):
 
     @property
     def greedy(self) -> bool:
-        """Whether all mass lies on the argmax (temperature 0)."""
+        """True if all mass lies on the argmax (temperature 0)."""
         ...
 
     @property
     def has_distribution(self) -> bool:
-        """Whether `probs` is known; not so for a sampler that can only be called."""
+        """True if `probs` is known; not so for a sampler that can only be called."""
         ...
 
     @property

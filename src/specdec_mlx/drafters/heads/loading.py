@@ -155,7 +155,7 @@ def named_head(
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """Whether a folder or repository says that it holds a head rather than a model of its own."""
+    """True if a folder or repository says that it holds a head rather than a model of its own."""
     try:
         files = HeadFiles(path_or_repo)
     except HeadError:
