@@ -138,7 +138,7 @@ class Auto:
         return best
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """What further draft tokens cost, in tokens; see `types.ValuesDrafts`."""
+        """Price of further draft tokens, in tokens; see `types.ValuesDrafts`."""
         prices = self.prices
         if with_more > prices.most:
             return inf

@@ -104,7 +104,7 @@ class Chances:
 
     @classmethod
     def of(cls, kind: str) -> Chances:
-        """What is believed at first; kind: out of `PRIORS`."""
+        """The prior; kind: out of `PRIORS`."""
         return cls(list(PRIORS[kind]))
 
     def doubt(self) -> None:
@@ -196,7 +196,7 @@ class Chances:
             del self.tokens[next(iter(self.tokens))]
 
     def as_dict(self) -> dict[str, Any]:
-        """What was learned of evidence, ready for JSON."""
+        """Weights and variances, ready for JSON."""
         return {"odds": self.odds, "variances": self.variances}
 
     def restore(self, saved: Mapping[str, Any]) -> None:

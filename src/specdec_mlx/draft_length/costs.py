@@ -161,7 +161,7 @@ class Staircase:
 
 @dataclass
 class Steps:
-    """What drafting costs besides the target's passes, in plain rounds.
+    """Cost of drafting besides the target's passes, in plain rounds.
 
     first: up to the draft's first token, with no more to read than a round's tokens. further: of
     each token after it, next to nothing where a draft is one pass. reading: of a token of the text,

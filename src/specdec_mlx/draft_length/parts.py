@@ -46,7 +46,7 @@ def free(num_steps: int) -> float:
 
 @dataclass
 class Prices:
-    """What passes cost and tokens are worth, as of the latest round.
+    """Costs of passes and the worth of a token, as of the latest round.
 
     rate: tokens that a plain round's time has lately brought. most: longest draft that may be
     tried. context: positions on the caches. latest: the text's last token, None at first. clock:

@@ -73,7 +73,7 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
 
 
 def parse_draft_length(text: str) -> int | str:
-    """What `make_draft_length` takes, from what somebody typed.
+    """Read a draft length as it is typed on the command line.
 
     Raises:
         ValueError: for anything but an int >= 0 or a name.

@@ -41,7 +41,7 @@ class SharedLength:
         self.prices.update(self.tuning.stairs(num_texts=num_rows), max(1.0, rate))
 
     def of_row(self) -> RowLength:
-        """What one text's drafts are asked and cut by."""
+        """The draft length of one text."""
         return RowLength(self.tuning, shared=self)
 
     def model(self, part: str) -> Model:

@@ -1,4 +1,4 @@
-"""What was learned about a loaded model and its drafters, from call to call and on disk."""
+"""Learned state of a loaded model and its drafters, kept from call to call and on disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
 BUDGET = 2.0
-"""What a drafter that costs time may lose at first, in plain rounds; gains double it at most."""
+"""Initial budget of a drafter that costs time, in plain rounds; gains double it at most."""
 
 EXPLORATION = 0.01
 """Share of the time that finding out may take, besides."""
@@ -35,7 +35,7 @@ SHORT_CONTEXT = 2048
 
 @dataclass
 class Account:
-    """What finding out may still cost, in plain rounds.
+    """Budget for trying a drafter, in plain rounds.
 
     budget: what rounds brought beyond their cost, and a share of the time; below 0 where more was
     lost than expected.
@@ -58,7 +58,7 @@ class Account:
 
 @dataclass
 class Learned:
-    """What was learned about one drafter on one model.
+    """Learned state of one drafter on one model.
 
     chances: of its tokens. Of one that costs time: unseen: of tokens that are not drafted yet, by
     their places; steps: cost of drafting; account: what it may lose.
@@ -88,7 +88,7 @@ class Learned:
 
 @dataclass
 class Tuning:
-    """What was learned about one loaded model, for `draft_length="auto"`.
+    """Learned state of one loaded model, for `draft_length="auto"`.
 
     Pass the same object to several generations to go on learning; `save` and `load` keep it as
     JSON.
@@ -128,7 +128,7 @@ class Tuning:
         return self.costs[kind]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
-        """What was learned with a drafter; the same object, which goes on learning, for a key."""
+        """State of a drafter; the same object, which goes on learning, for a key."""
         if key not in self.drafters:
             self.drafters[key] = Learned(Chances.of("look-up" if look_up else "model"))
         return self.drafters[key]

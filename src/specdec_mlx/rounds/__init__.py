@@ -1,1 +1,1 @@
-"""What a round is made of: the sequence, the drafter's side, pipelining, the clock, the end."""
+"""The parts of a round: the sequence, the drafter's side, pipelining, the clock, the end."""

@@ -1,4 +1,4 @@
-"""What a round takes, by the host's clock."""
+"""Host time of a round."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Round:
 
     @property
     def draft(self) -> Draft:
-        """What the pass verifies."""
+        """The draft that the pass verifies."""
         return self.under_way.draft
 
     @property
@@ -44,7 +44,7 @@ class Round:
 
 @dataclass
 class RoundClock:
-    """What rounds take by the host's clock, in seconds.
+    """Host time of rounds, in seconds.
 
     seconds: of the latest round, from the reading of the one before to its own. waited: what
     reading it waited. away: how long the caller was busy with the tokens before it.

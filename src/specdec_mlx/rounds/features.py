@@ -1,4 +1,4 @@
-"""What a drafter reads of the target: rows of kept positions, handed on in the text's order."""
+"""The target's states for a drafter: rows of kept positions, handed on in the text's order."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class FeatureFeed:
 
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
-        """What `between` makes where the sessions are on another rank: this one computes as much.
+        """The feed where the sessions are on another rank: this one computes as much.
 
         Args:
             drafter: the drafter, or None.

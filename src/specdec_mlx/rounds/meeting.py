@@ -1,4 +1,4 @@
-"""What the ranks of a generation tell each other when they meet: numbers, as many each time."""
+"""The message that ranks of a generation exchange in each round: numbers, as many each time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MOST_TOKENS = 26
 
 
 class State(IntEnum):
-    """What a rank says when the ranks meet."""
+    """State of a rank when the ranks meet."""
 
     GOES_ON = 0
     LEAVES = 1
@@ -20,7 +20,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class Said:
-    """What one rank says when the ranks meet.
+    """One rank's message when the ranks meet.
 
     state: whether it goes on. end: prompt + tokens that its caller has. checksum: of its text.
     num_tokens, is_drawn, is_tree: of the draft, on rank 0. part: which of the parts that draft
@@ -45,7 +45,7 @@ class Said:
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Said:
-        """What `numbers` gave."""
+        """Read what `numbers` gave."""
         state, end, checksum, num_tokens, is_drawn, is_tree, part, *tokens = numbers
         flags = bool(is_drawn), bool(is_tree)
         return cls(State(state), end, checksum, num_tokens, *flags, part, tokens[:num_tokens])

@@ -20,7 +20,7 @@ HIT_RATE_DECAY = 0.8
 """Decay of the moving average of "this round's draft was of use"."""
 
 FIRST_HIT_RATE = 0.3
-"""What is believed of it at first."""
+"""Initial value."""
 
 LOW_HIT_RATE = 0.08
 """Rate below which pipelined mode pays. A pass that is not overlapped takes longer by what building

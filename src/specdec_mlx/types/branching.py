@@ -1,4 +1,4 @@
-"""What a draft length that values drafts decides, and what a session may add so that drafts fork.
+"""Draft lengths: the contract, and what drafts that fork need.
 
 Who drafts chains needs none of the latter. Out of the chains of several look-ups a draft length
 that `ValuesDrafts` makes a tree. A drafter that has a tree of its own hands it over as a `Draft`
@@ -103,7 +103,7 @@ class ValuesDrafts(Protocol):
         ...
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """What a round with more draft tokens costs beyond one with fewer, in tokens.
+        """Price of more draft tokens in a round, in tokens.
 
         At the going rate; infinitely much where that is not known and cannot be tried.
         """

@@ -1,4 +1,4 @@
-"""What a drafter hands over, and what it is told: `Drafter`, `DraftSession`, `Draft`."""
+"""The drafter's contract: `Drafter`, `DraftSession`, `Draft`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 
 
 class Evidence(NamedTuple):
-    """What speaks for one draft token, as far as its drafter knows.
+    """Evidence for one draft token, as far as its drafter has any.
 
     No acceptance rule reads it; it only helps to choose how many tokens to draft.
 
@@ -52,7 +52,7 @@ class Evidence(NamedTuple):
 
 
 class Step(Enum):
-    """What to do after a look at the draft's distribution at one position, its draw unseen.
+    """Decision after a look at the draft's distribution at one position, its draw unseen.
 
     GO_ON: take this token, and draft another. STOP_AFTER: take it as the last one. STOP_BEFORE: do
     not take it.
@@ -171,7 +171,7 @@ class RoundRecord:
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter may know about the generation that it drafts for.
+    """The generation that a drafter drafts for, as far as it may know it.
 
     sampling: the distribution that target tokens are drawn from, or None when the caller gave an
         opaque sampler. A drafter that draws at random must draw from its logits under this same

@@ -1,4 +1,4 @@
-"""What a drafter, a session, a rule or a target may have besides what it must: small protocols.
+"""Optional members of drafters, sessions, rules and targets: small protocols.
 
 Each says in its first line what holds by default, for who does not have it.
 """
@@ -40,7 +40,7 @@ class Keyed(Protocol):
 
     @property
     def key(self) -> str:
-        """What its acceptance is remembered under: content and options that matter, of a wrapper
+        """Name that its acceptance is remembered under: content and options, of a wrapper
         those of what it wraps."""
         ...
 
@@ -80,7 +80,7 @@ class ReadsTarget(Protocol):
 
     @property
     def features(self) -> Features:
-        """What its sessions want to see."""
+        """Features that its sessions want to see."""
         ...
 
 
@@ -173,7 +173,7 @@ class ProposesAhead(Protocol):
     """A session that can be asked about a text that may not come; default: it cannot."""
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """What it would propose if `tokens` had been observed too; nothing is noted."""
+        """The draft if `tokens` had been observed too; nothing is noted."""
         ...
 
 
@@ -252,12 +252,12 @@ def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, Draf
 
 
 def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
-    """What a session is made of; by default itself, with the key given."""
+    """Parts of a session; by default itself, with the key given."""
     return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
 
 
 def key_of(drafter: Drafter) -> str:
-    """What costs and acceptance of a drafter are remembered under.
+    """Name that costs and acceptance of a drafter are remembered under.
 
     Its own `key`, or else class and options: the `repr` of a dataclass, which has both.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Features:
-    """What of the target's passes a drafter wants to read, or a part of what it gets.
+    """Features of the target's passes that a drafter wants to read, or gets.
 
     As a wish (`ReadsTarget.features`): layers: indices of decoder layers whose outputs are wanted.
     head_input: whether the state after the final norm is. top: how many of the likeliest tokens.
@@ -32,7 +32,7 @@ class Features:
 
 
 class KeysValues(NamedTuple):
-    """What one of the target's caches holds of the text read so far; all lazy.
+    """Contents of one of the target's caches for the text read so far; all lazy.
 
     keys, values: [1, heads, n, d], rotated to their positions, of the last n positions in any
     order: all of them, or those in the window. offset: positions read, and so the next one.
@@ -56,7 +56,7 @@ class TargetCaches(Protocol):
         ...
 
     def keys_values(self, index: int) -> KeysValues:
-        """What one of them holds, as it is now; keep nothing of it. Raises UnreadableError."""
+        """Contents of one cache, as it is now; keep nothing of it. Raises UnreadableError."""
         ...
 
 
@@ -98,7 +98,7 @@ class FeatureRows:
         )
 
     def only(self, wanted: Features) -> FeatureRows:
-        """What of them is wanted; all of it has to be there."""
+        """The wanted ones; all of them have to be there."""
         top = None if self.top_tokens is None else self.top_tokens[:, : wanted.top]
         return FeatureRows(
             layers={layer: self.layers[layer] for layer in wanted.layers},
@@ -152,7 +152,7 @@ class PendingPass(Protocol):
         ...
 
     def read(self) -> Outcome:
-        """What was kept and what is emitted; the only host synchronisation of a round."""
+        """The outcome; the only host synchronisation of a round."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a rule is given and what it returns: `AcceptanceRule`, `TargetRows`, `Verdict`."""
+"""The contract of a rule: `AcceptanceRule`, `TargetRows`, `Verdict`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from specdec_mlx.types.drafting import Draft
 
 @dataclass(slots=True)
 class Outcome:
-    """What one round brought, known to the host.
+    """Outcome of one round, known to the host.
 
     kept: indices of the draft tokens that were kept, from the root down; `range(n)` for a chain.
     tokens: [n + 1] what is emitted, the kept tokens and the one after them; fewer where the loop
@@ -32,7 +32,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule decided about one draft.
+    """Decision of a rule about one draft.
 
     num_accepted: n, how many draft tokens are kept, 0 <= n <= K; scalar int array.
     next_token: the token after them, drawn from the target (after a whole chain the bonus token,
@@ -46,7 +46,7 @@ class Verdict:
     nodes: Integer[mx.array, " k"] | None = None
 
     def arrays(self) -> dict[str, mx.array]:
-        """What has to be read to know the outcome."""
+        """Arrays to read for the outcome."""
         numbers = {"verdict": mx.stack([self.num_accepted, self.next_token.astype(mx.int32)])}
         return numbers if self.nodes is None else {**numbers, "nodes": self.nodes}
 
@@ -70,7 +70,7 @@ class Agreement:
     target_tokens: Integer[mx.array, " k+1"]
 
     def arrays(self) -> dict[str, mx.array]:
-        """What has to be read to know the outcome."""
+        """Arrays to read for the outcome."""
         return {"target_tokens": self.target_tokens}
 
     @staticmethod
@@ -85,7 +85,7 @@ class Agreement:
 
 @dataclass(frozen=True)
 class TreeVerdict:
-    """What a rule decided about a tree: coins and tokens for all its nodes, known together.
+    """Decision of a rule about a tree: coins and tokens for all its nodes, known together.
 
     The way through the tree is found on the host, where its shape is known.
 
@@ -98,7 +98,7 @@ class TreeVerdict:
     kept: Callable[[Sequence[bool]], list[int]]
 
     def arrays(self) -> dict[str, mx.array]:
-        """What has to be read to know the outcome."""
+        """Arrays to read for the outcome."""
         return {"coins": self.coins, "after": self.after}
 
     def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
@@ -141,7 +141,7 @@ class TargetRows(Protocol):
 
 
 class Randomness(Protocol):
-    """What a rule may draw with in one round, independent of the draft's own noise."""
+    """Randomness of a rule in one round, independent of the draft's own noise."""
 
     def uniform(self, n: int) -> Float[mx.array, " n"]:
         """Numbers in [0, 1), one for each draft token's coin."""
@@ -162,13 +162,13 @@ class AcceptanceRule(Protocol):
 
     @property
     def name(self) -> str:
-        """What `rule=` calls it."""
+        """Name for `rule=`."""
         ...
 
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> Verdict | Agreement:
-        """What is kept of a draft of at least one token, and what follows.
+        """Decide about a draft of at least one token.
 
         Args:
             target: the target at K+1 positions; where it is greedy, `target.probs` is a one-hot,
