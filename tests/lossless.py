@@ -20,8 +20,9 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 
 import tiny
 from scripted import TREE, OracleDrafter, always_wrong, scripted_model
-from specdec_mlx import Drafter, PromptLookupDrafter, Token, speculate
+from specdec_mlx import Drafter, PromptLookupDrafter, speculate
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.loop import Token
 from specdec_mlx.target.branch_rows import tree_logits
 from specdec_mlx.target.exactness import MARGIN, places_of, tree_report
 from specdec_mlx.target.model_pass import ModelPass

@@ -45,10 +45,10 @@ from exact import (
     up_to,
 )
 from selection import in_one_test
-from specdec_mlx import UnknownNameError
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.parts import REST
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
+from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.rules.arithmetic import acceptance_probability, leading_run, point_mass, residual
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient, Typical

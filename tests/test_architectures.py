@@ -37,7 +37,8 @@ from lossless import (
 )
 from scripted import Recorder
 from selection import FULL
-from specdec_mlx import ModelDrafter, Token
+from specdec_mlx import ModelDrafter
+from specdec_mlx.loop import Token
 from specdec_mlx.target.rollback import Rollback
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]

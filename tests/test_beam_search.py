@@ -278,7 +278,7 @@ def test_what_cannot_be_searched_is_refused_in_words() -> None:
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     with (
         pytest.warns(UserWarning, match="several texts"),
-        pytest.raises(sd.RowsError, match="rows of one batch"),
+        pytest.raises(sd.errors.RowsError, match="rows of one batch"),
     ):
         sd.beam_search(tiny.build("mamba"), tokenizer, [1, 2, 3])
 
@@ -288,7 +288,7 @@ def test_what_cannot_be_searched_is_refused_in_words() -> None:
         def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleSession:
             raise AssertionError("it is not asked")
 
-    with pytest.raises(sd.UnreadableError, match="Reader reads the target's states"):
+    with pytest.raises(sd.errors.UnreadableError, match="Reader reads the target's states"):
         sd.beam_search(target, tokenizer, [1, 2, 3], drafter=Reader())
     for wrong in ({"num_beams": 0}, {"max_tokens": 0}, {"draft_length": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):

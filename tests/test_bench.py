@@ -506,7 +506,9 @@ def test_a_trained_head_is_a_draft_model(
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION not in report
     assert all(f"| {name} " in report for name in cases)
-    with pytest.raises(sd.DraftModelError, match=r"--draft-layers: .* takes --draft-bits alone"):
+    with pytest.raises(
+        sd.errors.DraftModelError, match=r"--draft-layers: .* takes --draft-bits alone"
+    ):
         run.main(parse(*arguments, *one, "--draft-layers", "1"))
 
 

@@ -100,7 +100,7 @@ class Noting(Fixed):
         self.records.append(round_)
 
 
-def run(model: Any, drafter: Any, length: Any) -> tuple[list[int], sd.SpeculationStats]:
+def run(model: Any, drafter: Any, length: Any) -> tuple[list[int], sd.stats.SpeculationStats]:
     items = list(
         sd.speculate(
             model, PROMPT, drafter, max_tokens=NUM_TOKENS, draft_length=length, probe=False

@@ -50,6 +50,7 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.target.exactness import ProbeReport, probe
 from tiny_model_folder import write_model_folder
 
 V = 12
@@ -241,7 +242,7 @@ def test_a_wrong_rule_is_named(case: str) -> None:
     )
 
 
-@pytest.mark.parametrize("rule", [Rejection(), sd.Block()])
+@pytest.mark.parametrize("rule", [Rejection(), sd.rules.Block()])
 @pytest.mark.parametrize("most_tokens", [1000, 2])
 def test_the_emitted_distribution_is_exact(
     rule: CoinRule, most_tokens: int, monkeypatch: pytest.MonkeyPatch
@@ -298,7 +299,7 @@ def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
 
 def test_a_greedy_text_that_is_not_the_targets_is_a_fault() -> None:
     """Where, by how much, and what to do; a lenient rule keeps near misses at temperature 0 too."""
-    part = check_greedy(subject(None, sd.Lenient(0.01), sampling=sd.Sampling()), work(), None)
+    part = check_greedy(subject(None, sd.rules.Lenient(0.01), sampling=sd.Sampling()), work(), None)
     assert part.status == "failed"
     assert "no rounding explains that" in part.verdict
     first = part.numbers["differences"][0]
@@ -308,9 +309,9 @@ def test_a_greedy_text_that_is_not_the_targets_is_a_fault() -> None:
 
 def test_a_near_tie_is_excused_by_what_the_probe_measured() -> None:
     """A logit that moves by 1 from one width to another explains differences of a few."""
-    given = subject(None, sd.Lenient(0.01), sampling=sd.Sampling())
-    row = sd.probe(model()).rows[0]
-    rough = sd.ProbeReport((), None, (replace(row, max_difference=100.0, exact=True),))
+    given = subject(None, sd.rules.Lenient(0.01), sampling=sd.Sampling())
+    row = probe(model()).rows[0]
+    rough = ProbeReport((), None, (replace(row, max_difference=100.0, exact=True),))
     part = check_greedy(given, work(), rough)
     assert part.status == "passed"
     assert "near tie" in part.verdict

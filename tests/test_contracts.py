@@ -184,7 +184,7 @@ def test_a_cache_that_cannot_gather_is_named() -> None:
     target = ScriptedTarget(TEXT, ChainCache())
     assert len(run(target, Given([Draft([10, 11, WRONG], parents=[ROOT, 0, 0])]))) == 12
     target = ScriptedTarget(TEXT, ChainCache())
-    with pytest.raises(sd.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
+    with pytest.raises(sd.errors.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
         run(target, Given([Draft([WRONG, 10], parents=[ROOT, ROOT])]))
     assert target.cache.tokens == [*PROMPT, 9]
 
@@ -292,7 +292,9 @@ def test_a_reader_stopped_early_is_not_shown_what_was_not_emitted() -> None:
 def test_a_target_that_cannot_be_read_is_refused() -> None:
     """DraftError before the prompt is read, which says what to do."""
     target = ScriptedTarget(TEXT)
-    with pytest.raises(sd.DraftError, match=r"Reader reads the target's states.*prompt-lookup"):
+    with pytest.raises(
+        sd.errors.DraftError, match=r"Reader reads the target's states.*prompt-lookup"
+    ):
         run(target, Reader())
     assert target.cache.tokens == []
 
@@ -303,7 +305,7 @@ def test_a_reader_without_see_is_refused() -> None:
     class Blind(Given):
         features = Features(layers=(0,))
 
-    with pytest.raises(sd.DraftError, match=r"Blind wants features.*no see\(features\)"):
+    with pytest.raises(sd.errors.DraftError, match=r"Blind wants features.*no see\(features\)"):
         run(TappedTarget(TEXT), Blind([]))
 
 
@@ -341,7 +343,7 @@ class Proposes:
 def assert_refused(draft: Draft, words: str, **options: Any) -> None:
     """DraftError in the round where it happens; what was emitted before can be continued."""
     caches, got = make_prompt_cache(model()), []
-    with pytest.raises(sd.DraftError, match=words):
+    with pytest.raises(sd.errors.DraftError, match=words):
         for item in sd.speculate(
             model(),
             MODEL_PROMPT,
@@ -430,7 +432,7 @@ def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) 
     """Distributions are not read past their end either."""
     even = mx.log(mx.full((len(tokens), VOCAB), 1 / VOCAB))
     drafter = Proposes(Draft(mx.array(tokens), even))
-    with pytest.raises(sd.DraftError, match=f"token {tokens[-1]}; the target has"):
+    with pytest.raises(sd.errors.DraftError, match=f"token {tokens[-1]}; the target has"):
         list(
             sd.speculate(
                 model(),
@@ -486,7 +488,7 @@ def test_a_verdict_that_cannot_be_is_refused(
     caches = make_prompt_cache(model())
     got = []
     drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
-    with pytest.raises(sd.VerdictError, match=words):
+    with pytest.raises(sd.errors.VerdictError, match=words):
         for item in sd.speculate(
             model(), MODEL_PROMPT, drafter, rule=AnswersWith(answer), prompt_cache=caches, **options
         ):

@@ -38,7 +38,7 @@ PROMPT = [5, 17, 40, 3, 64, 17, 40, 42] * 5
 
 
 def exit_of(model: nn.Module, layers: int) -> ExitDrafter:
-    drafter = sd.early_exit(model, layers)
+    drafter = sd.drafters.early_exit(model, layers)
     assert isinstance(drafter, ExitDrafter)
     return drafter
 

@@ -291,7 +291,7 @@ def one_text(way: str, coins: random.Random) -> None:
     ends = [[*text, *tokens]] if tokens else [[*text], [*held]]
     try:
         check_usable(caches)
-    except sd.CacheRollbackError:
+    except sd.errors.CacheRollbackError:
         by_drafter = place in DRAFTER and isinstance(Fault.raised, Exception)
         assert not by_drafter
         assert "No way back" in told or raised_in("ending", Fault.raised)

@@ -245,7 +245,7 @@ class Refusing:
     """A drafter that cannot serve this target, and one that must not have begun."""
 
     def check(self, context: sd.DraftContext) -> None:
-        raise sd.TokenizerMismatchError("another tokenizer")
+        raise sd.errors.TokenizerMismatchError("another tokenizer")
 
     def begin(self, prompt: Sequence[int], context: sd.DraftContext) -> Any:
         raise AssertionError("begun")
@@ -265,7 +265,7 @@ def test_a_drafter_that_cannot_serve_is_refused_before_anything_is_computed(
         raise AssertionError("computed")
 
     monkeypatch.setattr(kind, "__call__", computed)
-    with pytest.raises(sd.TokenizerMismatchError):
+    with pytest.raises(sd.errors.TokenizerMismatchError):
         list(sd.speculate(model, PROMPT, wrap(Refusing()), max_tokens=3))
 
 
@@ -291,5 +291,5 @@ def test_a_draft_model_with_another_tokenizer_is_refused_before_prefill(
     target = Wrapped(swapped=False)
     assert len(list(sd.speculate(model, PROMPT, same, max_tokens=3, tokenizer=target))) == 3
     monkeypatch.setattr(type(model), "__call__", None)
-    with pytest.raises(sd.TokenizerMismatchError, match="token 'x' has id"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="token 'x' has id"):
         sd.speculate(model, PROMPT, drafter, max_tokens=3, tokenizer=target)

@@ -48,7 +48,7 @@ class Noting:
     """
 
     drafter: Drafter
-    handed_out: list[sd.Token] = field(default_factory=list)
+    handed_out: list[sd.responses.Token] = field(default_factory=list)
     asked: list[int] = field(default_factory=list)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
@@ -66,7 +66,7 @@ class Noting:
 
         return ask
 
-    def run(self, prompt: Sequence[int] = PROMPT, **options: Any) -> list[sd.Token]:
+    def run(self, prompt: Sequence[int] = PROMPT, **options: Any) -> list[sd.responses.Token]:
         for item in sd.speculate(target(), prompt, self, **options):
             self.handed_out.append(item)
         return self.handed_out

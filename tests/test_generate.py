@@ -52,7 +52,9 @@ def theirs(prompt: Any = PROMPT, tok: Any = None, **kwargs: Any) -> list[Generat
     )
 
 
-def ours(prompt: Any = PROMPT, tok: Any = None, **kwargs: Any) -> list[sd.SpeculativeResponse]:
+def ours(
+    prompt: Any = PROMPT, tok: Any = None, **kwargs: Any
+) -> list[sd.responses.SpeculativeResponse]:
     kwargs.setdefault("max_tokens", NUM_TOKENS)
     model = kwargs.pop("model", None) or tiny_text.model()
     return list(sd.stream_generate(model, tok or tokenizer(), prompt, **kwargs))
@@ -389,7 +391,7 @@ def test_nothing_runs_before_the_first_response_is_asked_for() -> None:
     stream: Any = sd.stream_generate(tiny_text.model(), tokenizer(), PROMPT, max_tokens=3)
     assert stream.gi_frame is not None
     stream.close()
-    with pytest.raises(sd.PromptError, match="empty"):
+    with pytest.raises(sd.errors.PromptError, match="empty"):
         sd.stream_generate(tiny_text.model(), tokenizer(), "")
     options: Any = {"temperature": 1.0}
     with pytest.raises(TypeError, match="temperature"):

@@ -35,9 +35,9 @@ LARK = 'start: "one thing: " thing " and another thing: " thing\nthing: "hat" | 
 PROMPT = "the cat in the hat and the other cat in the hat"
 
 GRAMMARS = {
-    "json": sd.Grammar.json_schema(SCHEMA),
-    "regex": sd.Grammar.regex(PATTERN),
-    "lark": sd.Grammar.lark(LARK),
+    "json": sd.drafters.Grammar.json_schema(SCHEMA),
+    "regex": sd.drafters.Grammar.regex(PATTERN),
+    "lark": sd.drafters.Grammar.lark(LARK),
 }
 
 
@@ -65,9 +65,9 @@ def told(
     pair: tuple[Any, Any],
     kind: str,
     drafter: Any,
-    processor: type[sd.GrammarProcessor] = sd.GrammarProcessor,
+    processor: type[sd.drafters.GrammarProcessor] = sd.drafters.GrammarProcessor,
     **options: Any,
-) -> tuple[str, sd.SpeculationStats]:
+) -> tuple[str, sd.stats.SpeculationStats]:
     """A text that keeps to a grammar, up to its end token, and how it came about."""
     tokenizer = pair[1]
     options = {"max_tokens": 150, "draft_length": 6} | options
@@ -80,11 +80,13 @@ def told(
 
 
 DRAFTERS: dict[str, Any] = {
-    "grammar": lambda model: sd.GrammarDrafter(),
+    "grammar": lambda model: sd.drafters.GrammarDrafter(),
     "grammar and look-up": lambda model: sd.FirstOf(
-        sd.GrammarDrafter(), sd.PromptLookupDrafter(min_ngram=1)
+        sd.drafters.GrammarDrafter(), sd.PromptLookupDrafter(min_ngram=1)
     ),
-    "grammar and model": lambda model: sd.FirstOf(sd.GrammarDrafter(), sd.ModelDrafter(model)),
+    "grammar and model": lambda model: sd.FirstOf(
+        sd.drafters.GrammarDrafter(), sd.ModelDrafter(model)
+    ),
     "look-up": lambda model: sd.PromptLookupDrafter(min_ngram=1),
     "model": lambda model: sd.ModelDrafter(model),
 }
@@ -98,7 +100,7 @@ def test_text_keeps_to_the_grammar_and_is_that_of_plain_decoding(
     """Greedy, with the same processor; mlx-lm's own loop writes it too."""
     model, tokenizer = pair
     expected = []
-    processors = [sd.GrammarProcessor(GRAMMARS[kind], tokenizer)]
+    processors = [sd.drafters.GrammarProcessor(GRAMMARS[kind], tokenizer)]
     for token, _ in generate_step(
         mx.array(tokenizer.encode(PROMPT)), model, max_tokens=150, logits_processors=processors
     ):
@@ -124,7 +126,7 @@ def test_without_a_processor_the_text_does_not_fit(kind: str, pair: tuple[Any, A
 @in_one_test("kind", GRAMMARS)
 def test_forced_tokens_are_free(kind: str, pair: tuple[Any, Any]) -> None:
     """All are accepted, the end token among them, and there are far fewer passes than tokens."""
-    text, stats = told(pair, kind, sd.GrammarDrafter(), draft_length=20)
+    text, stats = told(pair, kind, sd.drafters.GrammarDrafter(), draft_length=20)
     assert stats.accepted == stats.drafted
     assert stats.target_passes < 0.5 * stats.emitted
     assert stats.emitted > 25
@@ -141,7 +143,9 @@ def test_a_seed_draws_the_same_text_with_and_without_the_drafter(
     texts = set()
     for seed in range(8):
         plain, _ = told(pair, "json", None, sampler=warm, seed=seed, rule=rule)
-        ours, stats = told(pair, "json", sd.GrammarDrafter(), sampler=warm, seed=seed, rule=rule)
+        ours, stats = told(
+            pair, "json", sd.drafters.GrammarDrafter(), sampler=warm, seed=seed, rule=rule
+        )
         assert ours == plain
         assert fits("json", ours)
         assert stats.accepted == stats.drafted > 0
@@ -149,7 +153,7 @@ def test_a_seed_draws_the_same_text_with_and_without_the_drafter(
     assert len(texts) > 2
 
 
-class StaleMask(sd.GrammarProcessor):
+class StaleMask(sd.drafters.GrammarProcessor):
     """Wrong: masks every row of a round as if no draft stood before it."""
 
     emitted: tuple[int, ...] = ()
@@ -159,7 +163,7 @@ class StaleMask(sd.GrammarProcessor):
         return super().__call__(place if self.start is not None else tokens, logits)
 
 
-class NeverRewound(sd.GrammarProcessor):
+class NeverRewound(sd.drafters.GrammarProcessor):
     """Wrong: takes every token that it is shown for one that was emitted."""
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
@@ -171,12 +175,14 @@ class NeverRewound(sd.GrammarProcessor):
 
 
 @pytest.mark.parametrize("broken", [StaleMask, NeverRewound])
-def test_a_broken_mask_is_caught(broken: type[sd.GrammarProcessor], pair: tuple[Any, Any]) -> None:
+def test_a_broken_mask_is_caught(
+    broken: type[sd.drafters.GrammarProcessor], pair: tuple[Any, Any]
+) -> None:
     """The comparison above rejects processors that are wrong in ways that speculation invites."""
     expected, _ = told(pair, "json", None)
     try:
         text, _ = told(pair, "json", sd.PromptLookupDrafter(min_ngram=1), broken)
-    except (AssertionError, sd.GrammarError, sd.LogitsError):
+    except (AssertionError, sd.errors.GrammarError, sd.errors.LogitsError):
         return
     assert text != expected
 
@@ -184,12 +190,12 @@ def test_a_broken_mask_is_caught(broken: type[sd.GrammarProcessor], pair: tuple[
 def test_a_mask_that_leaves_nothing_is_told(pair: tuple[Any, Any]) -> None:
     """No token to draw is an error, not a random token."""
 
-    class Nothing(sd.GrammarProcessor):
+    class Nothing(sd.drafters.GrammarProcessor):
         def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
             return super().__call__(tokens, logits) - mx.inf
 
-    with pytest.raises(sd.LogitsError):
-        told(pair, "regex", sd.GrammarDrafter(), Nothing)
+    with pytest.raises(sd.errors.LogitsError):
+        told(pair, "regex", sd.drafters.GrammarDrafter(), Nothing)
 
 
 @pytest.mark.parametrize("kind", GRAMMARS)
@@ -201,15 +207,17 @@ def test_the_mask_is_that_of_a_fresh_matcher(kind: str, pair: tuple[Any, Any]) -
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
     zeros = mx.zeros((1, pair[0].args.vocab_size))
 
-    def allowed(processor: sd.GrammarProcessor, length: int, extra: list[int]) -> list[bool]:
+    def allowed(
+        processor: sd.drafters.GrammarProcessor, length: int, extra: list[int]
+    ) -> list[bool]:
         shown = mx.array([*prompt, *tokens[:length], *extra])
         return mx.isfinite(processor(shown, zeros))[0].tolist()  # type: ignore[no-any-return]
 
-    one = sd.GrammarProcessor(GRAMMARS[kind], tokenizer)
+    one = sd.drafters.GrammarProcessor(GRAMMARS[kind], tokenizer)
     allowed(one, 0, [])
     for length in np.random.default_rng(3).permutation(len(tokens)).tolist():
         allowed(one, length, [0, 5])  # tokens that no grammar here allows: a draft to be rejected
-        fresh = sd.GrammarProcessor(GRAMMARS[kind], tokenizer)
+        fresh = sd.drafters.GrammarProcessor(GRAMMARS[kind], tokenizer)
         allowed(fresh, 0, [])
         now = allowed(one, length, [])
         assert now == allowed(fresh, length, [])
@@ -222,7 +230,7 @@ def test_what_is_drafted_is_what_the_mask_leaves(kind: str, pair: tuple[Any, Any
     tokenizer = pair[1]
     text, _ = told(pair, kind, None)
     tokens = [*tokenizer.encode(text), tokenizer.eos_token_id]
-    place = sd.GrammarProcessor(GRAMMARS[kind], tokenizer).beginning()
+    place = sd.drafters.GrammarProcessor(GRAMMARS[kind], tokenizer).beginning()
     num_forced = 0
     for length in range(len(tokens)):
         place.go_to(tokens[:length])
@@ -239,11 +247,11 @@ def test_stock_calls_take_it_too(pair: tuple[Any, Any]) -> None:
     tokenizer = pair[1]
 
     def stock() -> str:
-        processors = [sd.GrammarProcessor(GRAMMARS["json"], tokenizer)]
+        processors = [sd.drafters.GrammarProcessor(GRAMMARS["json"], tokenizer)]
         return str(mlx_lm.generate(*pair, PROMPT, max_tokens=150, logits_processors=processors))
 
     expected = stock()
-    with installed(sd.GrammarDrafter(), draft_length=8) as speculation:
+    with installed(sd.drafters.GrammarDrafter(), draft_length=8) as speculation:
         assert stock() == expected
     assert speculation.stats is not None
     assert speculation.stats.accepted > 20
@@ -253,8 +261,8 @@ def test_a_drafter_without_a_grammar_is_refused_before_anything_is_computed(
     pair: tuple[Any, Any],
 ) -> None:
     """In words; not a drafter that never drafts."""
-    with pytest.raises(sd.GrammarError, match=r"logits_processors=\[GrammarProcessor"):
-        sd.stream_generate(*pair, PROMPT, drafter=sd.GrammarDrafter())
+    with pytest.raises(sd.errors.GrammarError, match=r"logits_processors=\[GrammarProcessor"):
+        sd.stream_generate(*pair, PROMPT, drafter=sd.drafters.GrammarDrafter())
 
 
 @in_one_test(
@@ -268,8 +276,8 @@ def test_a_drafter_without_a_grammar_is_refused_before_anything_is_computed(
 )
 def test_a_wrong_grammar_is_refused_at_once(kind: Any, text: str) -> None:
     """When it is made, not at the first token."""
-    with pytest.raises(sd.GrammarError):
-        sd.Grammar(kind, text)
+    with pytest.raises(sd.errors.GrammarError):
+        sd.drafters.Grammar(kind, text)
 
 
 def test_a_tokenizer_is_compiled_once(pair: tuple[Any, Any]) -> None:
@@ -280,10 +288,10 @@ def test_a_tokenizer_is_compiled_once(pair: tuple[Any, Any]) -> None:
 
 def test_a_grammar_that_cannot_be_followed_is_told(pair: tuple[Any, Any]) -> None:
     """The matcher's own errors are not taken for an empty mask."""
-    place = sd.GrammarProcessor(GRAMMARS["regex"], pair[1]).beginning()
+    place = sd.drafters.GrammarProcessor(GRAMMARS["regex"], pair[1]).beginning()
     assert isinstance(place, Place)
     place.matcher.rollback(5)  # more than there is
-    with pytest.raises(sd.GrammarError):
+    with pytest.raises(sd.errors.GrammarError):
         place.go_to([1])
 
 

@@ -101,13 +101,13 @@ def test_what_the_hub_does_not_give_is_said(hub: type[Hub], tmp_path: Path) -> N
     }
     for (name, fault), words in said.items():
         hub.faults = {name: fault}
-        with pytest.raises(sd.HeadError, match=words):
+        with pytest.raises(sd.errors.HeadError, match=words):
             sd.load_head("me/head", reference.target())
         assert name != "config.json" or not is_head("me/head")
     logging.disable(logging.NOTSET)
     hub.faults, hub.asked = {}, []
     hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
-    with pytest.raises(sd.HeadError, match="me/head has no safetensors"):
+    with pytest.raises(sd.errors.HeadError, match="me/head has no safetensors"):
         sd.load_head("me/head", reference.target(), torch_files=False)
     assert "pytorch_model.bin" not in hub.asked
 
@@ -196,10 +196,10 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(
     assert not converted
     assert asked == 2 * [("pytorch_model.bin", {"weights_only": True, "map_location": "cpu"})]
     stub_of_torch(monkeypatch, saved, version="2.5.1")
-    with pytest.raises(sd.HeadError, match=r"2\.5\.1 may run code"):
+    with pytest.raises(sd.errors.HeadError, match=r"2\.5\.1 may run code"):
         HeadFiles(tmp_path).names  # noqa: B018
     stub_of_torch(monkeypatch, [1])
-    with pytest.raises(sd.HeadError, match=r"pytorch_model\.bin cannot be read"):
+    with pytest.raises(sd.errors.HeadError, match=r"pytorch_model\.bin cannot be read"):
         HeadFiles(tmp_path).names  # noqa: B018
 
 
@@ -213,7 +213,9 @@ def test_a_torch_file_is_not_read_without_torch(
     folder = reference.write(tmp_path)
     (folder / "model.safetensors").unlink()
     torch_file(folder / "pytorch_model.bin", shape, offset)
-    with pytest.raises(sd.HeadError, match=r"Install torch, or convert it: safetensors\.torch\."):
+    with pytest.raises(
+        sd.errors.HeadError, match=r"Install torch, or convert it: safetensors\.torch\."
+    ):
         sd.load_head(folder, reference.target())
 
 
@@ -361,7 +363,7 @@ def test_a_damaged_file_is_refused_or_a_head_that_works(
         target = reference.target() if kind != "medusa" else heads.target()
         try:
             drafter = sd.load_head(folder, target)
-        except sd.HeadError as error:
+        except sd.errors.HeadError as error:
             refused += str(folder) in str(error)
             continue
         worked += 1
@@ -389,7 +391,7 @@ def test_counts_that_cannot_be_are_refused(kind: str, value: int, tmp_path: Path
         config = json.loads(json.dumps(reference.config))
         config.get("text_config", config)[key] = value
         folder = heads.Reference(config, reference.weights, {}).write(tmp_path)
-        with pytest.raises(sd.HeadError, match=str(folder)):
+        with pytest.raises(sd.errors.HeadError, match=str(folder)):
             sd.load_head(folder, reference.target())
 
 
@@ -398,7 +400,7 @@ def test_ids_of_a_file_that_the_target_lacks_are_refused(tmp_path: Path) -> None
     dflash = heads.reference("dflash")
     nested = dflash.config["dflash_config"] | {"mask_token_id": 97}
     folder = dflash.write(tmp_path / "dflash", dflash_config=nested)
-    with pytest.raises(sd.HeadError, match="mask_token_id is 97, expected 0 to 96"):
+    with pytest.raises(sd.errors.HeadError, match="mask_token_id is 97, expected 0 to 96"):
         sd.load_head(folder, dflash.target())
     gemma = heads.reference("gemma4_assistant")
     name = next(name for name in gemma.weights if name.endswith("token_ordering"))
@@ -406,7 +408,7 @@ def test_ids_of_a_file_that_the_target_lacks_are_refused(tmp_path: Path) -> None
         order = np.array(gemma.weights[name])
         order[3] = wrong
         folder = heads.Reference(gemma.config, {**gemma.weights, name: order}, {}).write(tmp_path)
-        with pytest.raises(sd.HeadError, match=f"token_ordering is {wrong}"):
+        with pytest.raises(sd.errors.HeadError, match=f"token_ordering is {wrong}"):
             sd.load_head(folder, gemma.target())
 
 
@@ -427,7 +429,7 @@ def test_layers_that_the_target_lacks_are_refused_when_the_head_is_loaded(tmp_pa
     reference = heads.reference("eagle3")
     for wrong in ([1, 3, 99], [1, 3, 1.5], [1, 3, ["x"]]):
         folder = reference.write(tmp_path, eagle_aux_hidden_state_layer_ids=wrong)
-        with pytest.raises(sd.HeadError, match=str(folder)):
+        with pytest.raises(sd.errors.HeadError, match=str(folder)):
             sd.load_head(folder, reference.target())
 
 
@@ -438,11 +440,11 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     index = folder / "model.safetensors.index.json"
     for content in ("{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"mtp.x": 3}}'):
         index.write_text(content)
-        with pytest.raises(sd.HeadError, match=index.name):
+        with pytest.raises(sd.errors.HeadError, match=index.name):
             sd.load_head(folder, reference.target())
     index.unlink()
     (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(sd.HeadError, match=r"config\.json cannot be read"):
+    with pytest.raises(sd.errors.HeadError, match=r"config\.json cannot be read"):
         sd.load_head(folder, reference.target())
 
 

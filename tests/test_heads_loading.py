@@ -278,7 +278,7 @@ def test_a_layer_with_a_window_forgets(config: dict[str, Any], tmp_path: Path) -
 
 def refused(folder: Path, target: nn.Module) -> str:
     """The message of the error."""
-    with pytest.raises(sd.HeadError) as error:
+    with pytest.raises(sd.errors.HeadError) as error:
         sd.load_head(folder, target)
     return str(error.value)
 
@@ -402,7 +402,9 @@ def test_a_head_is_refused_by_a_target_that_it_was_not_loaded_for(tmp_path: Path
     """Before anything is computed."""
     reference = heads.reference("eagle1")
     drafter = sd.load_head(reference.write(tmp_path), reference.target())
-    with pytest.raises(sd.HeadError, match="loaded for a target with 97 tokens, and this one has"):
+    with pytest.raises(
+        sd.errors.HeadError, match="loaded for a target with 97 tokens, and this one has"
+    ):
         list(sd.speculate(tiny.build("qwen2"), [1, 2, 3], drafter))
 
 
@@ -432,7 +434,7 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     """With the mask token of its config."""
     write_model_folder(tmp_path, pard_token=17)
     drafter = sd.load_head(tmp_path, heads.target())
-    assert isinstance(drafter, sd.PardDrafter)
+    assert isinstance(drafter, sd.drafters.PardDrafter)
     assert drafter.describe() == "PARD; mask token 17"
     assert drafter.tokenizer is not None
 
@@ -533,10 +535,10 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
     target = heads.reference("eagle3").target()
-    assert isinstance(choose_drafter(None, folder, target), sd.HeadDrafter)
+    assert isinstance(choose_drafter(None, folder, target), sd.drafters.HeadDrafter)
     flags = Flags(draft_model=str(folder), lighter=Lighter(bits=8))
     assert flags.has_head
-    assert isinstance(flags.drafter(target), sd.HeadDrafter)
+    assert isinstance(flags.drafter(target), sd.drafters.HeadDrafter)
     with pytest.raises(ValueError, match="made for a loaded target, which this command"):
         flags.drafter()
     assert not Flags().has_head
@@ -554,7 +556,7 @@ def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Pat
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
     checked = NamedModel(arguments.draft_model, lighter_of(arguments)).make(spec, target)
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
-        assert isinstance(drafter, sd.HeadDrafter)
+        assert isinstance(drafter, sd.drafters.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)
     for wrong, named in (
         ("model:twigs=4", r"twigs.*See help\(load_head\)"),

@@ -332,21 +332,23 @@ def test_an_early_exit_by_hand() -> None:
 @in_one_test("layers", [0, 8, -1])
 def test_an_exit_that_is_none_is_refused(layers: int) -> None:
     """Before the first layer, or behind the last."""
-    with pytest.raises(sd.HeadError, match="expected 1 to 7"):
-        sd.early_exit(heads.target(), layers)
+    with pytest.raises(sd.errors.HeadError, match="expected 1 to 7"):
+        sd.drafters.early_exit(heads.target(), layers)
 
 
 def test_layers_that_cannot_run_alone_are_refused() -> None:
     """This model has two lists of layers."""
-    with pytest.raises(sd.HeadError, match=r"1 layers of mlx_lm\.models\.afm7 cannot be run"):
-        sd.early_exit(tiny.build("afm7"), 1)
+    with pytest.raises(
+        sd.errors.HeadError, match=r"1 layers of mlx_lm\.models\.afm7 cannot be run"
+    ):
+        sd.drafters.early_exit(tiny.build("afm7"), 1)
 
 
 # The conformance tests, and whole texts ----------------------------------------------------------
 
 WHOLE: dict[str, Callable[[], Any]] = {
     "pard": lambda: PardDrafter(small(), mask_token=MASK),
-    "early exit": lambda: sd.early_exit(target(), 2),
+    "early exit": lambda: sd.drafters.early_exit(target(), 2),
 }
 
 

@@ -174,10 +174,10 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
 
     caches = make_prompt_cache(target())
     monkeypatch.setitem(STRATEGIES, KVCache, NeverBack())
-    with pytest.raises(sd.CacheRollbackError, match="gave back 0 of"):
+    with pytest.raises(sd.errors.CacheRollbackError, match="gave back 0 of"):
         list(sd.speculate(target(), PROMPT, Stops(), prompt_cache=caches, draft_length=1))
     monkeypatch.undo()
-    with pytest.raises(sd.CacheRollbackError, match="KVCache that is not usable"):
+    with pytest.raises(sd.errors.CacheRollbackError, match="KVCache that is not usable"):
         list(sd.speculate(target(), [9], prompt_cache=caches))
     check_usable(make_prompt_cache(target()))
 
@@ -186,7 +186,7 @@ def test_refusing_names_the_reason() -> None:
     """The caches that were refused, and no others."""
     broken, whole = KVCache(), KVCache()
     refuse([broken], "it was left in the middle of a pass.")
-    with pytest.raises(sd.CacheRollbackError, match="in the middle of a pass"):
+    with pytest.raises(sd.errors.CacheRollbackError, match="in the middle of a pass"):
         check_usable([whole, broken])
     check_usable([whole])
 

@@ -16,11 +16,12 @@ from mlx_lm.models import llama
 
 from benchmarks.lab import byte_tokens, pack, train
 from selection import FULL, cases
-from specdec_mlx import ModelDrafter, Sampling, Token, lab, speculate
+from specdec_mlx import ModelDrafter, Sampling, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import corpus
 from specdec_mlx.lab.pair import WEIGHTS, unpack
+from specdec_mlx.loop import Token
 from specdec_mlx.training import fitting
 
 LARGEST = 5_200_000  # bytes; the whole package is to have at most 6 MB

@@ -161,7 +161,7 @@ WRONG_BITS: dict[str, tuple[Callable[[], nn.Module], int, str]] = {
 @in_one_test("what", WRONG_BITS)
 def test_what_cannot_be_quantized_is_said_in_words(what: str) -> None:
     make, bits, words = WRONG_BITS[what]
-    with pytest.raises(sd.DraftModelError, match=words):
+    with pytest.raises(sd.errors.DraftModelError, match=words):
         quantized(make(), bits)
 
 
@@ -180,7 +180,7 @@ def test_all_layers_are_the_model_itself(name: str) -> None:
     """For every kind of architecture; where there is no list of layers, it is refused by name."""
     model = tiny.build(name)
     if name in CANNOT_BE_CUT:
-        with pytest.raises(sd.DraftModelError, match=f"{name} {CANNOT_BE_CUT[name]}"):
+        with pytest.raises(sd.errors.DraftModelError, match=f"{name} {CANNOT_BE_CUT[name]}"):
             first_layers(model, 1)
         return
     whole = first_layers(model, len(model.layers))
@@ -212,7 +212,7 @@ def test_the_caches_of_the_first_layers_are_enough(name: str) -> None:
     model = tiny.build(name)
     num_layers = max(1, len(model.layers) - 1)
     if name in NEEDS_ITS_LAST:
-        with pytest.raises(sd.DraftModelError, match=r"Leave|leave"):
+        with pytest.raises(sd.errors.DraftModelError, match=r"Leave|leave"):
             first_layers(model, num_layers)
         return
     short = first_layers(model, num_layers)
@@ -225,7 +225,7 @@ def test_the_caches_of_the_first_layers_are_enough(name: str) -> None:
 
 @in_one_test("num_layers", [0, -1, 4])
 def test_layers_that_there_are_not_are_refused(num_layers: int) -> None:
-    with pytest.raises(sd.DraftModelError, match="expected a number from 1 to 3"):
+    with pytest.raises(sd.errors.DraftModelError, match="expected a number from 1 to 3"):
         first_layers(tiny.build("llama"), num_layers)
 
 
@@ -242,7 +242,7 @@ def test_logits_of_the_tokens_chosen_are_the_models_own(name: str) -> None:
     """For every kind of architecture, tied or not; those of all others are out of reach."""
     model = tiny.build(name)
     if name in NO_HEAD_FOUND:
-        with pytest.raises(sd.DraftModelError, match="is not found"):
+        with pytest.raises(sd.errors.DraftModelError, match="is not found"):
             SubVocabulary(model, SOME_TOKENS)
         return
     expected = logits_of(model)
@@ -276,7 +276,7 @@ def test_the_head_has_as_many_rows_as_there_are_tokens(tied: bool, bits: int | N
 def test_ids_that_there_are_not_are_refused() -> None:
     model = tiny.build("llama")
     for ids, words in (([], "no token"), ([5, 128], "ids 5 to 128"), ([-1, 5], "ids -1 to 5")):
-        with pytest.raises(sd.DraftModelError, match=f"{words}: expected ids from 0 to 127"):
+        with pytest.raises(sd.errors.DraftModelError, match=f"{words}: expected ids from 0 to 127"):
             SubVocabulary(model, ids)
 
 
@@ -295,7 +295,7 @@ def test_a_head_that_is_something_else_is_refused() -> None:
         def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
             return self.inner(ids, cache=cache)[..., ::-1]
 
-    with pytest.raises(sd.DraftModelError, match="no layer or embedding of 128 rows"):
+    with pytest.raises(sd.errors.DraftModelError, match="no layer or embedding of 128 rows"):
         SubVocabulary(Twice(), SOME_TOKENS)
 
 
@@ -338,7 +338,7 @@ def test_a_model_that_knows_ids_of_its_logits_is_refused_before_they_are_cut(way
                 raise IndexError("would have written beyond the logits")
             return TOUCHES[way](logits)
 
-    with pytest.raises(sd.DraftModelError, match="is not found"):
+    with pytest.raises(sd.errors.DraftModelError, match="is not found"):
         SubVocabulary(Knows(), SOME_TOKENS)
     assert set(widths) == {128}
 
@@ -355,7 +355,7 @@ mx.eval(guards)
 model = tiny.build("phi3small")
 try:
     print(type(SubVocabulary(model, range(40))).__name__)
-except sd.DraftModelError as error:
+except sd.errors.DraftModelError as error:
     print("all of them by the same rule" in str(error))
 print(sum(int((np.array(guard) != 1).sum()) for guard in guards))
 """
@@ -494,11 +494,11 @@ def test_a_vocabulary_is_read_from_a_text_or_from_ids(tmp_path: Path) -> None:
 def test_a_vocabulary_that_is_none_is_refused(content: str, tmp_path: Path) -> None:
     path = tmp_path / "ids.json"
     path.write_text(content)
-    with pytest.raises(sd.DraftModelError, match="Draft vocabulary"):
+    with pytest.raises(sd.errors.DraftModelError, match="Draft vocabulary"):
         read_vocabulary(path, tokenizer())
     path = tmp_path / "empty.txt"
     path.write_text("")
-    with pytest.raises(sd.DraftModelError, match="expected a text"):
+    with pytest.raises(sd.errors.DraftModelError, match="expected a text"):
         read_vocabulary(path, tokenizer())
 
 

@@ -372,21 +372,21 @@ def bad_law(tokens: list[int], logprobs: mx.array) -> Any:
 def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
     """Raised before or in the round where it happens."""
     model = target()
-    with pytest.raises(sd.PromptError, match="at least one token"):
+    with pytest.raises(sd.errors.PromptError, match="at least one token"):
         emitted(None, [])
-    with pytest.raises(sd.PromptError, match="tokenizer"):
+    with pytest.raises(sd.errors.PromptError, match="tokenizer"):
         emitted(None, [1, 2, VOCAB])
-    with pytest.raises(sd.PromptError, match="tokenizer"):
+    with pytest.raises(sd.errors.PromptError, match="tokenizer"):
         emitted(None, [VOCAB + 7])
-    with pytest.raises(sd.PromptError, match=">= 0"):
+    with pytest.raises(sd.errors.PromptError, match=">= 0"):
         emitted(None, [1, -2])
     with pytest.raises(ValueError, match="draft_length=-1"):
         emitted(None, draft_length=-1)
     with pytest.raises(ValueError, match="max_tokens=-5"):
         emitted(None, max_tokens=-5)
-    with pytest.raises(sd.UnknownNameError, match="match"):
+    with pytest.raises(sd.errors.UnknownNameError, match="match"):
         emitted(None, rule="matsch")
-    with pytest.raises(sd.UnknownNameError, match="prompt-lookup"):
+    with pytest.raises(sd.errors.UnknownNameError, match="prompt-lookup"):
         sd.make_drafter("prompt-look")
     with pytest.raises(ValueError, match="max_n"):
         sd.make_drafter("ngram:max_n=3")
@@ -414,7 +414,7 @@ def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
     """DraftError after the first token, and the caches can be continued from."""
     caches, got = make_prompt_cache(target()), []
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
-    with pytest.raises(sd.DraftError, match=error):
+    with pytest.raises(sd.errors.DraftError, match=error):
         for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
             got.append(item.token)
     assert len(got) == 1
@@ -433,7 +433,7 @@ def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
         poison.pure = True  # type: ignore[attr-defined]
     caches = make_prompt_cache(target())
     tokens = []
-    with pytest.raises(sd.LogitsError, match="not finite"):
+    with pytest.raises(sd.errors.LogitsError, match="not finite"):
         for item in sd.speculate(
             target(),
             PROMPT,
@@ -455,7 +455,7 @@ def test_input_embeddings_give_plain_decodings_text() -> None:
     assert expected != plain()
     assert emitted(oracle(0.3), input_embeddings=embeddings) == expected
     assert emitted(None, [], input_embeddings=embeddings) == expected
-    with pytest.raises(sd.PromptError, match="drafter=None"):
+    with pytest.raises(sd.errors.PromptError, match="drafter=None"):
         emitted(oracle(), [], input_embeddings=embeddings)
-    with pytest.raises(sd.PromptError, match="one row a token"):
+    with pytest.raises(sd.errors.PromptError, match="one row a token"):
         emitted(None, [1], input_embeddings=embeddings)

@@ -37,8 +37,8 @@ from exact import (
     up_to,
 )
 from selection import in_one_test
-from specdec_mlx import Lenient, Typical
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
+from specdec_mlx.rules import Lenient, Typical
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule

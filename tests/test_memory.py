@@ -142,13 +142,13 @@ def test_merging_takes_over_what_is_lacking(ours: list[list[int]], theirs: list[
 def test_another_tokenizers_memory_is_refused() -> None:
     """By merging, and by a drafter when it begins for a target."""
     one, other = sd.Memory(tokenizer="a"), sd.Memory(tokenizer="b")
-    with pytest.raises(sd.TokenizerMismatchError, match="tokenizer a"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="tokenizer a"):
         one.merge(other)
     context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
-    with pytest.raises(sd.TokenizerMismatchError, match="memory build"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="memory build"):
         sd.SuffixDrafter(one).check(context)
     large = filled([[1, 500]])
-    with pytest.raises(sd.TokenizerMismatchError, match="token 500, the target has 500"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="token 500, the target has 500"):
         sd.SuffixDrafter(large).begin([1], sd.DraftContext(vocab_size=500))
     fresh = sd.Memory()
     sd.SuffixDrafter(fresh).check(context)
@@ -329,10 +329,10 @@ def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None
     damage, words = DAMAGES[name]
     path.write_bytes(damage(path.read_bytes()))
     before = path.read_bytes()
-    with pytest.raises(sd.MemoryFileError, match=words) as caught:
+    with pytest.raises(sd.errors.MemoryFileError, match=words) as caught:
         sd.Memory.load(path)
     assert str(path) in str(caught.value)
-    with pytest.raises(sd.MemoryFileError):
+    with pytest.raises(sd.errors.MemoryFileError):
         filled([[4, 5, 6]]).save(path)
     assert path.read_bytes() == before
 
@@ -345,7 +345,7 @@ def test_a_file_of_another_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
     memory.save(path)
     other = filled([[3, 4]])
     other.tokenizer = "b"
-    with pytest.raises(sd.MemoryFileError, match="of tokenizer a"):
+    with pytest.raises(sd.errors.MemoryFileError, match="of tokenizer a"):
         other.save(path)
     assert held(sd.Memory.load(path)) == [[1, 2]]
 
@@ -522,8 +522,8 @@ def test_each_key_of_a_server_has_a_memory(model: Path) -> None:
 # Counts instead of texts --------------------------------------------------------------------------
 
 
-def counted(texts: Sequence[Sequence[int]]) -> sd.NGramTable:
-    table = sd.NGramTable(max_order=3)
+def counted(texts: Sequence[Sequence[int]]) -> sd.drafters.NGramTable:
+    table = sd.drafters.NGramTable(max_order=3)
     for text in texts:
         table.add(text)
     return table
@@ -540,25 +540,25 @@ def test_tables_count_saved_loaded_and_merged(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "table"
         counted(ours).save(path)
-        table = sd.NGramTable.load(path)
+        table = sd.drafters.NGramTable.load(path)
         table.merge(counted(theirs))
         assert table.counts() == expected
         table.save()
-        assert sd.NGramTable.load(path).counts() == expected
+        assert sd.drafters.NGramTable.load(path).counts() == expected
 
 
 def test_two_that_save_the_same_table_count_every_text_once(tmp_path: Path) -> None:
     """Also those that both had loaded."""
     path = tmp_path / "table"
     counted([[1, 2, 3]]).save(path)
-    one, other = sd.NGramTable.load(path), sd.NGramTable.load(path)
+    one, other = sd.drafters.NGramTable.load(path), sd.drafters.NGramTable.load(path)
     one.add([4, 5])
     other.add([4, 5])
     for _ in range(2):
         one.save()
         other.save()
     expected = {(1, 2): 1, (2, 3): 1, (1, 2, 3): 1, (4, 5): 2}
-    assert sd.NGramTable.load(path).counts() == expected == other.counts()
+    assert sd.drafters.NGramTable.load(path).counts() == expected == other.counts()
 
 
 def test_a_table_is_drafted_from_and_written_to() -> None:
@@ -592,8 +592,8 @@ def test_tables_are_built_shown_merged_pruned_and_drafted_from(
     assert "is there already" in refused.stderr
     merged = run("memory", "merge", both, one, one)
     assert merged.returncode == 0, merged.stderr
-    once = sd.NGramTable.load(one).counts()
-    assert sd.NGramTable.load(both).counts() == {ngram: 2 * n for ngram, n in once.items()}
+    once = sd.drafters.NGramTable.load(one).counts()
+    assert sd.drafters.NGramTable.load(both).counts() == {ngram: 2 * n for ngram, n in once.items()}
     pruned = run("memory", "prune", both, "--max-entries", "5")
     assert "n-grams        15, at most 5 of each order" in pruned.stdout
     refused = run("memory", "prune", both, "--max-tokens", "5")
@@ -609,14 +609,14 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
     """It is made with the drafter's orders, one for the whole process; a memory is refused."""
     path = tmp_path / "table"
     one, other = (sd.NGramDrafter(max_order=3, table=str(path)) for _ in range(2))
-    assert isinstance(one.table, sd.NGramTable)
+    assert isinstance(one.table, sd.drafters.NGramTable)
     assert one.table is other.table
     session = one.begin([9], CONTEXT)
     session.observe([1, 2, 1])
     session.close(4)
     one.table.save()
-    assert sd.NGramTable.load(path).counts() == {(1, 2): 1, (2, 1): 1, (1, 2, 1): 1}
-    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams'"):
+    assert sd.drafters.NGramTable.load(path).counts() == {(1, 2): 1, (2, 1): 1, (1, 2, 1): 1}
+    with pytest.raises(sd.errors.MemoryFileError, match="holds 'n-grams'"):
         sd.SuffixDrafter(str(path))
 
 
@@ -624,16 +624,16 @@ def test_tables_and_memories_are_not_taken_for_each_other(tmp_path: Path) -> Non
     """Each is refused by name, and left as it is."""
     counted([[1, 2]]).save(tmp_path / "table")
     filled([[1, 2]]).save(tmp_path / "memory")
-    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams'"):
+    with pytest.raises(sd.errors.MemoryFileError, match="holds 'n-grams'"):
         sd.Memory.load(tmp_path / "table")
-    with pytest.raises(sd.MemoryFileError, match="holds 'texts'"):
-        sd.NGramTable.load(tmp_path / "memory")
-    with pytest.raises(sd.TokenizerMismatchError):
-        sd.NGramTable(tokenizer="a").merge(sd.NGramTable(tokenizer="b"))
+    with pytest.raises(sd.errors.MemoryFileError, match="holds 'texts'"):
+        sd.drafters.NGramTable.load(tmp_path / "memory")
+    with pytest.raises(sd.errors.TokenizerMismatchError):
+        sd.drafters.NGramTable(tokenizer="a").merge(sd.drafters.NGramTable(tokenizer="b"))
     with pytest.raises(ValueError, match="stochastic"):
-        sd.NGramDrafter(table=sd.NGramTable(), stochastic=True)
+        sd.NGramDrafter(table=sd.drafters.NGramTable(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):
-        sd.NGramTable(max_order=2, min_order=3)
+        sd.drafters.NGramTable(max_order=2, min_order=3)
 
 
 def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
@@ -647,7 +647,9 @@ def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
         lambda: saved.save(nowhere / "memory"),
         lambda: saved.export(nowhere / "memory"),
     ):
-        with pytest.raises(sd.MemoryFileError, match=r"There is no folder .*nowhere.*Make it"):
+        with pytest.raises(
+            sd.errors.MemoryFileError, match=r"There is no folder .*nowhere.*Make it"
+        ):
             make()
         assert not nowhere.exists()
     nowhere.mkdir()

@@ -62,12 +62,12 @@ def test_another_tokenizers_memory_is_neither_pulled_nor_overwritten(
     options = {"source": "notes", "licence": "mit", "token": "t", "endpoint": endpoint}
     push(a_memory(), "me/memory", **options)
     before = dict(kept.files)
-    with pytest.raises(sd.MemoryFileError, match="me/memory holds the memory of tokenizer"):
+    with pytest.raises(sd.errors.MemoryFileError, match="me/memory holds the memory of tokenizer"):
         pull("me/memory", tmp_path / "memory", "another", [sd.Memory], endpoint=endpoint, token="t")
     assert not (tmp_path / "memory").exists()
     other = sd.Memory(tokenizer="another")
     other.add([1, 2])
-    with pytest.raises(sd.MemoryFileError, match="expected another"):
+    with pytest.raises(sd.errors.MemoryFileError, match="expected another"):
         push(other, "me/memory", **options)
     assert kept.files == before
 
@@ -88,8 +88,8 @@ def test_a_memory_without_a_card_is_not_pushed(
         push(memory, "me/memory", source=source, licence=licence, endpoint="http://127.0.0.1:9")
 
 
-def counted(tokenizer: object) -> sd.NGramTable:
-    table = sd.NGramTable(tokenizer=tokenizer)
+def counted(tokenizer: object) -> sd.drafters.NGramTable:
+    table = sd.drafters.NGramTable(tokenizer=tokenizer)
     table.add([1, 2, 3])
     return table
 
@@ -101,13 +101,13 @@ def test_a_repository_holds_one_kind(hub: tuple[str, type[Hub]], tmp_path: Path)
     push(counted(tiny_text.tokenizer()), "me/memory", **options)
     before = dict(kept.files)
     assert "| n-grams | 3 |" in before["README.md"].decode()
-    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams', and is to hold 'texts'"):
+    with pytest.raises(sd.errors.MemoryFileError, match="holds 'n-grams', and is to hold 'texts'"):
         push(a_memory(), "me/memory", **options)
     assert kept.files == before
-    with pytest.raises(sd.MemoryFileError, match="holds 'n-grams', expected 'texts'"):
+    with pytest.raises(sd.errors.MemoryFileError, match="holds 'n-grams', expected 'texts'"):
         pull("me/memory", tmp_path / "memory", "any", [sd.Memory], endpoint=endpoint)
     kept.files.clear()
-    with pytest.raises(sd.MemoryFileError, match="nothing to draft from"):
+    with pytest.raises(sd.errors.MemoryFileError, match="nothing to draft from"):
         pull("me/memory", tmp_path / "memory", "any", [sd.Memory], endpoint=endpoint)
     assert not (tmp_path / "memory").exists()
 
@@ -144,5 +144,5 @@ def test_the_commands_push_and_pull_by_the_environments_endpoint(
 def facts(path: Path, kind: str) -> object:
     """All that a file keeps."""
     if kind == "n-grams":
-        return sd.NGramTable.load(path).counts()
+        return sd.drafters.NGramTable.load(path).counts()
     return [text.tolist() for text in sd.Memory.load(path).texts()]

@@ -141,7 +141,9 @@ def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
     """The error shows both: the first difference, and what does not come back."""
     draft = tiny_text.tokenizer(lowercase())
     drafter = sd.ModelDrafter(model(1), draft)
-    with pytest.raises(sd.TokenizerMismatchError, match=r"'The quick .* comes back as 'the quick"):
+    with pytest.raises(
+        sd.errors.TokenizerMismatchError, match=r"'The quick .* comes back as 'the quick"
+    ):
         run(model(0), drafter, tokenizer=tokenizer("bytes"))
 
 
@@ -296,7 +298,7 @@ def model(seed: int, name: str = "qwen2", vocab_size: int = VOCAB) -> nn.Module:
     return tiny.build(name, seed=seed, **shape | {"vocab_size": vocab_size})
 
 
-def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.Token]:
+def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.responses.Token]:
     tokenizer_ = options["tokenizer"]
     prompt = options.pop("prompt", None) or tokenizer_.encode(PROMPT)
     return list(sd.speculate(target, prompt, drafter, **{"max_tokens": 24} | options))
@@ -548,7 +550,7 @@ def test_another_tokenizer_is_said_in_one_line_and_once(
 def test_the_same_tokenizer_may_be_asked_for() -> None:
     """Then another one is refused, as it is where it cannot be read; other words are an error."""
     drafter = sd.ModelDrafter(model(1), tokenizer("plain"), tokenizers="same")
-    with pytest.raises(sd.TokenizerMismatchError, match="has id"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="has id"):
         run(model(0), drafter, tokenizer=tokenizer("bytes"))
     with pytest.raises(ValueError, match="expected one of"):
         sd.ModelDrafter(model(1), tokenizers="some")

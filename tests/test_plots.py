@@ -26,8 +26,8 @@ from specdec_mlx.types import RoundRecord
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
 
 
-def stats_of(rounds: list[tuple[int, int]]) -> sd.SpeculationStats:
-    stats = sd.SpeculationStats()
+def stats_of(rounds: list[tuple[int, int]]) -> sd.stats.SpeculationStats:
+    stats = sd.stats.SpeculationStats()
     for drafted, accepted in rounds:
         stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
     return stats
@@ -188,7 +188,7 @@ def test_without_matplotlib_the_error_says_what_to_install(
     monkeypatch.setattr(builtins, "__import__", refuse)
     for module in ("plots", "canvas"):
         monkeypatch.delitem(sys.modules, f"specdec_mlx.notebook.{module}")
-    with pytest.raises(sd.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
+    with pytest.raises(sd.errors.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
         stats_of(ROUNDS).plot()
 
 

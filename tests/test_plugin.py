@@ -218,9 +218,10 @@ del sys.modules["mlx_lm.generate"].speculative_generate_step
 del mlx_lm.models.cache.LRUPromptCache
 del mlx_lm.utils.does_model_support_input_embeddings
 import specdec_mlx as sd
+from specdec_mlx.mlx_lm_plugin import MlxLmVersionError
 try:
     sd.install()
-except sd.MlxLmVersionError:
+except MlxLmVersionError:
     print(sd.generate(*mlx_lm.load(sys.argv[1]), {PROMPT!r}, max_tokens={NUM_TOKENS}), end="")
 """
 
@@ -250,11 +251,11 @@ def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_wrong_names_are_refused_at_once() -> None:
     """When it is installed, not at the first token."""
-    with pytest.raises(sd.UnknownNameError, match=r"'nothing'. Known: .*prompt-lookup"):
+    with pytest.raises(sd.errors.UnknownNameError, match=r"'nothing'. Known: .*prompt-lookup"):
         install("nothing")
-    with pytest.raises(sd.UnknownNameError, match="rule"):
+    with pytest.raises(sd.errors.UnknownNameError, match="rule"):
         install(rule="nothing")
-    with pytest.raises(sd.UnknownNameError, match="draft_length"):
+    with pytest.raises(sd.errors.UnknownNameError, match="draft_length"):
         install(draft_length="nothing")
 
 

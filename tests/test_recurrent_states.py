@@ -129,7 +129,7 @@ def long_text(name: str) -> list[int]:
     return plain_text(built(name), PROMPT, 200).tokens
 
 
-def half_right(name: str, **options: Any) -> list[sd.Token]:
+def half_right(name: str, **options: Any) -> list[sd.responses.Token]:
     model = built(name)
     vocab_size = model(mx.array([[1]]), cache=make_prompt_cache(model)).shape[-1]
     drafter = OracleDrafter(long_text(name), vocab_size, wrong=0.5)

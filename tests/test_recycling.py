@@ -24,7 +24,7 @@ def model() -> Any:
     return tiny.build("qwen2")
 
 
-def text_of(model: Any, drafter: Any, **options: Any) -> list[sd.Token]:
+def text_of(model: Any, drafter: Any, **options: Any) -> list[sd.responses.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 3, **options}
     return list(sd.speculate(model, PROMPT, drafter, **options))
 

@@ -119,7 +119,7 @@ def test_an_option_without_a_value_is_refused() -> None:
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
     """All of them; the error is a ValueError."""
-    with pytest.raises(sd.UnknownNameError) as caught:
+    with pytest.raises(sd.errors.UnknownNameError) as caught:
         make_drafter("n-gram:max_order=3")
     assert "'n-gram'" in str(caught.value)
     assert all(name in str(caught.value) for name in drafter_names())
@@ -272,7 +272,7 @@ def test_an_installed_third_party_drafter_has_its_name_everywhere(site: Path) ->
     """make_drafter with options, stream_generate, and the list of known names."""
     program = """
         import specdec_mlx as sd, tiny_text
-        assert "constant" in sd.drafter_names()
+        assert "constant" in sd.drafters.drafter_names()
         assert sd.make_drafter("constant:token=7").token == 7
         model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
         def tokens(**kwargs):
@@ -283,7 +283,7 @@ def test_an_installed_third_party_drafter_has_its_name_everywhere(site: Path) ->
         assert got[-1].stats.drafted > 0
         try:
             sd.make_drafter("konstant")
-        except sd.UnknownNameError as error:
+        except sd.errors.UnknownNameError as error:
             print(error)
     """
     done = python(site, "-c", textwrap.dedent(program))
@@ -316,7 +316,7 @@ import specdec_mlx as sd
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     kind = type(sd.make_drafter("{name}"))
-    names = sd.drafter_names()
+    names = sd.drafters.drafter_names()
 print(kind.__module__, names.count("{name}"))
 print(caught[0].message)
 """

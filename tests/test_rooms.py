@@ -34,7 +34,7 @@ TOTALS = {
     "files": 241,
     "numeric constants": 178,
     "protocols": 45,
-    "public names": 70,
+    "public names": 35,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""

@@ -173,7 +173,7 @@ def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> No
     options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3, "logits_processors": [poison]}
     tokens = sd.speculate(target(), PROMPT, drafter, **options)
     assert [t.token for t in tokens] == plain(12)
-    with pytest.raises(sd.LogitsError, match="not finite"):
+    with pytest.raises(sd.errors.LogitsError, match="not finite"):
         list(sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options))
 
 

@@ -125,8 +125,8 @@ def test_rows_with_other_columns_share_one_header() -> None:
 
 def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(sd.MissingPackageError, match="pip install pandas"):
-        sd.SpeculationStats().to_pandas()
+    with pytest.raises(sd.errors.MissingPackageError, match="pip install pandas"):
+        sd.stats.SpeculationStats().to_pandas()
 
 
 def test_nothing_imports_pandas_before_it_is_asked_for(

@@ -203,5 +203,5 @@ def test_a_guesser_that_costs_a_model_is_refused() -> None:
     for costly in (sd.ModelDrafter(model), sd.FirstOf(sd.NGramDrafter(), sd.ModelDrafter(model))):
         with pytest.raises(ValueError, match="expected a look-up"):
             sd.ModelDrafter(model, drafter=costly)
-    with pytest.raises(sd.UnknownNameError, match="Unknown drafter 'nothing'"):
+    with pytest.raises(sd.errors.UnknownNameError, match="Unknown drafter 'nothing'"):
         sd.ModelDrafter(model, drafter="nothing")

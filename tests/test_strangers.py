@@ -99,12 +99,12 @@ def target() -> nn.Module:
     return tiny.build("qwen2")
 
 
-def run(drafter: Any, model: nn.Module | None = None, **options: Any) -> list[sd.Token]:
+def run(drafter: Any, model: nn.Module | None = None, **options: Any) -> list[sd.responses.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
     return list(sd.speculate(model or target(), PROMPT, drafter, **options))
 
 
-def tokens(items: list[sd.Token]) -> list[int]:
+def tokens(items: list[sd.responses.Token]) -> list[int]:
     return [item.token for item in items]
 
 
@@ -153,16 +153,16 @@ def test_the_rule_has_a_name_with_options() -> None:
     assert by_name[-1].stats.accepted == by_object[-1].stats.accepted
     assert "reluctant" in rule_registry.rule_names()
     assert rule_registry.rule_names().count("block") == 1
-    assert rule_registry.make_rule("block") == sd.Block()
+    assert rule_registry.make_rule("block") == sd.rules.Block()
 
 
 @pytest.mark.usefixtures("installed")
 @in_one_test(
     ("choice", "error", "words"),
     [
-        ("reluctent", sd.UnknownNameError, "Known: auto, .*reluctant"),
+        ("reluctent", sd.errors.UnknownNameError, "Known: auto, .*reluctant"),
         ("reluctant:shore=1", ValueError, "shore"),
-        ("broken", sd.MissingPackageError, "'broken' of strangers cannot be loaded"),
+        ("broken", sd.errors.MissingPackageError, "'broken' of strangers cannot be loaded"),
         ("no-rule", ValueError, "expected a name or an instance of an AcceptanceRule"),
     ],
 )
@@ -180,7 +180,7 @@ def test_packages_are_looked_through_once_and_not_for_built_in_rules(
     monkeypatch.setattr(rule_registry, "entry_points", pytest.fail)
     assert "auto" in rule_registry.rule_names()
     monkeypatch.setattr(rule_registry, "_installed", pytest.fail)
-    assert rule_registry.make_rule("block") == sd.Block()
+    assert rule_registry.make_rule("block") == sd.rules.Block()
 
 
 # The drafter --------------------------------------------------------------------------------------
@@ -197,14 +197,14 @@ def test_the_drafter_drafts_by_name_and_by_object(sampling: str) -> None:
     """The text is that of plain decoding, and drafts are kept."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
 
-    def text(drafter: Any) -> list[sd.SpeculativeResponse]:
+    def text(drafter: Any) -> list[sd.responses.SpeculativeResponse]:
         options = {"sampler": SAMPLINGS[sampling], "seed": 3, "draft_length": 4, "max_tokens": 40}
         return list(sd.stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options))
 
     plain, by_name, by_object = (text(d) for d in (None, "periodic:period=1", Periodic(period=1)))
     assert [r.token for r in plain] == [r.token for r in by_name] == [r.token for r in by_object]
     assert by_name[-1].stats.drafted == by_object[-1].stats.drafted > 0
-    assert "periodic" in sd.drafter_names()
+    assert "periodic" in sd.drafters.drafter_names()
 
 
 # The strategy -------------------------------------------------------------------------------------

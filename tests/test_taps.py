@@ -232,7 +232,7 @@ def reader(name: str, features: Features = ALL) -> Reader:
     return Reader(OracleDrafter(text_of(name), vocab_size, wrong=0.4), features)
 
 
-def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.Token]:
+def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.responses.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "prefill_step_size": 5, **options}
     options.setdefault("prompt_tokens", PROMPT)
     return sd.speculate(built(name), drafter=drafter, **options)

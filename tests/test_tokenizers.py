@@ -46,7 +46,7 @@ def test_any_two_ids_exchanged_are_found_and_the_first_is_shown(pair: tuple[int,
     i, j = sorted(pair)
     target, draft = tokenizer(), tokenizer(bpe(single=swapped(i, j)))
     assert len(target) == len(draft)
-    with pytest.raises(sd.TokenizerMismatchError) as caught:
+    with pytest.raises(sd.errors.TokenizerMismatchError) as caught:
         check_same_tokenizer(target, draft)
     assert f"token {BYTES[i]!r} has id {i} there and {j} here" in str(caught.value)
 
@@ -58,7 +58,7 @@ def test_one_vocabulary_encoded_otherwise_is_found() -> None:
     fewer.model = models.BPE(vocab, [(a, b) for a, b in (m.split() for m in MERGES[1:])])
     draft = tokenizer(fewer)
     assert draft.get_vocab() == tokenizer().get_vocab()
-    with pytest.raises(sd.TokenizerMismatchError, match="is encoded as"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="is encoded as"):
         check_same_tokenizer(tokenizer(), draft)
 
 
@@ -66,7 +66,9 @@ def test_one_vocabulary_encoded_otherwise_is_found() -> None:
 def test_special_tokens_with_other_roles_are_found(role: str) -> None:
     """A draft model that ends with another token drafts past the end."""
     draft = tokenizer(**{role: SPECIAL[2]})
-    with pytest.raises(sd.TokenizerMismatchError, match=f"{role}_id is 26[45] there and 266 here"):
+    with pytest.raises(
+        sd.errors.TokenizerMismatchError, match=f"{role}_id is 26[45] there and 266 here"
+    ):
         check_same_tokenizer(tokenizer(), draft)
 
 
@@ -94,7 +96,7 @@ def test_a_foreign_draft_model_may_be_refused_before_anything_is_generated(
     drafter = sd.ModelDrafter(tiny_text.model(5), foreign, tokenizers="same")
     caches = make_prompt_cache(model)
     responses = []
-    with pytest.raises(sd.TokenizerMismatchError, match="has id 7 there and 8 here"):
+    with pytest.raises(sd.errors.TokenizerMismatchError, match="has id 7 there and 8 here"):
         for response in sd.stream_generate(
             model, tokenizer(), PROMPT, drafter=drafter, draft_length=length, prompt_cache=caches
         ):
@@ -116,7 +118,7 @@ def test_two_that_agree_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> No
     check_same_tokenizer(target, tokenizer())
     assert len(compared) == 2
     for _ in range(2):
-        with pytest.raises(sd.TokenizerMismatchError):
+        with pytest.raises(sd.errors.TokenizerMismatchError):
             check_same_tokenizer(target, tokenizer(bpe(single=swapped(7, 8))))
 
 
@@ -145,7 +147,7 @@ def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
     return by_width[target_width], by_width[draft_width]
 
 
-def run(model: nn.Module, drafter: Any, **kwargs: Any) -> list[sd.Token]:
+def run(model: nn.Module, drafter: Any, **kwargs: Any) -> list[sd.responses.Token]:
     kwargs.setdefault("max_tokens", NUM_TOKENS)
     return list(sd.speculate(model, PROMPT, drafter, draft_length=4, **kwargs))
 

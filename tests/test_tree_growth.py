@@ -216,7 +216,7 @@ def test_where_positions_are_expensive_trees_cost_little(
 FEW = make_logits_processors(logit_bias=dict.fromkeys(range(6), 1e4))
 
 
-def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.Token]:
+def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.responses.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
     options = {
         "draft_length": ModelledLength(Auto(), FREE),

@@ -22,7 +22,8 @@ import tiny
 from lossless import INEXACT, PROMPT, TOLERANCE, plain_text, rows_of, spoken
 from scripted import TREE, DrawnTrees, OracleDrafter, OracleTrees
 from selection import FULL, each, in_one_test
-from specdec_mlx import Sampling, Token, speculate
+from specdec_mlx import Sampling, speculate
+from specdec_mlx.loop import Token
 from specdec_mlx.rules.trees import KSequential
 from specdec_mlx.target import exactness, tree_passes
 from specdec_mlx.target.exactness import exact_until, probe, rows_pay, tree_report

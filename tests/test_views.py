@@ -48,16 +48,16 @@ class Checker(HTMLParser):
         self.text += data
 
 
-def stats_of(*rounds: tuple[int, int]) -> sd.SpeculationStats:
+def stats_of(*rounds: tuple[int, int]) -> sd.stats.SpeculationStats:
     """The account of rounds (drafted, accepted)."""
-    stats = sd.SpeculationStats()
+    stats = sd.stats.SpeculationStats()
     for drafted, accepted in rounds:
         stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
     return stats
 
 
 @pytest.fixture(scope="module")
-def text() -> sd.Text:
+def text() -> sd.responses.Text:
     """A generation of an oracle that errs, with every origin in it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     plain = sd.generate(model, tokenizer, [1, 2, 3], max_tokens=40)
@@ -67,7 +67,7 @@ def text() -> sd.Text:
     )
 
 
-def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.Text) -> None:
+def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text) -> None:
     """Equal to the plain text, its pieces joined; JSON, slices and sums are those of a str."""
     plain = sd.generate(tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3], max_tokens=40)
     assert isinstance(text, str)
@@ -79,7 +79,7 @@ def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.Text) -> None:
     assert (text.drafter, plain.drafter) == ("OracleDrafter", "")
 
 
-def test_every_token_is_shown_with_its_origin(text: sd.Text) -> None:
+def test_every_token_is_shown_with_its_origin(text: sd.responses.Text) -> None:
     """One element a token, of the origin's own kind, whose title names the drafter."""
     page = Checker(text._repr_html_())
     tokens = [attrs for tag, attrs in page.tags if "token " in (attrs.get("title") or "")]
@@ -111,7 +111,7 @@ def test_code_is_shown_as_it_is() -> None:
     assert not re.search(r"underline|text-decoration|border-bottom|box-shadow", html)
 
 
-def test_the_legend_says_in_words_what_each_look_means(text: sd.Text) -> None:
+def test_the_legend_says_in_words_what_each_look_means(text: sd.responses.Text) -> None:
     """Each origin that the text has, in its own look, with its count and its meaning."""
     page = Checker(text._repr_html_())
     for origin, look in LOOKS.items():
@@ -132,7 +132,7 @@ def test_text_is_escaped() -> None:
     assert EVIL in (page.tags[1][1]["title"] or "")
 
 
-def test_colours_leave_the_themes_text_alone(text: sd.Text) -> None:
+def test_colours_leave_the_themes_text_alone(text: sd.responses.Text) -> None:
     """No style sheet, no script, no fixed colour of text: light and dark pages both read."""
     for html in (text._repr_html_(), text.stats._repr_html_()):
         assert not re.search(r"<style|<script|onclick|javascript", html)

@@ -22,6 +22,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
+from specdec_mlx.beams.generation import BeamSearchResponse
 from specdec_mlx.draft_length.policy import Heuristic
 
 PROMPT = "a b c a b"
@@ -312,7 +313,7 @@ NUMBERS: dict[str, dict[str, int]] = {
 
 def tokens_of(found: Any) -> list[Any]:
     """All tokens of what a call returned."""
-    if isinstance(found, sd.BeamSearchResponse):
+    if isinstance(found, BeamSearchResponse):
         return [beam.tokens for beam in found.beams]
     return [getattr(part, "token", part) for part in found]
 
@@ -416,7 +417,7 @@ def test_chat_messages_go_through_the_chat_template() -> None:
     target, tokenizer = lab.load_pair().target, lab.load_pair().tokenizer
     messages = [{"role": "user", "content": "print a list"}]
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\n' }}"
-    with pytest.raises(sd.PromptError, match="no chat template"):
+    with pytest.raises(sd.errors.PromptError, match="no chat template"):
         sd.generate(target, tokenizer, messages, max_tokens=4)
     tokenizer.chat_template = template
     tokenizer.has_chat_template = True
@@ -468,7 +469,7 @@ from typing import Any
 import specdec_mlx as sd
 
 def run(model: Any, tokenizer: Any) -> None:
-    text: sd.Text = sd.generate(model, tokenizer, "a", drafter="ngram", max_tokens=3)
+    text: sd.responses.Text = sd.generate(model, tokenizer, "a", drafter="ngram", max_tokens=3)
     print(text.stats.tokens_per_pass)
     sd.generate(model, tokenizer, "a", drafer="ngram")
     for response in sd.stream_generate(model, tokenizer, "a", draft_lenght=3):
@@ -491,7 +492,7 @@ def test_a_type_checker_finds_a_misspelt_argument(tmp_path: Path) -> None:
     )
     for name in ("drafer", "draft_lenght", "temprature"):
         assert f'Unexpected keyword argument "{name}"' in checked.stdout, checked.stdout
-    assert "sd.Text" not in checked.stdout
+    assert "sd.responses.Text" not in checked.stdout
 
 
 def test_the_public_names_are_what_dir_shows() -> None:

@@ -1,4 +1,11 @@
-"""Speculative decoding for mlx-lm: the same text, sooner."""
+"""Speculative decoding for mlx-lm: the same text, sooner.
+
+Errors are in `errors`, what generation hands out in `responses`; the drafters, rules and statistics
+that few name in `drafters`, `rules` and `stats`. A module is imported when a name of it is used.
+"""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.cli import backends as _backends
 
@@ -7,135 +14,98 @@ try:
 except ImportError as _error:
     raise _backends.without_mlx(_error) from None
 
-from specdec_mlx.batch_generation import batch_generate, batch_stream_generate
-from specdec_mlx.beams.generation import BeamSearchResponse, BeamText, beam_search
-from specdec_mlx.checks import CheckReport, check
-from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.best_of import BestOf
-from specdec_mlx.drafters.cascade import Cascade
-from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter, GrammarProcessor
-from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.early_exit import early_exit
-from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.lookahead import LookaheadDrafter
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.ngram import NGramDrafter
-from specdec_mlx.drafters.ngram_table import NGramTable
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.recycling import RecyclingDrafter
-from specdec_mlx.drafters.registry import drafter_names, make_drafter
-from specdec_mlx.drafters.suffix import SuffixDrafter
-from specdec_mlx.drafters.tree_of import TreeOf
-from specdec_mlx.errors import (
-    CacheRollbackError,
-    DraftError,
-    DraftModelError,
-    GrammarError,
-    HeadError,
-    LogitsError,
-    MemoryFileError,
-    MissingBackendError,
-    MissingPackageError,
-    ModelFolderError,
-    PromptError,
-    RowsError,
-    TokenizerMismatchError,
-    UnknownNameError,
-    UnreadableError,
-    VerdictError,
-)
-from specdec_mlx.generation import generate, stream_generate
-from specdec_mlx.loop import Token, speculate
-from specdec_mlx.memory import Memory
-from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, Speculation, install, installed, uninstall
-from specdec_mlx.responses import SpeculativeResponse, Text
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.lossy import Lenient, Typical
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.exactness import ProbeReport, probe
-from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, Drafter, DraftSession
+if TYPE_CHECKING:
+    from specdec_mlx import drafters as drafters
+    from specdec_mlx import errors as errors
+    from specdec_mlx import responses as responses
+    from specdec_mlx import rules as rules
+    from specdec_mlx import stats as stats
+    from specdec_mlx.batch_generation import batch_generate as batch_generate
+    from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
+    from specdec_mlx.beams.generation import beam_search as beam_search
+    from specdec_mlx.checks import check as check
+    from specdec_mlx.draft_length.store import Tuning as Tuning
+    from specdec_mlx.drafters.best_of import BestOf as BestOf
+    from specdec_mlx.drafters.cascade import Cascade as Cascade
+    from specdec_mlx.drafters.first_of import FirstOf as FirstOf
+    from specdec_mlx.drafters.heads.loading import load_head as load_head
+    from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
+    from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
+    from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
+    from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
+    from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
+    from specdec_mlx.drafters.registry import make_drafter as make_drafter
+    from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
+    from specdec_mlx.drafters.tree_of import TreeOf as TreeOf
+    from specdec_mlx.generation import generate as generate
+    from specdec_mlx.generation import stream_generate as stream_generate
+    from specdec_mlx.loop import speculate as speculate
+    from specdec_mlx.memory import Memory as Memory
+    from specdec_mlx.mlx_lm_plugin import install as install
+    from specdec_mlx.mlx_lm_plugin import installed as installed
+    from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
+    from specdec_mlx.sampling.distribution import Sampling as Sampling
+    from specdec_mlx.types import AcceptanceRule as AcceptanceRule
+    from specdec_mlx.types import Draft as Draft
+    from specdec_mlx.types import DraftContext as DraftContext
+    from specdec_mlx.types import Drafter as Drafter
+    from specdec_mlx.types import DraftSession as DraftSession
 
 __version__ = "0.1.0"
 
+_PLACES = {
+    "AcceptanceRule": "types",
+    "BestOf": "drafters.best_of",
+    "Cascade": "drafters.cascade",
+    "Draft": "types",
+    "DraftContext": "types",
+    "DraftSession": "types",
+    "Drafter": "types",
+    "FirstOf": "drafters.first_of",
+    "LookaheadDrafter": "drafters.lookahead",
+    "Memory": "memory",
+    "ModelDrafter": "drafters.model",
+    "NGramDrafter": "drafters.ngram",
+    "PromptLookupDrafter": "drafters.prompt_lookup",
+    "RecyclingDrafter": "drafters.recycling",
+    "Sampling": "sampling.distribution",
+    "SuffixDrafter": "drafters.suffix",
+    "TreeOf": "drafters.tree_of",
+    "Tuning": "draft_length.store",
+    "batch_generate": "batch_generation",
+    "batch_stream_generate": "batch_generation",
+    "beam_search": "beams.generation",
+    "check": "checks",
+    "generate": "generation",
+    "install": "mlx_lm_plugin",
+    "installed": "mlx_lm_plugin",
+    "load_head": "drafters.heads.loading",
+    "make_drafter": "drafters.registry",
+    "speculate": "loop",
+    "stream_generate": "generation",
+    "uninstall": "mlx_lm_plugin",
+}
+_ROOMS = ("drafters", "errors", "responses", "rules", "stats")
+
 __all__ = [
-    "AcceptanceRule",
-    "BeamSearchResponse",
-    "BeamText",
-    "BestOf",
-    "Block",
-    "CacheRollbackError",
-    "Cascade",
-    "CheckReport",
-    "Draft",
-    "DraftContext",
-    "DraftError",
-    "DraftLength",
-    "DraftModelError",
-    "DraftSession",
-    "Drafter",
-    "FirstOf",
-    "Grammar",
-    "GrammarDrafter",
-    "GrammarError",
-    "GrammarProcessor",
-    "HeadDrafter",
-    "HeadError",
-    "Lenient",
-    "LogitsError",
-    "LookaheadDrafter",
-    "Memory",
-    "MemoryFileError",
-    "MissingBackendError",
-    "MissingPackageError",
-    "MlxLmVersionError",
-    "ModelDrafter",
-    "ModelFolderError",
-    "NGramDrafter",
-    "NGramTable",
-    "PardDrafter",
-    "ProbeReport",
-    "PromptError",
-    "PromptLookupDrafter",
-    "RecyclingDrafter",
-    "Rejection",
-    "RowsError",
-    "Sampling",
-    "Speculation",
-    "SpeculationStats",
-    "SpeculativeResponse",
-    "SuffixDrafter",
-    "Text",
-    "Token",
-    "TokenizerMismatchError",
-    "TreeOf",
-    "Tuning",
-    "Typical",
-    "UnknownNameError",
-    "UnreadableError",
-    "VerdictError",
-    "batch_generate",
-    "batch_stream_generate",
-    "beam_search",
-    "check",
-    "drafter_names",
-    "early_exit",
-    "generate",
-    "install",
-    "installed",
-    "load_head",
-    "make_drafter",
-    "probe",
-    "speculate",
-    "stream_generate",
-    "uninstall",
+    *_PLACES,
+    *_ROOMS,
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a public name."""
+    if name in _ROOMS:
+        return _import_module(f"specdec_mlx.{name}")
+    if name in _PLACES:
+        value = globals()[name] = getattr(_import_module(f"specdec_mlx.{_PLACES[name]}"), name)
+        return value
+    raise AttributeError(
+        f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "
+        "drafters, rules, statistics and responses in its drafters, rules, stats and responses."
+    )
 
 
 def __dir__() -> list[str]:
     """The public API and nothing else."""
-    return [*__all__, "__version__"]
+    return [*_PLACES, *_ROOMS, "__version__"]

@@ -1,1 +1,32 @@
 """Ways to draft, one file each. They know the contracts in `types`, and nothing of the loop."""
+
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_mlx.drafters.grammar import Grammar as Grammar
+    from specdec_mlx.drafters.grammar import GrammarDrafter as GrammarDrafter
+    from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
+    from specdec_mlx.drafters.heads.drafter import HeadDrafter as HeadDrafter
+    from specdec_mlx.drafters.heads.early_exit import early_exit as early_exit
+    from specdec_mlx.drafters.heads.pard import PardDrafter as PardDrafter
+    from specdec_mlx.drafters.ngram_table import NGramTable as NGramTable
+    from specdec_mlx.drafters.registry import drafter_names as drafter_names
+
+_PLACES = {
+    "Grammar": "specdec_mlx.drafters.grammar",
+    "GrammarDrafter": "specdec_mlx.drafters.grammar",
+    "GrammarProcessor": "specdec_mlx.drafters.grammar",
+    "HeadDrafter": "specdec_mlx.drafters.heads.drafter",
+    "NGramTable": "specdec_mlx.drafters.ngram_table",
+    "PardDrafter": "specdec_mlx.drafters.heads.pard",
+    "drafter_names": "specdec_mlx.drafters.registry",
+    "early_exit": "specdec_mlx.drafters.heads.early_exit",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when it is first used."""
+    if name in _PLACES:
+        return getattr(_import_module(_PLACES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
