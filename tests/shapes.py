@@ -7,8 +7,8 @@ when they are asked for are not checked: the check itself would ask.
 
 from __future__ import annotations
 
-import sys
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def checked(function: Any) -> Any:
 
 @cache
 def _conf() -> BeartypeConf:
-    types = sys.modules["specdec_mlx.types"]
+    types = import_module("specdec_mlx.types")
     protocols = [kind for kind in vars(types).values() if getattr(kind, "_is_protocol", False)]
     lazy = [kind for kind in protocols if not getattr(kind, "_is_runtime_protocol", False)]
     return BeartypeConf(

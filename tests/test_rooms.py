@@ -30,11 +30,11 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 39_200,
+    "lines": 39_230,
     "files": 241,
     "numeric constants": 178,
     "protocols": 45,
-    "public names": 35,
+    "public names": 30,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""

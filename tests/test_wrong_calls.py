@@ -496,8 +496,10 @@ def test_a_type_checker_finds_a_misspelt_argument(tmp_path: Path) -> None:
 
 
 def test_the_public_names_are_what_dir_shows() -> None:
-    """`__all__` and the version; each is there, and none hides a module."""
-    assert set(dir(sd)) == {*sd.__all__, "__version__"}
+    """`__all__`, the rooms and the version; each is there, and none hides a module."""
+    rooms = {"drafters", "errors", "responses", "rules", "stats"}
+    assert set(dir(sd)) == {*sd.__all__, *rooms, "__version__"}
+    assert len(sd.__all__) <= 30
     for name in sd.__all__:
         assert getattr(sd, name).__module__.startswith("specdec_mlx")
         assert f"specdec_mlx.{name}" not in sys.modules

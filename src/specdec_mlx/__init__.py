@@ -87,10 +87,7 @@ _PLACES = {
 }
 _ROOMS = ("drafters", "errors", "responses", "rules", "stats")
 
-__all__ = [
-    *_PLACES,
-    *_ROOMS,
-]
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:
