@@ -30,7 +30,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 39_230,
+    "lines": 39_240,
     "files": 241,
     "numeric constants": 178,
     "protocols": 45,

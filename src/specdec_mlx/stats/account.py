@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from specdec_mlx.stats.counterfactual import Counterfactual
@@ -227,10 +228,15 @@ class SpeculationStats(Rows):
 
         Raises MissingPackageError without matplotlib.
         """
-        return self.view.figure(self)
+        return self._shown_by().figure(self)
 
     def _repr_html_(self) -> str:
-        return self.view.html(self)
+        return self._shown_by().html(self)
+
+    def _shown_by(self) -> StatsView:
+        if not hasattr(type(self), "view"):
+            import_module("specdec_mlx.notebook")  # which sets it
+        return self.view
 
 
 def _kind(key: str) -> str:
