@@ -287,9 +287,7 @@ class Generation:
         self.clock.launch_begins()
         start = self.target.rollback.position
         pending = self.sequence.tokens[start:]
-        embeddings = None
-        if self.sequence.embeddings is not None:
-            embeddings = self.sequence.embeddings_from(start, len(pending))
+        embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
             under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
         return self.clock.launched(under_way, part=self.drafting.part)

@@ -52,7 +52,6 @@ class Auto:
 
     tuning: Tuning = field(default_factory=Tuning)
     _parts: dict[str, LookUp] = field(default_factory=dict)
-    _chosen: str = ""
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
@@ -100,13 +99,13 @@ class Auto:
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, cut to its length; see `types.ValuesDrafts`."""
-        best, self._chosen, self._chosen_gain = NO_DRAFT, drafts[0][0], 0.0
+        best, chosen, self._chosen_gain = NO_DRAFT, drafts[0][0], 0.0
         for key, draft in drafts:
             part = self._parts[key]
             length, gain = part.cut(draft), part.gain
             if gain > self._chosen_gain:
-                best, self._chosen, self._chosen_gain = draft.head(length), key, gain
-        return self._chosen, best
+                best, chosen, self._chosen_gain = draft.head(length), key, gain
+        return chosen, best
 
     def outbids(self, part: str) -> bool:
         """True if a draft model promises more than what was chosen; see `types.ValuesDrafts`."""
@@ -116,7 +115,7 @@ class Auto:
         self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         """The chain or the tree that is worth most; see `types.ValuesDrafts`."""
-        best, self._chosen, self._chosen_gain = NO_DRAFT, "", 0.0
+        best, self._chosen_gain = NO_DRAFT, 0.0
         firsts = dict(reversed(drafts))  # the first one of each drafter is scored
         for key in firsts:
             self._part(key, LookUp)
@@ -133,7 +132,7 @@ class Auto:
         nodes = {path: node for node, path in enumerate(paths[:length])}
         parents = [nodes[path[:-1]] if len(path) > 1 else ROOT for path in nodes]
         if gain > self._chosen_gain and parents != chain(length) and may_fork():
-            self._chosen, self._chosen_gain = "", gain
+            self._chosen_gain = gain
             best = Draft([path[-1] for path in nodes], parents=parents)
         return best
 

@@ -289,7 +289,7 @@ class Stepping(Model):
         ahead = follows.of_draft(
             [latest if latest.is_free else 0] * (LONGEST - length), first=length
         )
-        reaches = [*self.reached, *list(accumulate(ahead, mul, initial=self.reached[-1]))[1:]]
+        reaches = [*self.reached[:-1], *accumulate(ahead, mul, initial=self.reached[-1])]
         best, _ = self.prices.best(reaches, free if latest.is_free else learned.steps, length)
         if best > length:
             return Step.GO_ON
