@@ -241,7 +241,7 @@ def test_the_draft_that_is_worth_most_wins_and_of_equal_ones_the_first(order: in
     steps.further.extend([0.5] * 2)
     policy.limit("model", cheap=False)
     assert not policy.outbids("model")
-    steps.restore({"first": [0.01] * 7, "further": [0.01] * 7, "reading": []})
+    steps.first.extend([0.01] * 7)
     wrong = Draft([3] * 4, evidence=[Evidence(1, share=1)] * 4)
     for _ in range(15):
         policy.tuning.of("weak").chances.learn([Evidence(1, share=1)] * 4, [False] * 4)
