@@ -34,7 +34,7 @@ from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.draft_length.costs import NUM_PLAIN, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
-from specdec_mlx.draft_length.rows import SharedLength
+from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence
 
@@ -98,10 +98,10 @@ def test_one_width_is_worth_most_to_all_rows_together(
     values = {0: 0.0}
     for width in (n for n in range(1, longest + 1) if n in LENGTHS or n == longest):
         mean = sum(sum(row.reached[:width]) for row in rows) / num_rows
-        values[width] = mean - max(1.0, rate) * (length.prices.cost(width) - 1)
+        values[width] = mean - max(1.0, rate) * (length.prices.stairs(1 + width) - 1)
 
     def is_fair(width: int) -> bool:
-        cost = length.prices.cost(width) - 1
+        cost = length.prices.stairs(1 + width) - 1
         return all(cost - sum(row.reached[:width]) <= row.budget for row in rows)
 
     best = max(values, key=lambda width: (values[width], -width))
@@ -132,7 +132,7 @@ def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
     length.resize(8)
     for _ in range(NUM_PLAIN):
         assert shared_width(length, certain) == 0
-        length.record(0, [(length.of_row(), 1)] * 8, 0.1, steady=True)
+        length.record(0, [(RowLength(length.tuning, shared=length), 1)] * 8, 0.1, steady=True)
         length.resize(8)
     assert shared_width(length, certain) > 0
     length.resize(7)
@@ -147,7 +147,7 @@ def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
         logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
         rows = []
         for _ in range(2):
-            row = length.of_row()
+            row = RowLength(length.tuning, shared=length)
             assert row.limit("look-up", cheap=True) >= 4
             rows.append((row, "look-up", Draft(tokens, logprobs, evidence=[told] * 4)))
         return [len(draft) for draft in length.share(rows)]
@@ -293,7 +293,7 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     late = rows_of_a_server(texts, SLOPED)
     assert max(late) < 2
     assert min(late) < 0
-    monkeypatch.setattr(Account, "stands", lambda self, loss: True)
+    monkeypatch.setattr(Account, "add", lambda self, amount=0.0: setattr(self, "budget", 99.0))
     assert rows_of_a_server(texts, SLOPED)[3] > 8
 
 

@@ -379,17 +379,6 @@ def test_a_later_token_is_taken_where_it_is_worth_its_position(
     assert part.goes_on([SURE, Evidence(confidence=0.3)]) is not Step.GO_ON
 
 
-def test_a_position_that_was_not_taken_says_nothing_of_the_one_in_its_place() -> None:
-    """A model stops before a token it doubts; what look-up finds there has its own chance."""
-    direct, instead = begun(0.1, 0.05), begun(0.1, 0.05)
-    for part in (direct, instead):
-        part.goes_on([SURE])
-    instead.goes_on([SURE, Evidence(confidence=0.01)])
-    for part in (direct, instead):
-        part.goes_on([SURE, FREE])
-    assert instead.reached == direct.reached
-
-
 # How it is made -----------------------------------------------------------------------------------
 
 

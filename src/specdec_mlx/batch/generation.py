@@ -33,7 +33,7 @@ from specdec_mlx.batch.rows import (
     shared_drafts,
 )
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.rows import SharedLength
+from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
@@ -258,7 +258,7 @@ class BatchGeneration:
     def draft_length_of_row(self, own: int | str | DraftLength | None = None) -> DraftLength:
         """The draft length of one text: its own, or that of the batch."""
         if own is None and self._shared is not None:
-            return self._shared.of_row()
+            return RowLength(self._shared.tuning, shared=self._shared)
         choice = copy.deepcopy(self.draft_length if own is None else own)
         return make_draft_length(choice, tuning_for(self.model))
 

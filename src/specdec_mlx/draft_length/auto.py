@@ -1,14 +1,12 @@
 """The automatic draft length: as many tokens as pay, from measured costs and learned chances.
 
-Keeping K tokens is worth the tokens that it is expected to bring less what its round costs at the
-going rate:
+Keeping K tokens is worth the tokens that they are expected to bring less their cost:
 
     1 + a_1 + a_1 a_2 + ... + a_1..a_K - rate * (cost(1 + K) + drafting(K)),
 
 a_i the chance that token i is accepted if those before it were (`chances`), costs in plain rounds
-(`costs`), and rate the tokens that a plain round's time has lately brought, at least 1. The largest
-value wins (`Prices.best`); at K = 0 that is plain decoding. Each drafter in a generation is a part
-(`parts`), which knows its chances and its account.
+(`costs`), rate the tokens that a plain round's time has lately brought. The largest value wins
+(`Prices.best`); at K = 0 that is plain decoding. Each drafter in a generation is a part (`parts`).
 """
 
 from __future__ import annotations
@@ -40,11 +38,7 @@ Ask = Callable[[int], Draft]
 
 @dataclass
 class Auto:
-    """As many tokens as pay, 0 included; see `types.ValuesDrafts`.
-
-    tuning: what was learned before, by the key of the part; goes on learning. prices: as of the
-    latest round.
-    """
+    """As many tokens as pay, 0 included; see `types.ValuesDrafts`. The tuning goes on learning."""
 
     tuning: Tuning = field(default_factory=Tuning)
     _parts: dict[str, LookUp] = field(default_factory=dict)
@@ -76,9 +70,8 @@ class Auto:
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        if part not in self._parts:
-            self._part(part, LookUp if cheap else Model)
-        return self._parts[part].limit() if self.prices.most else 0
+        known = self._parts.get(part) or self._part(part, LookUp if cheap else Model)
+        return known.limit() if self.prices.most else 0
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
@@ -86,7 +79,7 @@ class Auto:
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, cut to its length."""
-        best, chosen, self._chosen_gain = NO_DRAFT, drafts[0][0], 0.0
+        chosen, best, self._chosen_gain = "", NO_DRAFT, 0.0
         for key, draft in drafts:
             part = self._parts[key]
             length, gain = part.cut(draft), part.gain
@@ -102,12 +95,10 @@ class Auto:
         self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         """The chain, or the tree of all chains' prefixes, that is worth most."""
-        best, self._chosen_gain = NO_DRAFT, 0.0
         firsts = dict(reversed(drafts))  # the first one of each drafter is scored
         for key in firsts:
             self._part(key, LookUp)
-        if firsts:
-            _, best = self.choose([*reversed(firsts.items())])
+        _, best = self.choose([*reversed(firsts.items())])
         reaches: dict[tuple[int, ...], float] = {}
         for key, draft in drafts:
             tokens, evidence = told(draft)
@@ -127,7 +118,8 @@ class Auto:
         """Price of further draft tokens, in tokens; infinite for a pass that cannot be tried."""
         if with_more > self.prices.most:
             return inf
-        return self.prices.rate * (self.prices.cost(with_more) - self.prices.cost(num_drafted))
+        stairs = self.prices.stairs
+        return self.prices.rate * (stairs(1 + with_more) - stairs(1 + num_drafted))
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""
@@ -142,6 +134,5 @@ class Auto:
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
-        if num_drafted == 0:
-            return self.prices.stairs.needs_plain
-        return 1 + num_drafted not in self.prices.stairs.ratios
+        stairs = self.prices.stairs
+        return 1 + num_drafted not in stairs.ratios if num_drafted else stairs.needs_plain

@@ -35,20 +35,11 @@ START = {name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i]) for i, name in en
 
 NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
 
-RECENT_DECAY = 0.7
-"""Decay of the moving average of "this token was right", per token: texts turn quickly."""
-
-VARIANCE = 0.07
-"""Variance of each weight around its prior, over models and kinds of text."""
-
-TOKEN_VARIANCE = 1.0
-"""Variance of the weight of a copied token, and of it after the one before it."""
-
-LEAST_VARIANCE = 0.015
-"""Variance after any number of trials: texts change."""
-
-MOST_TOKENS = 100_000
-"""Tokens and pairs that are remembered, 24 MB; the least recently seen are dropped."""
+RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
+VARIANCE = 0.07  # of each weight around its prior, over models and kinds of text
+TOKEN_VARIANCE = 1.0  # of the weight of a copied token, and of a pair
+LEAST_VARIANCE = 0.015  # after any number of trials: texts change
+MOST_TOKENS = 100_000  # tokens and pairs that are remembered, 24 MB; the latest ones
 
 
 def class_of(feature: str, value: float) -> int:

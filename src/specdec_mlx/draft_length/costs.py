@@ -23,36 +23,18 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 
-NUM_SAMPLES = 7
-"""Measurements that a median is taken over: other programs use the machine too."""
-
-NUM_PLAIN = NUM_SAMPLES // 2
-"""Plain rounds measured before anything is drafted, and after `EXPIRES` without one."""
-
-EXPIRES = 256
-"""Rounds after which a measurement of the least recently used width is dropped."""
-
-FIRST_ROWS = WIDTHS[3]
-"""Rows of the widest pass at first: MLX's kernels for few rows read the weights once for 5."""
-
-FIRST_EXCESS = 3.0
-"""Bound of a width's first measurement, in the prior's excess over one row: kernels compile."""
-
-MOST_EXPENSIVE = 1.5
-"""Bound of a draft step's cost, in plain rounds: none pays above it."""
-
-UNKNOWN_STEP = 0.25
-"""Cost of a draft step before it was measured, in plain rounds."""
-
-PRIOR_WEIGHT = 0.1
-"""Weight of each point of the prior, in measurements."""
+NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
+NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured first, and after `EXPIRES` without one
+EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
+FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
+FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
+MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
+UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
+PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 
 
 class Curve(NamedTuple):
-    """Costs of passes on one machine: points (rows, cost), straight lines between and beyond them.
-
-    fits: regular expression of the chips and weights that it is the prior of.
-    """
+    """Costs of passes: (rows, cost), straight lines between and beyond; `fits` matches chips."""
 
     points: tuple[tuple[int, float], ...]
     fits: str = ""
@@ -76,11 +58,8 @@ def _read() -> dict[str, Curve]:
     return curves
 
 
-CURVES = _read()
-"""By the names that `replay --cost` takes."""
-
-MILDEST = CURVES["mildest"]
-"""Where nothing is known of a machine; two measurements correct it."""
+CURVES = _read()  # by the names that `replay --cost` takes
+MILDEST = CURVES["mildest"]  # on an unknown machine; two measurements correct it
 
 
 def prior_for(model: nn.Module) -> Curve:
@@ -108,9 +87,8 @@ class Staircase:
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one, so that two widths correct all others.
 
-    prior: the machine's. first_rows: of the widest pass at first. plain: seconds of passes over one
-    row, and seconds their median. ratios: rows -> measured costs. needs_plain: True until enough
-    plain rounds were measured. fitted: rows -> cost.
+    first_rows: of the widest pass at first. plain: seconds of passes over one row; seconds: their
+    median. ratios: rows -> measured costs. needs_plain: True until plain rounds were measured.
     """
 
     prior: Curve = MILDEST
@@ -135,7 +113,13 @@ class Staircase:
             return
         self._num_rounds += 1
         if self._num_rounds % EXPIRES == 0:
-            self._forget()
+            if not self._saw_plain:
+                self.plain.clear()
+                self.needs_plain = True
+            self._saw_plain = False
+            for oldest in [*self.ratios][:1]:
+                self.ratios[oldest].popleft()
+                self._fit(oldest)
         if rows == 1:
             self._saw_plain = True
             self.plain.append(seconds)
@@ -151,24 +135,10 @@ class Staircase:
         self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
         self._fit(*self.ratios)
 
-    def _forget(self) -> None:
-        """Drop the oldest measurement of the least recently used width, and stale plain rounds."""
-        if not self._saw_plain:
-            self.plain.clear()
-            self.needs_plain = True
-        self._saw_plain = False
-        if self.ratios:
-            rows = next(iter(self.ratios))
-            self.ratios[rows].popleft()
-            self._fit(rows)
-
     def most_rows(self) -> int:
         """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
-        if self.needs_plain:
-            return 1
-        if sum(map(len, self.ratios.values())) < 2:
-            return self.first_rows
-        return max(self.first_rows, 4 * max(self.ratios))
+        tried = max(self.ratios) if sum(map(len, self.ratios.values())) > 1 else 0
+        return 1 if self.needs_plain else max(self.first_rows, 4 * tried)
 
     def __call__(self, rows: int) -> float:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
@@ -226,10 +196,7 @@ class Steps:
 
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:
-    """The never-falling costs, at least 1, nearest to points (cost, weight).
-
-    By pooling adjacent violators.
-    """
+    """Never-falling costs >= 1 nearest to points (cost, weight), by pooling adjacent violators."""
     blocks: list[tuple[float, float, int]] = []  # cost, weight, number of points
     for cost, weight in points:
         number = 1

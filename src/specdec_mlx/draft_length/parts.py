@@ -7,7 +7,7 @@ drafter that costs time tells nothing until it is paid for: its losses are bound
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from operator import mul
@@ -21,30 +21,19 @@ from specdec_mlx.types import Draft, Evidence, RoundRecord, Step, Stepwise
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 """Draft lengths that are chosen from."""
 
-LONGEST = 12
-"""Most tokens that are drafted one by one, and by a look-up whose drafts were wrong lately."""
-
-PREDICTABLE = 0.4
-"""Recent acceptance from which on a look-up is asked for long drafts."""
-
-REST = 8
-"""Rounds without asking a drafter that costs time, after one in which it was not worth it."""
-
-READING = 0.1
-"""Cost of reading a token of the text, in draft steps: on Macs reading is bound by arithmetic."""
-
-
-RATE_DECAY = 0.95
-"""Decay of the moving sums that the going rate is the ratio of, per round."""
+LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
+PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
+REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
+READING = 0.1  # cost of reading a token, in draft steps: on Macs reading is bound by arithmetic
+RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
 
 
 @dataclass
 class Prices:
     """Costs of passes and the worth of a token, as of the latest round.
 
-    tokens, spent: decaying sums over rounds, whose ratio is the going rate: tokens that a plain
-    round's time has lately brought, at least 1. most: longest draft that may be tried. context:
-    positions on the caches.
+    tokens, spent: decaying sums over rounds; their ratio is the going rate, at least 1. most:
+    longest draft that may be tried. context: positions on the caches.
     """
 
     stairs: Staircase
@@ -54,11 +43,6 @@ class Prices:
     most: int = 0
     context: int = 0
     clock: Callable[[], float] = perf_counter
-    _fitted: dict[int, float] = field(default_factory=dict)
-
-    def cost(self, length: int) -> float:
-        """Cost of the pass over a draft of so many tokens, in plain rounds."""
-        return self.stairs(1 + length)
 
     def update(self, stairs: Staircase, tokens: float = 0.0, cost: float = 0.0) -> None:
         """Take over present costs, and what a round has brought at which cost."""
@@ -67,10 +51,7 @@ class Prices:
             self.spent = RATE_DECAY * self.spent + cost
         self.stairs, rate = stairs, self.tokens / self.spent if self.spent else 1.0
         self.rate = rate if rate > 1.0 else 1.0
-        if self._fitted is not stairs.fitted or self.most <= 0:
-            self._fitted, self.most = stairs.fitted, stairs.most_rows() - 1
-        elif stairs.needs_plain:
-            self.most = 0
+        self.most = stairs.most_rows() - 1
 
     def best(
         self,
@@ -85,7 +66,7 @@ class Prices:
         many draft steps. drafted: tokens whose steps are paid already. most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
-        whole, costs, rate = len(reaches), self._fitted, self.rate
+        whole, costs, rate = len(reaches), self.stairs.fitted, self.rate
         for length, reach in enumerate(reaches[: most or self.most], start=1):
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
@@ -161,20 +142,20 @@ class LookUp:
             return 0.0
         if round_.steady:
             self.prices.stairs.add(1 + round_.drafted, round_.seconds)
-        return self.prices.cost(round_.drafted) - 1.0
+        return self.prices.stairs(1 + round_.drafted) - 1.0
 
 
 @dataclass(eq=False)
 class Model(LookUp):
     """A drafter that costs time, and that may stop in the middle of a draft by its own confidence.
 
-    AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) stop
-    at thresholds; here a token's value is compared with the measured cost of its step.
+    Its value is compared with the measured cost of its step, where AdaEDL (Agrawal et al. 2024) and
+    SpecDec++ (Huang et al. 2024) have thresholds.
 
     can_stop: True if its session is `Stepwise`. unread, most_unread: tokens of the text that it has
     not read, None for all, and how many of them wait at most. charge: cost of reading them. rest:
     rounds until it is asked again. num_refused: drafts in succession that were stopped at once.
-    reached: chance of the present draft to be accepted up to each token. spent: cost of its steps.
+    spent: cost of the present draft's steps.
     """
 
     can_stop: bool = False
@@ -184,14 +165,13 @@ class Model(LookUp):
     rest: int = 0
     num_emitted: int = 0
     num_refused: int = 0
-    reached: list[float] = field(default_factory=list)
     spent: float = 0.0
     _asked_at: float = 0.0
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
         if self.unread is None:
-            return min(self.prices.context, self.most_unread)
+            return min(self.prices.context or 1, self.most_unread)
         return min(self.unread, self.most_unread) if self.unread > LONGEST + 1 else 0
 
     def limit(self) -> int:
@@ -209,8 +189,8 @@ class Model(LookUp):
         length = length or 1
         reading = READING * steps.step * self.num_unread()
         self.charge = max(0.0, reading - self.gain * self.num_emitted)
-        loss = prices.cost(length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if not self.learned.account.stands(loss + self.charge):
+        loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        if loss + self.charge > self.learned.account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
             return 0
@@ -222,7 +202,7 @@ class Model(LookUp):
 
     def ask(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
-        self.evidence, self.reached, self.spent = (), [], 0.0
+        self.evidence, self.spent = (), 0.0
         self._asked_at = self.prices.clock()
         return session.propose_while(limit, self.goes_on)
 
@@ -231,17 +211,13 @@ class Model(LookUp):
         length, latest, learned = len(evidence), evidence[-1], self.learned
         if not latest.is_free:
             self._learn_step(length)
-        del self.reached[length - 1 :]  # of a token that was not taken, where a free one stands
-        for i in range(len(self.reached), length):
-            (chance,) = learned.chances.of_draft([evidence[i]], first=i)
-            self.reached.append(chance * (self.reached[-1] if i else 1.0))
-        self.evidence = evidence
+        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
         guess, steps = (
             (learned.chances, None) if latest.is_free else (learned.unseen, learned.steps)
         )
         next_ones = [latest if latest.is_free else 0] * (LONGEST - length)
-        ahead = guess.of_draft(next_ones, first=length)
-        reaches = [*self.reached[:-1], *accumulate(ahead, mul, initial=self.reached[-1])]
+        chances += guess.of_draft(next_ones, first=length)
+        reaches = [*accumulate(chances, mul)]
         best, _ = self.prices.best(reaches, steps, length)
         if best > length:
             return Step.GO_ON
@@ -264,7 +240,7 @@ class Model(LookUp):
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
         if drafted:
-            cost, steps = self.prices.cost, learned.steps
+            steps = learned.steps
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
@@ -272,10 +248,10 @@ class Model(LookUp):
                 if round_.steady:
                     stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
             elif round_.steady and stairs.seconds and not self.num_unread():
-                taken = round_.seconds / stairs.seconds - cost(round_.drafted)
+                taken = round_.seconds / stairs.seconds - stairs(1 + round_.drafted)
                 steps.add(steps.first, taken / round_.drafted)
             extra = extra if self.can_stop else steps(round_.drafted)
-            extra += cost(round_.drafted) - 1.0
+            extra += stairs(1 + round_.drafted) - 1.0
         if drafted or self.evidence:
             learned.account.add((round_.emitted - 1) * drafted - extra - self.charge)
             self.unread = 0

@@ -60,8 +60,6 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
 
 def parse_draft_length(text: str) -> int | str:
     """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text in NAMES:
-        return text
-    if not text.isdecimal():
+    if text not in NAMES and not text.isdecimal():
         raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return int(text)
+    return int(text) if text.isdecimal() else text

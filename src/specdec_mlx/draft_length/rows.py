@@ -1,7 +1,6 @@
 """Draft lengths of several texts that share their passes: one width, as long as it pays for all.
 
-Width K is worth what all texts are expected to get on average, less what a pass over K + 1 rows of
-each costs at the going rate: the value rule of `auto`. At K = 0 it is the plain batch.
+By the value rule of `auto`, with what all texts are expected to get on average.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from specdec_mlx.types import Draft, DraftLength, DraftSession, RoundRecord
 
 @dataclass
 class SharedLength:
-    """The one draft length of all texts.
+    """The one draft length of all texts, and drafters that cost time, the same for all rows.
 
-    prices: of passes over as many texts, in plain passes over them, by the rows of each. models:
-    drafters that cost time, asked for the same length in every row.
+    prices: of passes over as many texts, in plain passes over them, by the rows of each.
     """
 
     tuning: Tuning
@@ -38,15 +36,10 @@ class SharedLength:
         """Expect passes over so many texts."""
         self.prices.update(self.tuning.stairs(num_texts=num_rows))
 
-    def of_row(self) -> RowLength:
-        """The draft length of one text."""
-        return RowLength(self.tuning, shared=self)
-
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """The part of each row's draft (length, drafter's key, draft) that is verified.
 
-        A draft that was drawn is cut by its length and by the other rows alone, never by what was
-        drawn; with one of a draft model in a pass, all that was drafted is verified.
+        A draft that was drawn is cut by its length and the other rows alone, one of a model never.
         """
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
@@ -54,7 +47,7 @@ class SharedLength:
             places = [[reach[k] for reach in reaches if k < len(reach)] for k in range(width)]
             width, _ = self.prices.best([sum(place) / len(rows) for place in places])
             while width and not all(
-                row.account.stands(self.prices.cost(width) - 1.0 - sum(reach[:width]))
+                self.prices.stairs(1 + width) - 1.0 - sum(reach[:width]) <= row.account.budget
                 for (row, _, _), reach in zip(rows, reaches, strict=True)
             ):
                 width -= 1
@@ -63,13 +56,10 @@ class SharedLength:
     def record(
         self, width: int, rows: Sequence[tuple[DraftLength, int]], seconds: float, *, steady: bool
     ) -> None:
-        """Learn from a pass.
+        """Learn from a pass over drafts of up to `width` tokens.
 
-        Args:
-            width: tokens of its longest draft.
-            rows: of each the draft length, and the number of tokens that the pass brought.
-            seconds: from one reading to the next.
-            steady: True if those are the seconds of one pass with all its rows.
+        rows: of each its draft length, and the number of tokens that the pass brought. seconds:
+        from one reading to the next; steady if those are of one pass with all its rows.
         """
         self.resize(len(rows))
         stairs = self.prices.stairs
@@ -86,10 +76,7 @@ class SharedLength:
 
 @dataclass
 class RowLength(Auto):
-    """One text's side of a shared draft length.
-
-    account: what it may fall behind a plain batch, in plain passes.
-    """
+    """One text's side of it. account: what it may fall behind a plain batch, in plain passes."""
 
     shared: SharedLength = field(default_factory=lambda: SharedLength(Tuning()))
     account: Account = field(default_factory=Account)
@@ -104,11 +91,9 @@ class RowLength(Auto):
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest that is tried, or what is chosen for a draft model in every row."""
-        models = self.shared.models
-        if not cheap and part not in models:
-            models[part] = Model(self.prices, self.tuning.of(part))
-        if not cheap:
-            self._parts[part] = models[part]
+        if not cheap and part not in self._parts:
+            model = Model(self.prices, self.tuning.of(part))
+            self._parts[part] = self.shared.models.setdefault(part, model)
         return super().limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:

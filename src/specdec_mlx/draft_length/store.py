@@ -23,14 +23,9 @@ from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, Curve, Staircase, St
 from specdec_mlx.folders import cache_root
 from specdec_mlx.per_model import PerModel
 
-BUDGET = 2.0
-"""Initial budget of a drafter that costs time, in plain rounds; gains double it at most."""
-
-EXPLORATION = 0.01
-"""Share of the time that finding out may take, besides."""
-
-SHORT_CONTEXT = 2048
-"""Positions below which all contexts are of one class; then a class for each doubling."""
+BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
+EXPLORATION = 0.01  # share of the time that finding out may take, besides
+SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then one a doubling
 
 
 @dataclass
@@ -38,10 +33,6 @@ class Account:
     """Budget for trying a drafter, in plain rounds."""
 
     budget: float = BUDGET
-
-    def stands(self, loss: float) -> bool:
-        """True if it covers a loss."""
-        return loss <= self.budget
 
     def add(self, amount: float = EXPLORATION) -> None:
         """Book a gain or a loss; by default a round's share of the time."""
@@ -74,9 +65,7 @@ class Learned:
 
 @dataclass
 class Tuning:
-    """Learned state of one loaded model, for `draft_length="auto"`.
-
-    Pass the same object to several generations to go on learning.
+    """Learned state of one loaded model, for `draft_length="auto"`, through any number of texts.
 
     prior: costs of passes at first. costs: (texts in a pass, class of context length) -> costs of
     its passes. drafters: by their keys. tokens, cost: of the latest rounds, for the going rate.
@@ -98,9 +87,10 @@ class Tuning:
         kind = num_texts, (context // SHORT_CONTEXT).bit_length()
         if kind not in self.costs:
             near = [k for k in self.costs if (k[0] > 1) == (num_texts > 1)]
-            points = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            several = Staircase(Curve(tuple(points)), first_rows=2)
-            self.costs[kind] = several if num_texts > 1 else Staircase(self.prior)
+            cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
+            self.costs[kind] = Staircase(Curve(tuple(cost)) if num_texts > 1 else self.prior)
+            if num_texts > 1:
+                self.costs[kind].first_rows = 2
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
                 self.costs[kind].restore(self.costs[nearest].ratios)
@@ -158,8 +148,7 @@ tuning_for = PerModel(Tuning.for_model)
 def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
     """Begin with what earlier commands learned about a model here; keep what this one learns.
 
-    A file that cannot be read or written costs a line on standard error and nothing else. Of
-    several ranks the first one reads and writes: it decides for all.
+    A file that cannot be read or written costs a line on standard error. Rank 0 decides for all.
     """
     if mx.distributed.init().rank() > 0:
         yield
