@@ -55,7 +55,6 @@ class Trials(Chances):
         evidence: Sequence[Evidence | int],
         right: Sequence[bool],
         tokens: Sequence[int] = (),
-        before: int | None = None,
         first: int = 0,
     ) -> None:
         """Note the trials, and learn from them."""
@@ -63,8 +62,7 @@ class Trials(Chances):
             recent, place = class_of("recent", self.recent), PLACES[min(first + i, 32)]
             key = (*classes_of(evidence[i]), place, recent)
             self.noted.setdefault(key, [0.0, 0.0])[is_right] += 1
-            super().learn(evidence[i : i + 1], [is_right], tokens[i : i + 1], before, first + i)
-            before = tokens[i] if tokens else None
+            super().learn(evidence[i : i + 1], [is_right], tokens[i : i + 1], first + i)
 
 
 @dataclass

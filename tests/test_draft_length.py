@@ -66,9 +66,7 @@ class _Given(Chances):
         super().__init__([])
         self.known = chances
 
-    def of_draft(
-        self, evidence: Iterable[Any], tokens: Any = (), before: Any = None, first: int = 0
-    ) -> list[float]:
+    def of_draft(self, evidence: Iterable[Any], tokens: Any = (), first: int = 0) -> list[float]:
         return [self.known[i % len(self.known)] for i, _ in enumerate(evidence, first)]
 
 
@@ -297,11 +295,11 @@ def test_drafts_that_are_not_taken_are_scored() -> None:
         learned = learned_of(policy)
         learned.chances = Chances.of("look-up")
         policy.limit("it", cheap=True)
-        [before] = learned.chances.of_draft([3], [1], 1)
+        [before] = learned.chances.of_draft([3], [1])
         for _ in range(40):
             assert policy.cut("it", Draft([1] * 3, evidence=[3] * 3)) == 0
             policy.record(RoundRecord(0, 0, 1, 1, [1 if right else 9], seconds=1.0))
-        [after] = learned.chances.of_draft([3], [1], 1)
+        [after] = learned.chances.of_draft([3], [1])
         assert after > before if right else after < before / 2
 
 
@@ -316,7 +314,7 @@ def test_a_models_drafts_are_learned_from_after_a_look_up_that_was_not_taken() -
         policy.limit("model", False)
         policy.record(RoundRecord(2, 2, 3, 3, tokens=[1, 2, 3], seconds=1.1, part="model"))
     assert policy.tuning.of("model").unseen.of_draft([0])[0] > 0.75
-    assert policy.tuning.of("look-up").chances.of_draft([0], [WRONG], 3)[0] < 0.2
+    assert policy.tuning.of("look-up").chances.of_draft([0], [WRONG])[0] < 0.2
 
 
 def test_what_a_draft_model_missed_is_not_charged_to_its_drafts() -> None:
@@ -383,7 +381,7 @@ def test_a_draft_is_cut_for_its_tokens_only_where_they_were_copied() -> None:
         limit = policy.limit("it", cheap)
         for _ in range(60):
             for token, right in ((7, True), (8, False)):
-                learned.chances.learn([5], [right], [token], 1)
+                learned.chances.learn([5], [right], [token])
         learned.chances.recent = 0.5
         evidence = [Evidence(5, confidence=None if cheap else 0.6)] * limit
         drafts = [Draft([token] + [9] * (limit - 1), evidence=evidence) for token in (7, 8)]

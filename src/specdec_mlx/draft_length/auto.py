@@ -32,9 +32,6 @@ from specdec_mlx.types import (
 )
 from specdec_mlx.types.trees import chain
 
-Ask = Callable[[int], Draft]
-"""Asks a session for a draft of at most so many tokens."""
-
 
 @dataclass
 class Auto:
@@ -50,7 +47,9 @@ class Auto:
         self.prices = Prices(self.tuning.stairs(), tokens, spent)
         self.prices.update(self.prices.stairs)
 
-    def begin(self, part: str, session: DraftSession, may_fork: Callable[[], bool]) -> Ask:
+    def begin(
+        self, part: str, session: DraftSession, may_fork: Callable[[], bool]
+    ) -> Callable[[int], Draft]:
         """Expect a session; the way to ask it."""
         if isinstance(session, ProposesTrees):
             self._part(part, LookUp)
@@ -116,10 +115,9 @@ class Auto:
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
         """Price of further draft tokens, in tokens; infinite for a pass that cannot be tried."""
-        if with_more > self.prices.most:
-            return inf
         stairs = self.prices.stairs
-        return self.prices.rate * (stairs(1 + with_more) - stairs(1 + num_drafted))
+        more = stairs(1 + with_more) - stairs(1 + num_drafted)
+        return self.prices.rate * more if with_more <= self.prices.most else inf
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""

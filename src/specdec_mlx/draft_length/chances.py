@@ -1,9 +1,8 @@
 """How likely a draft token is accepted, by its evidence: a logistic regression, online.
 
 The chance of a token, given that those before it are accepted, is 1 / (1 + exp(-z)), z the sum of
-one weight for the class of each feature, and for a copied token of those of the token itself and of
-the pair with the one before it. Each weight is normally distributed around its prior; an outcome
-moves mean and variance as the extended Kalman filter does.
+one weight for the class of each feature, and for a copied token of its own. Each weight is normally
+distributed around its prior; an outcome moves mean and variance as the extended Kalman filter does.
 """
 
 from __future__ import annotations
@@ -32,14 +31,12 @@ EDGES: dict[str, tuple[float, ...]] = {
 
 START = {name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i]) for i, name in enumerate(EDGES)}
 """Where the classes of each feature begin in the list of weights."""
-
 NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
-
 RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
 VARIANCE = 0.07  # of each weight around its prior, over models and kinds of text
-TOKEN_VARIANCE = 1.0  # of the weight of a copied token, and of a pair
+TOKEN_VARIANCE = 1.0  # of the weight of a copied token
 LEAST_VARIANCE = 0.015  # after any number of trials: texts change
-MOST_TOKENS = 100_000  # tokens and pairs that are remembered, 24 MB; the latest ones
+MOST_TOKENS = 100_000  # that are remembered, 24 MB; the latest ones
 
 
 def class_of(feature: str, value: float) -> int:
@@ -80,8 +77,8 @@ def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
 class Chances:
     """How likely the tokens of one drafter are accepted; the same for chains and for trees.
 
-    weights: [log-odds, variance] of each. recent: moving average of "right". tokens: a token, or a
-    pair, -> its weight; they are of what users wrote, and stay in the process.
+    weights: [log-odds, variance] of each. recent: moving average of "right". tokens: weights of
+    copied tokens; they are of what users wrote, and stay in the process.
     """
 
     weights: list[list[float]]
@@ -101,13 +98,11 @@ class Chances:
         self,
         evidence: Iterable[Evidence | int],
         tokens: Sequence[int] = (),
-        before: int | None = None,
         first: int = 0,
     ) -> list[float]:
         """Chance of each token of a draft, given those before it.
 
-        tokens: [K] of a copied draft; () if they may not be looked at. before: the token that they
-        continue. first: place of the first one in the draft.
+        tokens: [K] of a copied draft. first: place of the first one in the draft.
         """
         weights, known, chances = self.weights, self.tokens, []
         recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][0]
@@ -119,13 +114,8 @@ class Chances:
                 for i in classes_of(told):
                     base += weights[i][0]
             z = base + weights[PLACES[place if place < 32 else 32]][0]
-            if tokens:
-                token = tokens[place - first]
-                if token in known:
-                    z += known[token][0]
-                if before is not None and (pair := ~before << 32 | token) in known:
-                    z += known[pair][0]
-                before = token
+            if tokens and tokens[place - first] in known:
+                z += known[tokens[place - first]][0]
             chances.append(1 / (1 + exp(-z)))
         return chances
 
@@ -134,7 +124,6 @@ class Chances:
         evidence: Sequence[Evidence | int],
         right: Sequence[bool],
         tokens: Sequence[int] = (),
-        before: int | None = None,
         first: int = 0,
     ) -> None:
         """Learn from tokens that were right, or not; the others as in `of_draft`."""
@@ -144,10 +133,8 @@ class Chances:
             active = [*map(self.weights.__getitem__, classes)]
             if tokens:
                 token = tokens[place - first]
-                for key in (token, ~before << 32 | token) if before is not None else (token,):
-                    weight = self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
-                    active.append(weight)
-                before = token
+                self.tokens[token] = self.tokens.pop(token, [0.0, TOKEN_VARIANCE])
+                active.append(self.tokens[token])
             z = spread = 0.0
             for odds, variance in active:
                 z, spread = z + odds, spread + variance

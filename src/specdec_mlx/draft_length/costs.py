@@ -1,7 +1,6 @@
 """Costs: of a pass by the number of its rows, a staircase; of drafting, by the number of steps.
 
-A quantized product reads the weights once for a few rows and then in tiles, of 32 rows, or of 64 on
-chips with neural accelerators. `chips.tsv` has what others measured on Apple's.
+A quantized product reads the weights once for a few rows, and then for each tile of 32 or 64.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median_low, mode
 from typing import Any, NamedTuple
@@ -22,7 +22,6 @@ import numpy as np
 WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
-
 NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
 NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured first, and after `EXPIRES` without one
 EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
@@ -31,6 +30,7 @@ FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
+new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
 
 class Curve(NamedTuple):
@@ -75,20 +75,13 @@ def prior_for(model: nn.Module) -> Curve:
     return next(fitting, MILDEST)
 
 
-def new_samples() -> deque[float]:
-    """The latest measurements of one cost."""
-    return deque(maxlen=NUM_SAMPLES)
-
-
 @dataclass
 class Staircase:
     """Cost of a pass over m rows, in passes over one row.
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
-    the measured one, so that two widths correct all others.
-
-    first_rows: of the widest pass at first. plain: seconds of passes over one row; seconds: their
-    median. ratios: rows -> measured costs. needs_plain: True until plain rounds were measured.
+    the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
+    measured costs. needs_plain: True until plain rounds were measured.
     """
 
     prior: Curve = MILDEST

@@ -20,7 +20,6 @@ from specdec_mlx.types import Draft, Evidence, RoundRecord, Step, Stepwise
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 """Draft lengths that are chosen from."""
-
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
@@ -62,8 +61,8 @@ class Prices:
     ) -> tuple[int, float]:
         """The length of the largest value, and its gain over plain decoding, in tokens.
 
-        reaches: of each token the chance that it and all before it are accepted. steps: cost of so
-        many draft steps. drafted: tokens whose steps are paid already. most: longest draft.
+        reaches: chance of each token that it and all before it are accepted. steps: cost of so many
+        draft steps. drafted: tokens whose steps are paid already. most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
         whole, costs, rate = len(reaches), self.stairs.fitted, self.rate
@@ -85,18 +84,15 @@ class Prices:
 class LookUp:
     """A drafter that is free to ask.
 
-    learned: outlives the generation. gain: of its next draft over plain decoding, in tokens.
-    latest: the text's last token. scored, evidence: a draft that is compared with what comes, from
-    `place` on, after `before`.
+    gain: of its next draft over plain decoding, in tokens. scored, evidence: a draft that is
+    compared with what comes, from `place` on.
     """
 
     prices: Prices
     learned: Learned
     gain: float = 0.0
-    latest: int | None = None
     scored: Sequence[int] = ()
     evidence: Sequence[Evidence | int] = ()
-    before: int | None = None
     place: int = 0
 
     def __post_init__(self) -> None:
@@ -113,7 +109,7 @@ class LookUp:
 
     def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
-        chances = self.learned.chances.of_draft(evidence, tokens, self.latest)
+        chances = self.learned.chances.of_draft(evidence, tokens)
         return [*accumulate(chances, mul)]
 
     def cut(self, draft: Draft) -> int:
@@ -121,8 +117,7 @@ class LookUp:
         tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
         if kept or not self.scored:  # an earlier draft goes on if this one is not verified
-            self.scored, self.evidence = tokens, evidence
-            self.before, self.place = self.latest, 0
+            self.scored, self.evidence, self.place = tokens, evidence, 0
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
@@ -133,11 +128,10 @@ class LookUp:
             right = [mine == token for mine, token in zip(own, came, strict=False)]
             if False in right:
                 del right[right.index(False) + 1 :]
-            self.learned.chances.learn(self.evidence[place:], right, own, self.before, place)
-            self.before, self.place = came[-1] if came else self.before, place + len(right)
+            self.learned.chances.learn(self.evidence[place:], right, own, place)
+            self.place += len(right)
             if False in right or self.place == len(self.scored):
                 self.scored = ()
-        self.latest = round_.tokens[-1] if round_.tokens else self.latest
         if not drafted:
             return 0.0
         if round_.steady:
@@ -149,13 +143,12 @@ class LookUp:
 class Model(LookUp):
     """A drafter that costs time, and that may stop in the middle of a draft by its own confidence.
 
-    Its value is compared with the measured cost of its step, where AdaEDL (Agrawal et al. 2024) and
-    SpecDec++ (Huang et al. 2024) have thresholds.
+    A token's value is compared with the measured cost of its step, where AdaEDL (Agrawal et al.
+    2024) and SpecDec++ (Huang et al. 2024) have thresholds.
 
-    can_stop: True if its session is `Stepwise`. unread, most_unread: tokens of the text that it has
-    not read, None for all, and how many of them wait at most. charge: cost of reading them. rest:
-    rounds until it is asked again. num_refused: drafts in succession that were stopped at once.
-    spent: cost of the present draft's steps.
+    can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
+    None for all; at most `most_unread` wait. charge: cost of reading them. rest: rounds until it is
+    asked again. num_refused: drafts in succession that were stopped at once. spent: on steps.
     """
 
     can_stop: bool = False
@@ -177,8 +170,7 @@ class Model(LookUp):
     def limit(self) -> int:
         """The length of the largest value, or one token to find out, if it can be afforded.
 
-        Reading is paid on the account, or once the text so far would have saved as much, so that at
-        most twice what was needed is paid (the ski rental bound).
+        Reading is paid on account, or once the text would have saved as much (ski rental bound).
         """
         self.gain, steps, prices = 0.0, self.learned.steps, self.prices
         if self.rest or not prices.most:
@@ -212,13 +204,10 @@ class Model(LookUp):
         if not latest.is_free:
             self._learn_step(length)
         self.evidence, chances = evidence, learned.chances.of_draft(evidence)
-        guess, steps = (
-            (learned.chances, None) if latest.is_free else (learned.unseen, learned.steps)
-        )
-        next_ones = [latest if latest.is_free else 0] * (LONGEST - length)
-        chances += guess.of_draft(next_ones, first=length)
-        reaches = [*accumulate(chances, mul)]
-        best, _ = self.prices.best(reaches, steps, length)
+        free = latest.is_free
+        guess, steps = (learned.chances, None) if free else (learned.unseen, learned.steps)
+        chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
+        best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
         if best > length:
             return Step.GO_ON
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE

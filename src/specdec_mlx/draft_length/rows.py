@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
+from typing import Any
 
-from specdec_mlx.draft_length.auto import Ask, Auto
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.parts import Model, Prices
 from specdec_mlx.draft_length.store import Account, Tuning
@@ -56,10 +57,9 @@ class SharedLength:
     def record(
         self, width: int, rows: Sequence[tuple[DraftLength, int]], seconds: float, *, steady: bool
     ) -> None:
-        """Learn from a pass over drafts of up to `width` tokens.
+        """Learn from a pass over drafts of up to `width` tokens, and what it brought to each row.
 
-        rows: of each its draft length, and the number of tokens that the pass brought. seconds:
-        from one reading to the next; steady if those are of one pass with all its rows.
+        seconds: from one reading to the next; steady if those are of one pass with all its rows.
         """
         self.resize(len(rows))
         stairs = self.prices.stairs
@@ -85,7 +85,7 @@ class RowLength(Auto):
         """Prices are those of all texts."""
         self.prices = self.shared.prices
 
-    def begin(self, part: str, session: DraftSession, may_fork: Callable[[], bool]) -> Ask:
+    def begin(self, part: str, session: DraftSession, may_fork: Any) -> Callable[[int], Draft]:
         """Chains alone, of a length that is chosen before."""
         return session.propose
 

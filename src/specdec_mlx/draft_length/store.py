@@ -50,25 +50,25 @@ class Learned:
 
     def as_dict(self) -> dict[str, Any]:
         """All but the tokens that were written, ready for JSON."""
-        samples = {name: list(samples) for name, samples in vars(self.steps).items()}
         weights = [self.chances.weights, self.unseen.weights]
-        return {"weights": weights, "budget": self.account.budget, **samples}
+        steps = [*map(list, vars(self.steps).values())]
+        return {"weights": weights, "steps": steps, "budget": self.account.budget}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
         weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
         self.chances.weights, self.unseen.weights = weights
         (self.account.budget,) = finite([saved["budget"]], 1)
-        for name, samples in vars(self.steps).items():
-            samples.extend(finite(saved[name], len(saved[name])))
+        for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
+            samples.extend(finite(found, len(found)))
 
 
 @dataclass
 class Tuning:
     """Learned state of one loaded model, for `draft_length="auto"`, through any number of texts.
 
-    prior: costs of passes at first. costs: (texts in a pass, class of context length) -> costs of
-    its passes. drafters: by their keys. tokens, cost: of the latest rounds, for the going rate.
+    costs: (texts in a pass, class of context length) -> costs of passes. drafters: by their keys.
+    tokens, cost: of the latest rounds, for the going rate.
     """
 
     prior: Curve = MILDEST
@@ -86,11 +86,12 @@ class Tuning:
         """Costs at a context length, by the rows of each text; at first the nearest ratios."""
         kind = num_texts, (context // SHORT_CONTEXT).bit_length()
         if kind not in self.costs:
-            near = [k for k in self.costs if (k[0] > 1) == (num_texts > 1)]
+            several = num_texts > 1
+            near = [k for k in self.costs if (k[0] > 1) == several]
             cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            self.costs[kind] = Staircase(Curve(tuple(cost)) if num_texts > 1 else self.prior)
-            if num_texts > 1:
-                self.costs[kind].first_rows = 2
+            self.costs[kind] = (
+                Staircase(Curve(tuple(cost)), 2) if several else Staircase(self.prior)
+            )
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
                 self.costs[kind].restore(self.costs[nearest].ratios)
@@ -106,14 +107,10 @@ class Tuning:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        costs = {
-            context: {rows: list(samples) for rows, samples in stairs.ratios.items()}
-            for (num_texts, context), stairs in self.costs.items()
-            if num_texts == 1
-        }
+        costs = {kind: stairs.ratios for (num, kind), stairs in self.costs.items() if num == 1}
         drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
         part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps({"costs": costs, "drafters": drafters}))
+        part.write_text(json.dumps({"costs": costs, "drafters": drafters}, default=list))
         part.replace(path)
 
     @classmethod
@@ -146,11 +143,8 @@ tuning_for = PerModel(Tuning.for_model)
 
 @contextmanager
 def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
-    """Begin with what earlier commands learned about a model here; keep what this one learns.
-
-    A file that cannot be read or written costs a line on standard error. Rank 0 decides for all.
-    """
-    if mx.distributed.init().rank() > 0:
+    """Begin with what earlier commands learned about a model here; keep what this one learns."""
+    if mx.distributed.init().rank() > 0:  # the first one decides for all
         yield
         return
     path, told = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
