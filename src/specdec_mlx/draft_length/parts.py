@@ -23,7 +23,7 @@ LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
-READING = 0.1  # cost of reading a token, in draft steps: on Macs reading is bound by arithmetic
+READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
 RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
 
 
