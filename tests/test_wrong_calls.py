@@ -455,7 +455,7 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     """As on the command line: the model is asked where the drafter has nothing."""
     model = pair()[0]
-    from specdec_mlx.generation import choose_drafter
+    from specdec_mlx.drafters.draft_models import choose_drafter
 
     chosen = choose_drafter("prompt-lookup", model)
     assert isinstance(chosen, sd.FirstOf)
