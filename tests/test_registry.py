@@ -16,7 +16,6 @@ import pytest
 import specdec_mlx as sd
 import tiny_text
 from selection import FULL, in_one_test
-from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.options import parse_options
 
@@ -152,7 +151,7 @@ def test_a_value_of_the_wrong_kind_is_said_with_the_kind_expected(spec: str, wor
 def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reading the metadata of all packages takes milliseconds, which each request would pay."""
     drafter_names()
-    monkeypatch.setattr(registry, "entry_points", pytest.fail)
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
     assert make_drafter("ngram") == sd.NGramDrafter()
     assert "ngram" in drafter_names()
 

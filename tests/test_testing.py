@@ -38,12 +38,11 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "model": model_drafter,
     "model, greedy": lambda: model_drafter(greedy=True),
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
-    "model, speculated for": lambda: model_drafter(drafter="prompt-lookup:min_ngram=1"),
     "cascade": lambda: sd.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),
     "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
-AS_MODEL_DRAWS = ("recurrent model", "model, speculated for", "cascade")
+AS_MODEL_DRAWS = ("recurrent model", "cascade")
 DRAWN = ("n-gram, drawn", "model", *AS_MODEL_DRAWS)
 
 

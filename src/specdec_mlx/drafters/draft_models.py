@@ -117,14 +117,12 @@ class NamedModel:
 
 
 def choose_drafter(
-    drafter: Drafter | str | None,
-    draft_model: nn.Module | Drafter | str | Path | None,
-    target: nn.Module | None = None,
+    drafter: Any, draft_model: Any, target: nn.Module | None = None
 ) -> Drafter | None:
     """The drafter that the two arguments name; None for plain decoding.
 
     Args:
-        drafter: a drafter, or the name of one with options.
+        drafter: a drafter, or the name of one with options; None for none.
         draft_model: a model, or the folder or Hugging Face name of one or of a trained head; also
             what `drafter` takes. With `drafter` as well, that one is asked first.
         target: the model to draft for, if it is known; trained heads need it.
@@ -138,16 +136,15 @@ def choose_drafter(
     return first_of([_drafter(drafter), _model_drafter(draft_model, target)])
 
 
-def _drafter(choice: Drafter | str | None) -> Drafter | None:
+def _drafter(choice: Any) -> Drafter | None:
     if isinstance(choice, str):
         return make_drafter(choice)
     check_is_drafter(choice)
-    return choice
+    drafter: Drafter | None = choice
+    return drafter
 
 
-def _model_drafter(
-    choice: nn.Module | Drafter | str | Path | None, target: nn.Module | None
-) -> Drafter | None:
+def _model_drafter(choice: Any, target: nn.Module | None) -> Drafter | None:
     if isinstance(choice, nn.Module):
         return make_drafter(MODEL_DRAFTER, draft_model=choice)
     if isinstance(choice, str | Path):

@@ -3,9 +3,7 @@
 Each candidate is held against what the ones before it have left of the target's distribution
 (SpecInfer, Miao et al. 2024, algorithm 2; Stratos, "Speculative Decoding", section 2). One of them
 is kept, or none, and then the token is drawn from what is left; either way it is distributed as the
-target's own. This is what a node of a token tree comes to, its children being the candidates.
-
-Pure functions, as in `arithmetic`: MLX in float32, NumPy in float64. C is the number of candidates.
+target's own. Pure functions, as in `arithmetic`; C is the number of candidates.
 """
 
 from __future__ import annotations

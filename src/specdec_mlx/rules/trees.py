@@ -2,12 +2,10 @@ r"""Rules on trees: which path of a draft is kept, and what follows.
 
 The draft tokens that continue one text are *siblings*; they are tried in the draft's order, which
 must not depend on the target. A rule gives each token a coin, and each row what follows if the kept
-tokens end there. The coins are read in one of two ways: `walk` goes from the root down, `climb`
-takes the leaves first.
+tokens end there. `walk` reads the coins from the root down, `climb` takes the leaves first.
 
 Where a tree does not fork, each rule is its chain rule bit by bit. The functions are pure, as in
-`arithmetic`: MLX in float32, NumPy in float64. In the code `left` is what earlier siblings have
-left of the target's distribution.
+`arithmetic`. In the code `left` is what earlier siblings have left of the target's distribution.
 """
 
 from __future__ import annotations
@@ -22,6 +20,11 @@ from jaxtyping import Float, Integer
 
 from specdec_mlx.rules.arithmetic import (
     Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
     acceptance_probability,
     draw,
     namespace_of,
@@ -41,7 +44,7 @@ large enough is exact."""
 
 
 def walk(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-    """The way from the root down, each time to the first child whose coin shows heads."""
+    """The path from the root down, each time to the first child whose coin shows heads."""
     children = children_of(parents)
     path: list[int] = []
     heads = [child for child in children[0] if coins[child]]
@@ -70,12 +73,12 @@ class TreeRule(Protocol):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Which path is kept of a tree of at least one token, and what follows.
+        """The path that is kept of a tree of at least one token, and what follows.
 
         Args:
             target: the target at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
             draft: K tokens and their parents; a chain is a tree that does not fork.
-            randomness: all that the rule may draw with.
+            randomness: of all that the rule draws.
         """
         ...
 
@@ -101,12 +104,8 @@ class TreeCoinRule(ABC):
 
     @abstractmethod
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
         """Chance that each token's coin shows heads, and what follows each row.
 
         Args:
@@ -149,12 +148,8 @@ class MultiRound(TreeCoinRule):
     """
 
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
         """One position at a time, `at_node`; see `TreeCoinRule.judge`."""
         xp = namespace_of(target_probs)
         chances: dict[int, Any] = {}
@@ -172,13 +167,13 @@ class MultiRound(TreeCoinRule):
 
     def at_node(
         self,
-        target_probs: Float[Array, " vocab"],
-        candidates: Integer[Array, " c"],
+        target_probs: Law,
+        tokens: Integer[Array, " c"],
         draft_probs: Float[Array, "c vocab"],
-    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
+    ) -> tuple[Float[Array, " c"], Law]:
         """Chances of C siblings if none before was kept, and what is left after all of them."""
         left = remaining_laws(target_probs, draft_probs)
-        return acceptance_probability(left[:-1], draft_probs, candidates), left[-1]
+        return acceptance_probability(left[:-1], draft_probs, tokens), left[-1]
 
     def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
         """From the root down."""
@@ -200,13 +195,13 @@ class KSequential(MultiRound, Rejection):
 
     def at_node(
         self,
-        target_probs: Float[Array, " vocab"],
-        candidates: Integer[Array, " c"],
+        target_probs: Law,
+        tokens: Integer[Array, " c"],
         draft_probs: Float[Array, "c vocab"],
-    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
+    ) -> tuple[Float[Array, " c"], Law]:
         """See `MultiRound.at_node`."""
-        one_by_one = super().at_node(target_probs, candidates, draft_probs)
-        count = candidates.shape[0]
+        one_by_one = super().at_node(target_probs, tokens, draft_probs)
+        count = tokens.shape[0]
         if count == 1:
             return one_by_one
         xp, p, q = namespace_of(target_probs), target_probs, draft_probs[0]
@@ -214,7 +209,7 @@ class KSequential(MultiRound, Rejection):
         one_try = xp.minimum(q, p / factor)
         beta = xp.sum(one_try)
         tries = xp.where(beta > 0, (1 - (1 - beta) ** count) / xp.where(beta > 0, beta, 1), count)
-        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, candidates)
+        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, tokens)
         together = chances, residual(p, tries * one_try)
         is_one = xp.all(draft_probs == q)
         return tuple(xp.where(is_one, a, b) for a, b in zip(together, one_by_one, strict=True))
@@ -234,12 +229,8 @@ class Traversal(TreeCoinRule):
     """
 
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
         """Each coin given that all before it, in post-order, showed tails; see `TreeCoinRule`."""
         xp = namespace_of(target_probs)
         children = children_of(parents)
