@@ -463,38 +463,6 @@ def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
 
 
-SCRIPT = """
-from typing import Any
-
-import specdec_mlx as sd
-
-def run(model: Any, tokenizer: Any) -> None:
-    text: sd.responses.Text = sd.generate(model, tokenizer, "a", drafter="ngram", max_tokens=3)
-    print(text.stats.tokens_per_pass)
-    sd.generate(model, tokenizer, "a", drafer="ngram")
-    for response in sd.stream_generate(model, tokenizer, "a", draft_lenght=3):
-        print(response.text)
-    for token in sd.speculate(model, [1], temprature=3):
-        print(token.token)
-"""
-
-
-@pytest.mark.full
-def test_a_type_checker_finds_a_misspelt_argument(tmp_path: Path) -> None:
-    """`mypy --strict` on a script that calls the public API."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-incremental", str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    for name in ("drafer", "draft_lenght", "temprature"):
-        assert f'Unexpected keyword argument "{name}"' in checked.stdout, checked.stdout
-    assert "sd.responses.Text" not in checked.stdout
-
-
 def test_the_public_names_are_what_dir_shows() -> None:
     """`__all__`, the rooms and the version; each is there, and none hides a module."""
     rooms = {"drafters", "errors", "responses", "rules", "stats"}

@@ -1,12 +1,9 @@
 """A horizontal cascade: a model writes the first tokens of a draft, look-up the later ones.
 
-The later a token stands in a draft, the less likely it is to be reached at all, so that an
-expensive drafter is spent on the first ones and a free one on the rest (Chen et al. 2023, "Cascade
-Speculative Drafting", arXiv 2312.11462).
-
-What look-up finds follows from the text and the tokens drawn before it, so each later token is
-drawn from a point mass, given those; that is what is declared, and lossless rules stay so. The
-model's tokens are read before the look-up is asked: one host synchronisation for each draft.
+Later tokens of a draft are less likely to be reached, so that an expensive drafter is spent on the
+first ones alone (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462). What look-up
+finds follows from the text and the tokens drawn before it: each later token is declared as a point
+mass, given those. The model's tokens are read before the look-up is asked.
 """
 
 from __future__ import annotations
@@ -57,8 +54,7 @@ class Cascade:
     look-up that can be asked about a text that may not come (`SuffixDrafter`,
     `PromptLookupDrafter`), or its name. num_first: most tokens of a draft that `first` writes.
 
-    Raises ValueError for a `then` that runs a model, for a `first` that is made of several, forks
-    or drafts on every rank, and for a number below 1.
+    Raises ValueError for parts that cannot be put together, and for a number below 1.
     """
 
     first: Drafter
@@ -66,7 +62,7 @@ class Cascade:
     num_first: int = NUM_FIRST
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be put together; read what the first drafter reads."""
+        """Check the parts; read what the first drafter reads."""
         if self.look_up is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
         for part in all_drafters(self.look_up):
@@ -128,28 +124,17 @@ def cascade(
 ) -> Cascade:
     """The first tokens of a draft by a draft model, the later ones by look-up.
 
-    Args:
-        model: a draft model, or a trained head as a drafter.
-        tokenizer: the draft model's.
-        then: name of the look-up.
-        num_first: most tokens that the model writes.
-        options: of `ModelDrafter`, for a draft model.
+    model: a draft model, or a trained head as a drafter. options: of `ModelDrafter`.
     """
     first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
     return Cascade(first, then, num_first)
 
 
 class CascadeSession:
-    """One generation of both; it can do what the first one's session can, but for trees.
-
-    Args:
-        first: the session that writes the first tokens.
-        then: the one that is asked what follows them; it has `propose_after`.
-        num_first: most tokens of a draft by the first.
-    """
+    """One generation of both; it can do what the first one's session can, but for trees."""
 
     def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
-        """Pass on what the first one sees and tells."""
+        """then: has `propose_after`. num_first: most tokens of a draft by the first."""
         self.first = first
         self.then = then
         self.num_first = num_first
@@ -173,7 +158,7 @@ class CascadeSession:
     def _continued(self, draft: Draft, limit: int, goes_on: GoesOn) -> Draft:
         """A draft, and what look-up finds after it, as far as that is worth its positions.
 
-        All that is decided about the later tokens follows from the first ones, which stay.
+        The decisions about later tokens follow from the first ones, which stay.
         """
         room = limit - len(draft)
         if not len(draft) or not room:
@@ -181,20 +166,19 @@ class CascadeSession:
         written = to_list(draft.tokens)
         found: Draft = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
-        known = [0] * len(found) if found.evidence is None else found.evidence
+        known = found.evidence or [0] * len(found)
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
+        step = Step.GO_ON
         for token, match in zip(to_list(found.tokens), known, strict=True):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
-            if step is Step.STOP_BEFORE:
+            tail += [] if step is Step.STOP_BEFORE else [token]
+            if step is not Step.GO_ON:
                 break
-            tail.append(token)
-            if step is Step.STOP_AFTER:
-                break
+        tokens, logprobs = [*written, *tail], draft.logprobs
         if not tail:
             return draft
-        tokens, logprobs = [*written, *tail], draft.logprobs
         if logprobs is not None:
             is_token = mx.arange(logprobs.shape[-1]) == to_ids(tail)[:, None]
             logprobs = mx.concatenate([logprobs, mx.where(is_token, 0.0, -mx.inf)])

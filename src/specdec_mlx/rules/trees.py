@@ -33,14 +33,12 @@ from specdec_mlx.rules.arithmetic import (
     residual,
 )
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.siblings import remaining_laws
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, Randomness, TargetRows, TreeVerdict
 from specdec_mlx.types.trees import ROOT, chain, children_of, path_to
 
 HALVINGS = 20
-"""Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large; any that is
-large enough is exact."""
+"""Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large, and exact."""
 
 
 def walk(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
@@ -87,8 +85,7 @@ class TreeRule(Protocol):
 class OwnTokens:
     """Match: draw the target's own token at the row, go on to the child that carries it.
 
-    For point masses no rule keeps more, and with the noise of a seed the text is the same with any
-    tree or none. It needs no distribution.
+    For point masses no rule keeps more. It needs no distribution.
     """
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
@@ -126,8 +123,7 @@ class TreeCoinRule(ABC):
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Toss the coins and draw what follows; see `TreeRule.decide_tree`.
 
-        One noise serves all rows: the kept tokens end at one of them, and the coins alone say at
-        which.
+        One noise serves all rows: the kept tokens end at one of them, chosen by the coins alone.
         """
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
@@ -137,6 +133,18 @@ class TreeCoinRule(ABC):
         coins = randomness.uniform(len(parents)) < chances
         drawn = draw(after, randomness.gumbel(after.shape[-1]))
         return TreeVerdict(coins, drawn, lambda heads: self.kept(heads, parents))
+
+
+def remaining_laws(target_probs: Array, draft_probs: Array) -> Array:
+    r"""What is left of the target's distribution after k rejections, $p_k$; [C + 1, V].
+
+    $p_0 = p$ and $p_k = \mathrm{norm}(\max(0, p_{k-1} - q_k))$. Where nothing is left,
+    $p_{k-1} = q_k$, candidate k is kept for sure and $p_{k-1}$ stands.
+    """
+    left = [target_probs]
+    for row in draft_probs:
+        left.append(residual(left[-1], row))
+    return namespace_of(target_probs).stack(left)
 
 
 @dataclass(frozen=True)
@@ -150,7 +158,7 @@ class MultiRound(TreeCoinRule):
     def judge(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
-        """One position at a time, `at_node`; see `TreeCoinRule.judge`."""
+        """One position at a time, by `at_node`."""
         xp = namespace_of(target_probs)
         chances: dict[int, Any] = {}
         after = []
@@ -171,7 +179,7 @@ class MultiRound(TreeCoinRule):
         tokens: Integer[Array, " c"],
         draft_probs: Float[Array, "c vocab"],
     ) -> tuple[Float[Array, " c"], Law]:
-        """Chances of C siblings if none before was kept, and what is left after all of them."""
+        """Chances of C siblings if none before was kept, and what is left after all."""
         left = remaining_laws(target_probs, draft_probs)
         return acceptance_probability(left[:-1], draft_probs, tokens), left[-1]
 
@@ -184,11 +192,10 @@ class MultiRound(TreeCoinRule):
 class KSequential(MultiRound, Rejection):
     r"""SpecTr's k-sequential selection (Sun et al. 2023, arXiv 2310.15141, algorithm 3).
 
-    For C independent draws from one distribution: each is kept with chance
+    C independent draws from one distribution are each kept with chance
     $\min(1, p(x) / (\rho q(x)))$, all against the same p. With $\beta$ the chance that one draw is
-    kept, $\rho$ is the least factor for which what C tries bring of a token is no more than is due:
-    $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows differ go to `MultiRound`, and a chain
-    is `Rejection`.
+    kept, $\rho$ is the least factor with $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows
+    differ go to `MultiRound`, and a chain is `Rejection`.
     """
 
     name = "k-sequential"
@@ -231,7 +238,7 @@ class Traversal(TreeCoinRule):
     def judge(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
-        """Each coin given that all before it, in post-order, showed tails; see `TreeCoinRule`."""
+        """Each coin given that all before it, in post-order, showed tails."""
         xp = namespace_of(target_probs)
         children = children_of(parents)
         left = [target_probs[row] for row in range(len(parents) + 1)]
