@@ -77,7 +77,7 @@ class NotingTuning(Tuning):
         """What was learned with a drafter, with chances that note."""
         learned = super().of(key, look_up)
         if not isinstance(learned.chances, Trials):
-            learned.chances = Trials(learned.chances.odds, noted=self.noted)
+            learned.chances = Trials(learned.chances.weights, noted=self.noted)
         return learned
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.record import read_cost, read_result
 from specdec_mlx.bench.summary import ALL, Result
-from specdec_mlx.draft_length.chips import CURVES
+from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.canvas import Plot, label_axes, legend
 from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, ORANGE, VERMILLION

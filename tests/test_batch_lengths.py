@@ -32,8 +32,7 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled
-from specdec_mlx.draft_length.chips import WIDTHS, Curve
-from specdec_mlx.draft_length.costs import NUM_PLAIN
+from specdec_mlx.draft_length.costs import NUM_PLAIN, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
@@ -58,7 +57,7 @@ def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> Shared
     stairs = length.tuning.stairs(num_texts=num_rows)
     for rows in (1, 1, 1, 64, 64):
         stairs.add(rows, stairs(rows))
-    length._tokens, length._cost = rate, 1.0
+    length.prices.tokens, length.prices.spent = rate, 1.0
     length.resize(num_rows)
     return length
 
@@ -133,7 +132,7 @@ def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
     length.resize(8)
     for _ in range(NUM_PLAIN):
         assert shared_width(length, certain) == 0
-        length.record(0, [1] * 8, 0.1, steady=True)
+        length.record(0, [(length.of_row(), 1)] * 8, 0.1, steady=True)
         length.resize(8)
     assert shared_width(length, certain) > 0
     length.resize(7)

@@ -251,7 +251,7 @@ def test_the_automatic_length_leaves_the_beams_alone_and_learns() -> None:
         assert [beam.tokens for beam in auto.beams] == [beam.tokens for beam in plain.beams]
     length = guess_length_for(target, 2, "auto")
     assert isinstance(length, GuessLength)
-    assert length.shared.prices.most > 0
+    assert length.length.prices.most > 0
 
 
 def test_beams_come_as_texts_ranked_by_score() -> None:

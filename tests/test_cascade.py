@@ -36,8 +36,8 @@ from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.chips import Curve
-from specdec_mlx.draft_length.parts import LONGEST, Stepping
+from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.parts import LONGEST, Model
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -307,7 +307,7 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
 # What it is worth ---------------------------------------------------------------------------------
 
 
-def begun(step: float, slope: float) -> Stepping:
+def begun(step: float, slope: float) -> Model:
     """A part that knows what steps and passes cost; a step takes `step` plain rounds."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
     auto.prices.most, auto.prices.stairs.seconds = LONGEST, 1.0
@@ -315,7 +315,7 @@ def begun(step: float, slope: float) -> Stepping:
     learned = Learned(Chances.of("model"))
     learned.steps.first.extend([step, step])
     learned.steps.further.extend([step, step])
-    return Stepping(auto.prices, learned)
+    return Model(auto.prices, learned, can_stop=True)
 
 
 SURE = Evidence(confidence=0.99)
@@ -330,8 +330,8 @@ def test_later_tokens_cost_their_positions_and_no_steps() -> None:
         for length in range(1, len(said) + 1):
             part.goes_on(said[:length])
         assert part.spent == pytest.approx(2 * 0.3)
-        costs.append(part.settle(RoundRecord(len(said), 0, 1, 9, [1], 0.0)))
-    assert costs[0] == pytest.approx(1.0 + 2 * 0.1 + 2 * 0.3)
+        costs.append(part.record(RoundRecord(len(said), 0, 1, 9, [1], 0.0), drafted=True))
+    assert costs[0] == pytest.approx(2 * 0.1 + 2 * 0.3)
     assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
 
 

@@ -30,7 +30,7 @@ from simulated import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.chips import CURVES, WIDTHS, Curve
+from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.policy import (
     Fixed,
@@ -446,7 +446,7 @@ def test_auto_does_not_change_the_text() -> None:
 
 def test_two_more_after_a_whole_draft_and_one_less_otherwise() -> None:
     """The schedule of Hugging Face's assisted generation, never below 1; fixed lengths stay."""
-    for policy in (Heuristic(), Fixed(0), Fixed(7)):
+    for policy in (Heuristic(5), Fixed(0), Fixed(7)):
         lengths = [policy.limit("it", True)]
         for num, accepted in [(5, 5), (7, 6), (6, 0), (0, 0), (5, 5), *[(7, 0)] * 8, (1, 1)]:
             policy.record(RoundRecord(num, accepted, accepted + 1, num + 1))

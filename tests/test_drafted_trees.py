@@ -23,9 +23,17 @@ from scripted import ScriptedSession
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import EDGES, NUM_WEIGHTS, PLACES, PRIORS, Chances, class_of
-from specdec_mlx.draft_length.chips import Curve
-from specdec_mlx.draft_length.parts import Model, Stepping
+from specdec_mlx.draft_length.chances import (
+    EDGES,
+    NUM_WEIGHTS,
+    PLACES,
+    PRIORS,
+    VARIANCE,
+    Chances,
+    class_of,
+)
+from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.growing import Marginals, TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -189,7 +197,7 @@ def test_what_was_right_is_learned() -> None:
     for text, deeper in (([1], False), ([1, 0], True), ([2, 1], False)):
         _, draws = point_masses(logits, 99, branches=2)
         draws.tree.learn(text)
-        odds = draws.tree.known.odds
+        odds = [weight[0] for weight in draws.tree.known.weights]
         likeliest, second = class_of("confidence", 0.5), class_of("rank", 1)
         assert odds[likeliest] < before[likeliest]
         assert (odds[second] > before[second]) == (text[0] == 1)
@@ -246,7 +254,7 @@ def decided() -> Chances:
     for confidence in EDGES["of a draw"][1:]:
         odds[class_of("of a draw", confidence)] = 2 * np.log(confidence / (1 - confidence))
     odds[class_of("rank", 1)] = -0.5
-    return Chances(odds)
+    return Chances([[one, VARIANCE] for one in odds])
 
 
 def drawn_trees(source: Source, limit: int) -> Iterator[tuple[float, Draft]]:
@@ -501,5 +509,6 @@ def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> N
     length = Auto()
     items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
     assert spoken(items).deviation(plain) < TOLERANCE
-    accounts = {type(account) for account in length._parts.values()}
-    assert accounts == {Stepping if name == "qwen3_5" else Model}
+    (part,) = length._parts.values()
+    assert isinstance(part, Model)
+    assert part.can_stop == (name == "qwen3_5")

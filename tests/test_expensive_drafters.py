@@ -164,10 +164,10 @@ def test_plain_rounds_that_a_look_up_waits_for_are_not_taken_by_a_model() -> Non
     parts = {"look-up": look_up(2), "model": model(at_random(0.8), 0.15)}
     world, policy = World(PASS, parts), Auto()
     world.run(policy, 100)
-    while not policy.stairs().needs_plain:
+    while not policy.prices.stairs.needs_plain:
         world.run(policy, 1)
     assert drafted(world.run(policy, 3)) == [0, 0, 0]
-    assert not policy.stairs().needs_plain
+    assert not policy.prices.stairs.needs_plain
 
 
 def test_prices_are_known_of_a_model_that_drafts_only_between_look_ups() -> None:

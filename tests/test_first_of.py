@@ -234,7 +234,7 @@ def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_
     useless = Told("useless", lambda start, limit: [100] * limit, cheap=False)
     alone, both = billed(cheap), billed(cheap, useless)
     assert alone.seconds < 1900
-    assert both.num_expensive > 5
+    assert both.num_expensive > 2
     account = BUDGET + EXPLORATION * both.seconds
     assert both.seconds <= alone.seconds + 2 * account
 
@@ -420,7 +420,7 @@ def test_the_draft_that_is_worth_most_wins_and_of_equal_ones_the_first(order: in
     steps.further.extend([0.5] * 2)
     policy.limit("model", cheap=False)
     assert not policy.outbids("model")
-    steps.restore({"first": [0.01] * 7, "further": [0.01] * 7, "reading": []})
+    steps.first.extend([0.01] * 7)
     wrong = Draft([3] * 4, evidence=[Evidence(1, share=1)] * 4)
     for _ in range(15):
         policy.tuning.of("weak").chances.learn([Evidence(1, share=1)] * 4, [False] * 4)

@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 from exact import TARGET, Rounds, Source
 from selection import cases
-from specdec_mlx.draft_length.parts import Stepping
+from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
@@ -27,6 +27,7 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.types import (
+    MOST_WAITING,
     Draft,
     DraftContext,
     Evidence,
@@ -250,5 +251,5 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
     coins = Coins(1)
     assert text(drafter(kind), coins) == text(None, 0)
     (part,) = coins._parts.values()
-    assert isinstance(part, Stepping)
-    assert part.reads_target == (kind != "pard")
+    assert isinstance(part, Model)
+    assert (part.most_unread == MOST_WAITING) == (kind != "pard")

@@ -35,8 +35,8 @@ from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.chips import Curve
-from specdec_mlx.draft_length.parts import FEW, LENGTHS, LONGEST, REST, Stepping
+from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, READING, REST, Model
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.drawing import Pace
@@ -146,7 +146,7 @@ class Timed:
 
 def stepping(
     session: Any, slope: float = 0.2, context: int = 0
-) -> tuple[Auto, Stepping, Callable[[int], Draft]]:
+) -> tuple[Auto, Model, Callable[[int], Draft]]:
     """A draft length that has measured plain rounds, its part for a session, and how to ask it."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
     auto.prices.clock = lambda: session.now
@@ -154,7 +154,8 @@ def stepping(
     know(auto.tuning.of("it"), session.step)
     ask = auto.begin("it", session, lambda: False)
     part = auto._parts["it"]
-    assert isinstance(part, Stepping)
+    assert isinstance(part, Model)
+    assert part.can_stop
     return auto, part, ask
 
 
@@ -506,10 +507,9 @@ def test_a_draft_goes_on_while_the_next_tokens_are_worth_their_step(
     assert found is (Step.STOP_AFTER if best == length else expected)
 
 
-def waited(session: Timed, context: int, num_rounds: int = 600, **known: float) -> tuple[Any, ...]:
+def waited(session: Timed, context: int, num_rounds: int = 600) -> tuple[Any, ...]:
     """Plain rounds until a model that has read nothing is asked; then as `stepping`."""
     auto, part, ask = stepping(session, slope=0.02, context=context)
-    part.learned.steps.reading.extend(known.values())
     rounds = 0
     while not auto.limit("it", False) and rounds < num_rounds:
         plain(auto, 1, context)
@@ -517,42 +517,34 @@ def waited(session: Timed, context: int, num_rounds: int = 600, **known: float) 
     return rounds, auto, part, ask
 
 
-@given(st.floats(0.001, 0.1), st.floats(0.02, 0.3))
+@given(st.integers(10, 4000), st.floats(0.02, 0.3))
 @settings(max_examples=30, deadline=None)
-def test_a_prompt_is_read_once_the_text_would_have_saved_as_much(
-    reading: float, step: float
-) -> None:
+def test_a_prompt_is_read_once_the_text_would_have_saved_as_much(context: int, step: float) -> None:
     """The ski rental rule: not before its gain and the account would have paid for it, and soon
     after, so that twice what was needed is paid at most.
     """
-    rounds, _, part, _ = waited(Timed(step, reading), 2000, reading=reading)
-    cost = 2000 * reading
+    rounds, _, part, _ = waited(Timed(step), context)
+    cost = context * READING * step if context > LONGEST + 1 else 0.0
 
     def saved(rounds: int) -> float:
         return part.gain * rounds + min(2 * BUDGET, BUDGET + EXPLORATION * rounds)
 
     if rounds < 600:
-        assert cost <= saved(rounds)
+        assert cost <= saved(rounds + 3) + 1e-6  # three plain rounds came before
     if rounds > REST:
-        assert cost + part.learned.steps(1) > saved(rounds - REST - 1)
+        assert cost + 1.0 > saved(rounds - REST - 1)
 
 
-def test_what_reading_costs_is_measured_as_it_is_read_and_guessed_before() -> None:
-    """A guess goes by a draft step, which of a small model is mostly overhead. Of a few tokens the
-    time says nothing.
-    """
-    rounds, auto, part, ask = waited(Timed(0.2, 0.001, 10_000), 10_000)
-    assert rounds > 10
-    ask(4)
-    assert part.learned.steps.reading[-1] == pytest.approx(0.001)
-    assert part.learned.steps.first[-1] == pytest.approx(0.2)
-    auto.record(RoundRecord(4, 4, 5, 5, [1] * 5, 2.0, part="it", context=10_000))
-    for missed, num_known in ((FEW - 1, 1), (FEW, 2)):
-        part.num_missed, part.rest = missed, 0
-        assert auto.limit("it", False)
+def test_a_step_that_reads_is_not_taken_for_the_cost_of_a_step() -> None:
+    """The clock tells them apart no more; steps of later rounds are measured."""
+    _, auto, part, ask = waited(Timed(0.2, 0.01, 100), 100)
+    known = [*part.learned.steps.first]
+    for _ in range(2):
         ask(4)
-        assert len(part.learned.steps.reading) == num_known
-        auto.record(RoundRecord(4, 4, 5, 5, [1] * 5, 2.0, part="it", context=10_000))
+        assert [*part.learned.steps.first] == known
+        auto.record(RoundRecord(4, 4, 5, 5, [1] * 5, 2.0, part="it", context=100))
+        part.rest = 0
+        known = [*known, pytest.approx(0.2)]
 
 
 def test_a_model_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
@@ -561,22 +553,21 @@ def test_a_model_that_reads_along_need_not_wait_for_a_long_prompt() -> None:
     class Seeing(Timed):
         def see(self, features: Any) -> None: ...
 
-    alone, along = (waited(kind(0.1), 10_000, reading=0.004)[0] for kind in (Timed, Seeing))
+    alone, along = (waited(kind(0.1), 10_000)[0] for kind in (Timed, Seeing))
     assert along < 3 < alone
 
 
 def test_reading_that_was_tried_on_account_is_booked() -> None:
     """A model that never paid reads where its budget stands it, and has spent it then."""
-    session = Timed(0.3, 0.001, 1000, confidence=0.01)
-    auto, part, ask = stepping(session, slope=1.0, context=1000)
-    part.learned.steps.reading.append(0.001)
+    session = Timed(0.3, 0.001, 30, confidence=0.01)
+    auto, part, ask = stepping(session, slope=1.0, context=30)
     assert auto.limit("it", False)
     account = part.learned.account
     before = account.budget
     assert not len(ask(4))
-    auto.record(RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=1000))
-    assert account.budget == pytest.approx(before - 1.0 - 0.3 + EXPLORATION)
-    assert part.num_missed == 0
+    auto.record(RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=30))
+    assert account.budget == pytest.approx(before - 30 * READING * 0.3 - 0.3 + EXPLORATION)
+    assert part.unread == 0
     assert not auto.limit("it", False)  # it rests
 
 

@@ -24,7 +24,7 @@ from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
-from specdec_mlx.draft_length.chips import Curve
+from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
@@ -119,7 +119,8 @@ def test_of_each_drafter_its_first_chain_is_scored() -> None:
     auto.grow("tree", drafts, lambda: True)
     auto.record(RoundRecord(3, 0, 1, 4, tokens=[7], part="b"))
     for key, evidence, untouched in (("a", first, second), ("b", second, first)):
-        odds, before = auto.tuning.of(key).chances.odds, PRIORS["look-up"]
+        odds = [weight[0] for weight in auto.tuning.of(key).chances.weights]
+        before = PRIORS["look-up"]
         assert (odds[classes_of(evidence)[0]] > before[classes_of(evidence)[0]]) == (key == "b")
         assert odds[classes_of(untouched)[0]] == before[classes_of(untouched)[0]]
 

@@ -364,8 +364,8 @@ class BatchGeneration:
         if self._shared is not None:
             width = max(len(round_.draft) for _, round_ in current)
             tokens = [len(outcome.tokens) for _, outcome in outcomes]
-            pace = self.pace
-            self._shared.record(width, tokens, pace.seconds, steady=pace.is_steady, lengths=lengths)
+            rows = [*zip(lengths, tokens, strict=True)]
+            self._shared.record(width, rows, self.pace.seconds, steady=self.pace.is_steady)
         return outcomes
 
     def _leave(self, passes: Passes) -> None:

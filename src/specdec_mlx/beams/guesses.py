@@ -10,13 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.beams.steps import Beam, Tokens
-from specdec_mlx.draft_length.rows import SharedLength
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.options import whole
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import begin_session, check_draft
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, Forks
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, Forks, RoundRecord
 from specdec_mlx.types.trees import children_of, path_to
 
 
@@ -99,11 +99,11 @@ class GuessLength:
     counts once, and a pass costs what it costs with all its rows.
     """
 
-    shared: SharedLength
+    length: Auto
 
     def limit(self) -> int:
         """Steps to guess now."""
-        return self.shared.model("").limit()
+        return self.length.limit("", cheap=False)
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
         """Learn from a pass.
@@ -114,10 +114,11 @@ class GuessLength:
             seconds: from the reading of the pass before.
             steady: whether it had the rows of the one before it.
         """
-        unseen = self.shared.tuning.of("").unseen
-        right = [i < num_steps - 1 for i in range(min(num_steps, num_guessed))]
-        unseen.learn([0] * len(right), right)
-        self.shared.record(num_guessed, [num_steps], seconds, steady=steady)
+        right = min(num_steps - 1, num_guessed)
+        round_ = RoundRecord(
+            num_guessed, right, num_steps, 1 + num_guessed, (), seconds, steady=steady
+        )
+        self.length.record(round_)
 
 
 @dataclass(frozen=True)
@@ -153,5 +154,5 @@ def guess_length_for(
     learned = _learned(model)
     if num_beams not in learned:
         tuning = Tuning.for_model(model)
-        learned[num_beams] = GuessLength(SharedLength(tuning))
+        learned[num_beams] = GuessLength(Auto(tuning))
     return learned[num_beams]

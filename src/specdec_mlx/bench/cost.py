@@ -14,7 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.draft_length.chips import CURVES
+from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise

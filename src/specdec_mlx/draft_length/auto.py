@@ -7,9 +7,8 @@ going rate:
 
 a_i the chance that token i is accepted if those before it were (`chances`), costs in plain rounds
 (`costs`), and rate the tokens that a plain round's time has lately brought, at least 1. The largest
-value wins; that is the marginal rule of an economic optimum, and at K = 0 it is plain decoding.
-
-Each drafter in a generation is a part (`parts`), which knows its chances and its account.
+value wins (`Prices.best`); at K = 0 that is plain decoding. Each drafter in a generation is a part
+(`parts`), which knows its chances and its account.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from dataclasses import dataclass, field
 from math import inf
 
 from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import Staircase
-from specdec_mlx.draft_length.parts import LookUp, Model, Prices, Stepping
+from specdec_mlx.draft_length.parts import LookUp, Model, Prices
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.types import (
+    MOST_WAITING,
     NO_DRAFT,
     ROOT,
     Draft,
@@ -35,16 +34,13 @@ from specdec_mlx.types import (
 )
 from specdec_mlx.types.trees import chain
 
-RATE_DECAY = 0.95
-"""Decay of the moving sums that the going rate is the ratio of, per round."""
-
 Ask = Callable[[int], Draft]
 """Asks a session for a draft of at most so many tokens."""
 
 
 @dataclass
 class Auto:
-    """As many tokens as pay, 0 included.
+    """As many tokens as pay, 0 included; see `types.ValuesDrafts`.
 
     tuning: what was learned before, by the key of the part; goes on learning. prices: as of the
     latest round.
@@ -56,30 +52,21 @@ class Auto:
 
     def __post_init__(self) -> None:
         """Begin at the rate of the last text, which a few rounds can outweigh."""
-        self._tokens, self._cost = self.tuning.tokens / 2, self.tuning.cost / 2
-        self.prices = Prices(self.tuning.stairs())
-        self._update()
-
-    def stairs(self) -> Staircase:
-        """Costs of passes at the present context."""
-        return self.tuning.stairs(self.prices.context)
-
-    def _update(self) -> None:
-        """Take over what the last round has changed."""
-        rate = self._tokens / self._cost if self._cost else 1.0
-        self.prices.update(self.stairs(), rate if rate > 1.0 else 1.0)
+        tokens, spent = self.tuning.tokens / 2, self.tuning.cost / 2
+        self.prices = Prices(self.tuning.stairs(), tokens, spent)
+        self.prices.update(self.prices.stairs)
 
     def begin(self, part: str, session: DraftSession, may_fork: Callable[[], bool]) -> Ask:
-        """Expect a session, and see what it can do; see `types.ValuesDrafts`."""
+        """Expect a session; the way to ask it."""
         if isinstance(session, ProposesTrees):
             self._part(part, LookUp)
             return lambda limit: session.propose_tree(limit, self, may_fork)
         forks = isinstance(session, DraftsTrees) and session.forks and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            stepping = Stepping(self.prices, self.tuning.of(part))
-            stepping.reads_target = isinstance(session, SeesTarget)
-            self._parts[part] = stepping
-            return lambda limit: stepping.ask(session, limit)
+            unread = MOST_WAITING if isinstance(session, SeesTarget) else inf
+            model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)
+            self._parts[part] = model
+            return lambda limit: model.ask(session, limit)
         return session.propose
 
     def _part(self, part: str, kind: type[LookUp]) -> LookUp:
@@ -98,7 +85,7 @@ class Auto:
         return self._parts[part].cut(draft) if len(draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
-        """The draft that is worth most, cut to its length; see `types.ValuesDrafts`."""
+        """The draft that is worth most, cut to its length."""
         best, chosen, self._chosen_gain = NO_DRAFT, drafts[0][0], 0.0
         for key, draft in drafts:
             part = self._parts[key]
@@ -108,13 +95,13 @@ class Auto:
         return chosen, best
 
     def outbids(self, part: str) -> bool:
-        """True if a draft model promises more than what was chosen; see `types.ValuesDrafts`."""
+        """True if a draft model promises more than the draft that was chosen last."""
         return self._parts[part].gain > self._chosen_gain
 
     def grow(
         self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
-        """The chain or the tree that is worth most; see `types.ValuesDrafts`."""
+        """The chain, or the tree of all chains' prefixes, that is worth most."""
         best, self._chosen_gain = NO_DRAFT, 0.0
         firsts = dict(reversed(drafts))  # the first one of each drafter is scored
         for key in firsts:
@@ -137,32 +124,24 @@ class Auto:
         return best
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """Price of further draft tokens, in tokens; see `types.ValuesDrafts`."""
-        prices = self.prices
-        if with_more > prices.most:
+        """Price of further draft tokens, in tokens; infinite for a pass that cannot be tried."""
+        if with_more > self.prices.most:
             return inf
-        return prices.rate * (prices.cost(with_more) - prices.cost(num_drafted))
+        return self.prices.rate * (self.prices.cost(with_more) - self.prices.cost(num_drafted))
 
     def record(self, round_: RoundRecord) -> None:
-        """Learn cost and acceptance from a round, and the going rate; settle the accounts."""
+        """Learn cost and acceptance from a round, and the going rate."""
         prices, cost = self.prices, 1.0
-        drafting = self._parts[round_.part] if round_.drafted else None
-        if drafting is not None:
-            cost = drafting.settle(round_)
-        for part in self._parts.values():
-            cost += part.follow(round_, part is drafting)
-        if drafting is None and cost == 1.0 and round_.steady:
+        for key, part in self._parts.items():
+            cost += part.record(round_, round_.drafted > 0 and key == round_.part)
+        if not round_.drafted and cost == 1.0 and round_.steady:
             prices.stairs.add(round_.fed, round_.seconds)
-        self._tokens = RATE_DECAY * self._tokens + round_.emitted
-        self._cost = RATE_DECAY * self._cost + cost
-        self.tuning.tokens, self.tuning.cost = self._tokens, self._cost
         prices.context = round_.context
-        if round_.tokens:
-            prices.latest = round_.tokens[-1]
-        self._update()
+        prices.update(self.tuning.stairs(prices.context), round_.emitted, cost)
+        self.tuning.tokens, self.tuning.cost = prices.tokens, prices.spent
 
     def wants_timing(self, num_drafted: int) -> bool:
-        """True if seconds are needed that a slow caller would hide; see `types.ValuesDrafts`."""
+        """True if seconds are needed that a slow caller would hide."""
         if num_drafted == 0:
             return self.prices.stairs.needs_plain
         return 1 + num_drafted not in self.prices.stairs.ratios

@@ -1,22 +1,33 @@
-"""Costs: of a pass by the number of its rows, a staircase; of drafting, by the number of steps."""
+"""Costs: of a pass by the number of its rows, a staircase; of drafting, by the number of steps.
+
+A quantized product reads the weights once for a few rows and then in tiles, of 32 rows, or of 64 on
+chips with neural accelerators. `chips.tsv` has what others measured on Apple's.
+"""
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_left
+import re
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median_low
-from typing import Any
+from pathlib import Path
+from statistics import median_low, mode
+from typing import Any, NamedTuple
 
-from specdec_mlx.draft_length.chips import MILDEST, WIDTHS, Curve
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
+"""Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
+for machines without tiles. A draft of K tokens is K + 1 rows."""
 
 NUM_SAMPLES = 7
 """Measurements that a median is taken over: other programs use the machine too."""
 
 NUM_PLAIN = NUM_SAMPLES // 2
-"""Plain rounds that are measured before anything is drafted, and after `EXPIRES` without one."""
+"""Plain rounds measured before anything is drafted, and after `EXPIRES` without one."""
 
 EXPIRES = 256
 """Rounds after which a measurement of the least recently used width is dropped."""
@@ -31,14 +42,62 @@ MOST_EXPENSIVE = 1.5
 """Bound of a draft step's cost, in plain rounds: none pays above it."""
 
 UNKNOWN_STEP = 0.25
-"""Cost of a draft step that was not measured, in plain rounds."""
+"""Cost of a draft step before it was measured, in plain rounds."""
 
 PRIOR_WEIGHT = 0.1
 """Weight of each point of the prior, in measurements."""
 
 
+class Curve(NamedTuple):
+    """Costs of passes on one machine: points (rows, cost), straight lines between and beyond them.
+
+    fits: regular expression of the chips and weights that it is the prior of.
+    """
+
+    points: tuple[tuple[int, float], ...]
+    fits: str = ""
+
+    def __call__(self, rows: int) -> float:
+        """Cost of a pass over `rows` >= 1."""
+        i = min(max(1, bisect_right(self.points, (rows, 0.0))), len(self.points) - 1)
+        (m0, c0), (m1, c1) = self.points[i - 1 : i + 1]
+        return c0 + (c1 - c0) * (rows - m0) / (m1 - m0)
+
+
+def _read() -> dict[str, Curve]:
+    curves = {}
+    for line in Path(__file__).with_name("chips.tsv").read_text(encoding="utf-8").splitlines()[3:]:
+        name, costs, tile, fits, *_ = line.split("\t")
+        points = [(int(m), float(cost)) for m, cost in (pair.split(":") for pair in costs.split())]
+        (_, most), size = points[-1], int(tile)
+        for n in range(2, 5 if size else 2):
+            points += [((n - 1) * size + 1, n * most), (n * size, n * most)]
+        curves[name] = Curve(tuple(points), fits)
+    return curves
+
+
+CURVES = _read()
+"""By the names that `replay --cost` takes."""
+
+MILDEST = CURVES["mildest"]
+"""Where nothing is known of a machine; two measurements correct it."""
+
+
+def prior_for(model: nn.Module) -> Curve:
+    """The curve of the chip nearest to this one, for weights and layers like this model's."""
+    layers = model.modules()
+    packed = [layer for layer in layers if hasattr(layer, "bits")]
+    kinds = [f"{layer.bits} {getattr(layer, 'mode', 'affine')}" for layer in packed]
+    kind = mode(kinds) if kinds else "float"
+    if any("Switch" in type(layer).__name__ for layer in layers):
+        kind = "experts"
+    machine = f"{mx.device_info().get('device_name', '')} {kind}".removeprefix("Apple ")
+    fitting = (curve for curve in CURVES.values() if re.fullmatch(curve.fits, machine))
+    return next(fitting, MILDEST)
+
+
 def new_samples() -> deque[float]:
-    """The latest measurements of one thing."""
+    """The latest measurements of one cost."""
     return deque(maxlen=NUM_SAMPLES)
 
 
@@ -46,29 +105,28 @@ def new_samples() -> deque[float]:
 class Staircase:
     """Cost of a pass over m rows, in passes over one row.
 
-    An isotonic fit (pool adjacent violators) through the measurements and the prior. The prior's
-    excess over one row is scaled by what was measured, so that two widths correct all others.
+    An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
+    the measured one, so that two widths correct all others.
 
-    prior: the machine's. plain: seconds of passes over one row. ratios: rows -> measured costs.
-    fitted: rows -> cost, of every width in `WIDTHS` and every measured one. seconds: of a pass over
-    one row. needs_plain: True while plain rounds are to be measured before a ratio means
-    anything. first_rows: of the widest pass at first.
+    prior: the machine's. first_rows: of the widest pass at first. plain: seconds of passes over one
+    row, and seconds their median. ratios: rows -> measured costs. needs_plain: True until enough
+    plain rounds were measured. fitted: rows -> cost.
     """
 
     prior: Curve = MILDEST
+    first_rows: int = FIRST_ROWS
     plain: deque[float] = field(default_factory=new_samples)
     ratios: dict[int, deque[float]] = field(default_factory=dict)
-    first_rows: int = FIRST_ROWS
+    seconds: float = 0.0
+    needs_plain: bool = True
+    fitted: dict[int, float] = field(default_factory=dict)
+    _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _num_rounds: int = 0
+    _saw_plain: bool = True
 
     def __post_init__(self) -> None:
         """Fit the prior."""
-        self.seconds = 0.0
-        self.needs_plain = True
-        self._num_rounds = 0
-        self._saw_plain = True
-        self._measured: dict[int, tuple[float, int, float]] = {}
-        self._prior = {m: self.prior(m) for m in (1, *WIDTHS, *self.prior.steps())}
-        self.fitted: dict[int, float] = {}
+        self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -88,6 +146,11 @@ class Staircase:
             self.ratios[rows] = samples  # the latest stands last
             self._fit(rows)
 
+    def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
+        """Take over the measured ratios of another one, or out of a file."""
+        self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
+        self._fit(*self.ratios)
+
     def _forget(self) -> None:
         """Drop the oldest measurement of the least recently used width, and stale plain rounds."""
         if not self._saw_plain:
@@ -100,11 +163,7 @@ class Staircase:
             self._fit(rows)
 
     def most_rows(self) -> int:
-        """Rows of the widest pass that may be tried.
-
-        Few until two passes were measured, then four times the widest one; 1 while plain rounds
-        are to be measured.
-        """
+        """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
         if self.needs_plain:
             return 1
         if sum(map(len, self.ratios.values())) < 2:
@@ -115,62 +174,40 @@ class Staircase:
         """Cost of a pass over `rows` >= 1, in passes over one; never falling."""
         if rows in self.fitted:
             return self.fitted[rows]
-        known = list(self.fitted)
-        i = min(bisect_left(known, rows), len(known) - 1)
-        (m0, m1), (c0, c1) = known[i - 1 : i + 1], list(self.fitted.values())[i - 1 : i + 1]
-        return c0 + (c1 - c0) * (rows - m0) / (m1 - m0)
+        return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
 
     def _fit(self, *changed: int) -> None:
-        """Fit anew, where that changes anything."""
-        prior, weight, before = self._prior, PRIOR_WEIGHT, dict(self._measured)
+        """Fit anew after the measurements of some widths changed."""
+        excess, before = self._excess, dict(self._measured)
         for rows in changed:
-            samples = self.ratios.get(rows)
+            samples, prior = self.ratios.get(rows), excess.setdefault(rows, self.prior(rows) - 1.0)
             if samples:
-                ratio, excess = median_low(samples), (prior.get(rows) or self.prior(rows)) - 1.0
-                if len(samples) == 1:
-                    ratio = min(ratio, 1.0 + FIRST_EXCESS * excess)
-                self._measured[rows] = ratio, len(samples), excess
+                bound = rows if len(samples) > 1 else FIRST_EXCESS * prior
+                self._measured[rows] = min(median_low(samples), 1.0 + bound), len(samples)
             else:
                 self.ratios.pop(rows, None)
                 self._measured.pop(rows, None)
         if self.fitted and self._measured == before:
             return
-        told = expected = weight * (prior[FIRST_ROWS] - 1.0)
-        for ratio, num, excess in self._measured.values():
-            told += num * (ratio - 1.0)
-            expected += num * excess
-        scale = max(0.0, told / expected) if expected > 0 else 1.0
-        points = {m: (1.0 + scale * (cost - 1.0), weight) for m, cost in prior.items()}
-        for rows, (ratio, num, excess) in self._measured.items():
-            cost = weight * (1.0 + scale * excess) + num * ratio
-            points[rows] = cost / (weight + num), weight + num
-        known = sorted(points)
-        self.fitted = dict(zip(known, isotonic([points[m] for m in known]), strict=True))
-
-    def as_dict(self) -> dict[str, Any]:
-        """The ratios, ready for JSON; seconds are of today's machine and stay here."""
-        return {str(rows): list(samples) for rows, samples in self.ratios.items()}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `as_dict` gave. Raises ValueError for anything else."""
-        for rows, ratios in saved.items():
-            if ratios:
-                self.ratios[int(rows)] = deque(finite(ratios), maxlen=NUM_SAMPLES)
-        self._fit(*self.ratios)
+        measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
+        for rows, (ratio, num) in self._measured.items():
+            measured += num * (ratio - 1.0)
+            expected += num * excess[rows]
+        scale = max(0.0, measured / expected) if expected > 0 else 1.0
+        points = []
+        for rows in sorted(excess):
+            ratio, num = self._measured.get(rows, (1.0, 0))
+            cost = PRIOR_WEIGHT * (1.0 + scale * excess[rows]) + num * ratio
+            points.append((cost / (PRIOR_WEIGHT + num), PRIOR_WEIGHT + num))
+        self.fitted = dict(zip(sorted(excess), isotonic(points), strict=True))
 
 
 @dataclass
 class Steps:
-    """Cost of drafting besides the target's passes, in plain rounds.
-
-    first: up to the draft's first token, with no more to read than a round's tokens. further: of
-    each token after it, next to nothing where a draft is one pass. reading: of a token of the text,
-    the latest.
-    """
+    """Cost of drafting, in plain rounds: of the first token, and of each further one."""
 
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
-    reading: deque[float] = field(default_factory=new_samples)
 
     def add(self, samples: deque[float], step: float) -> None:
         """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
@@ -187,26 +224,12 @@ class Steps:
             return 0.0
         return median_low(self.first or (self.step,)) + (num_steps - 1) * self.step
 
-    def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
-        return {name: list(samples) for name, samples in vars(self).items()}
-
-    def restore(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `as_dict` gave. Raises ValueError for anything else."""
-        for name, samples in vars(self).items():
-            samples.extend(finite(saved[name]))
-
-
-def finite(values: Sequence[Any], length: int | None = None) -> list[float]:
-    """Numbers out of a file. Raises ValueError for what is none, and for another number of them."""
-    found = [float(value) for value in values]
-    if not all(map(math.isfinite, found)) or length not in (None, len(found)):
-        raise ValueError(f"expected {length or 'some'} finite numbers, got {found}")
-    return found
-
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:
-    """The never-falling costs, at least 1, nearest to points (cost, weight)."""
+    """The never-falling costs, at least 1, nearest to points (cost, weight).
+
+    By pooling adjacent violators.
+    """
     blocks: list[tuple[float, float, int]] = []  # cost, weight, number of points
     for cost, weight in points:
         number = 1

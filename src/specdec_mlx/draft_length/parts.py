@@ -1,8 +1,7 @@
 """One drafter in one generation: what its drafts are worth, and what they cost.
 
-A look-up is free to ask: each of its drafts is scored against what came, verified or not, so that
-the drafter is used again once a text becomes predictable. A drafter that costs time tells nothing
-until it is paid for: its losses are bounded by an account (`store.Account`).
+A look-up is free to ask, and each of its drafts is scored against what came, verified or not. A
+drafter that costs time tells nothing until it is paid for: its losses are bounded by an account.
 """
 
 from __future__ import annotations
@@ -10,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from math import inf
 from operator import mul
-from statistics import median_low
 from time import perf_counter
 
-from specdec_mlx.draft_length.chances import Scored, told
-from specdec_mlx.draft_length.chips import WIDTHS
-from specdec_mlx.draft_length.costs import Staircase
+from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import Learned
-from specdec_mlx.types import MOST_WAITING, Draft, Evidence, RoundRecord, Step, Stepwise
+from specdec_mlx.types import Draft, Evidence, RoundRecord, Step, Stepwise
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 """Draft lengths that are chosen from."""
@@ -32,32 +30,29 @@ PREDICTABLE = 0.4
 REST = 8
 """Rounds without asking a drafter that costs time, after one in which it was not worth it."""
 
-FEW = 64
-"""Tokens below which the time of reading them says nothing about one of them."""
-
-READING = 0.02
-"""Cost of reading a token, in draft steps, where it was not measured."""
+READING = 0.1
+"""Cost of reading a token of the text, in draft steps: on Macs reading is bound by arithmetic."""
 
 
-def free(num_steps: int) -> float:
-    """Cost of drafting with a look-up."""
-    return 0.0
+RATE_DECAY = 0.95
+"""Decay of the moving sums that the going rate is the ratio of, per round."""
 
 
 @dataclass
 class Prices:
     """Costs of passes and the worth of a token, as of the latest round.
 
-    rate: tokens that a plain round's time has lately brought. most: longest draft that may be
-    tried. context: positions on the caches. latest: the text's last token, None at first. clock:
-    seconds.
+    tokens, spent: decaying sums over rounds, whose ratio is the going rate: tokens that a plain
+    round's time has lately brought, at least 1. most: longest draft that may be tried. context:
+    positions on the caches.
     """
 
     stairs: Staircase
+    tokens: float = 0.0
+    spent: float = 0.0
     rate: float = 1.0
     most: int = 0
     context: int = 0
-    latest: int | None = None
     clock: Callable[[], float] = perf_counter
     _fitted: dict[int, float] = field(default_factory=dict)
 
@@ -65,9 +60,13 @@ class Prices:
         """Cost of the pass over a draft of so many tokens, in plain rounds."""
         return self.stairs(1 + length)
 
-    def update(self, stairs: Staircase, rate: float) -> None:
-        """Take over what the last round has changed."""
-        self.stairs, self.rate = stairs, rate
+    def update(self, stairs: Staircase, tokens: float = 0.0, cost: float = 0.0) -> None:
+        """Take over present costs, and what a round has brought at which cost."""
+        if cost:
+            self.tokens = RATE_DECAY * self.tokens + tokens
+            self.spent = RATE_DECAY * self.spent + cost
+        self.stairs, rate = stairs, self.tokens / self.spent if self.spent else 1.0
+        self.rate = rate if rate > 1.0 else 1.0
         if self._fitted is not stairs.fitted or self.most <= 0:
             self._fitted, self.most = stairs.fitted, stairs.most_rows() - 1
         elif stairs.needs_plain:
@@ -76,16 +75,14 @@ class Prices:
     def best(
         self,
         reaches: Sequence[float],
-        drafting: Callable[[int], float] = free,
+        steps: Callable[[int], float] | None = None,
         drafted: int = 0,
         most: int | None = None,
     ) -> tuple[int, float]:
-        """The length of the largest value, and what it is worth beyond plain decoding, in tokens.
+        """The length of the largest value, and its gain over plain decoding, in tokens.
 
-        Args:
-            reaches: of each token the chance that it is accepted, those before it included.
-            drafting: cost of so many draft steps. drafted: tokens whose steps are paid already.
-            most: longest draft; None for what may be tried.
+        reaches: of each token the chance that it and all before it are accepted. steps: cost of so
+        many draft steps. drafted: tokens whose steps are paid already. most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
         whole, costs, rate = len(reaches), self._fitted, self.rate
@@ -93,8 +90,8 @@ class Prices:
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
                 cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
-                if drafting is not free:
-                    cost += drafting(max(length, drafted)) - drafting(drafted)
+                if steps is not None:
+                    cost += steps(max(length, drafted)) - steps(drafted)
                 value = tokens - rate * (cost - 1.0)
                 if value > gain:
                     best, gain = length, value
@@ -103,28 +100,31 @@ class Prices:
         return best, gain
 
 
-def verdict_of(round_: RoundRecord) -> list[bool]:
-    """Of each token of a chain that was judged, True if it was accepted."""
-    return [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
-
-
 @dataclass(eq=False)
 class LookUp:
     """A drafter that is free to ask.
 
-    learned: outlives the generation. scored: the draft that is compared with what comes. gain: what
-    its next draft is expected to bring beyond plain decoding, in tokens.
+    learned: outlives the generation. gain: of its next draft over plain decoding, in tokens.
+    latest: the text's last token. scored, evidence: a draft that is compared with what comes, from
+    `place` on, after `before`.
     """
 
     prices: Prices
     learned: Learned
-    scored: Scored | None = None
     gain: float = 0.0
+    latest: int | None = None
+    scored: Sequence[int] = ()
+    evidence: Sequence[Evidence | int] = ()
+    before: int | None = None
+    place: int = 0
 
     def __post_init__(self) -> None:
-        """How predictable this text is, is not known yet."""
+        """Doubt what is known: another text, and a slow machine may be quick again."""
         self.learned.chances.doubt()
         self.learned.unseen.doubt()
+        for samples in vars(self.learned.steps).values():
+            if len(samples) > 1:
+                samples.popleft()
 
     def limit(self) -> int:
         """Most tokens to ask for."""
@@ -132,142 +132,93 @@ class LookUp:
 
     def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
-        chances = self.learned.chances.of_draft(evidence, tokens, self.prices.latest)
+        chances = self.learned.chances.of_draft(evidence, tokens, self.latest)
         return [*accumulate(chances, mul)]
 
     def cut(self, draft: Draft) -> int:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
         tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
-        if kept or self.scored is None:  # an earlier draft goes on if this one is not verified
-            self.scored = Scored(tokens, evidence, self.learned.chances, self.prices.latest)
+        if kept or not self.scored:  # an earlier draft goes on if this one is not verified
+            self.scored, self.evidence = tokens, evidence
+            self.before, self.place = self.latest, 0
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
-    def settle(self, round_: RoundRecord) -> float:
-        """Learn from a round with its draft what that cost; the cost in plain rounds."""
+    def record(self, round_: RoundRecord, drafted: bool) -> float:
+        """Learn from a round, with its draft or another's; its cost beyond a plain round."""
+        if self.scored:
+            place, came = self.place, round_.tokens
+            own = self.scored[place : place + len(came)]
+            right = [mine == token for mine, token in zip(own, came, strict=False)]
+            if False in right:
+                del right[right.index(False) + 1 :]
+            self.learned.chances.learn(self.evidence[place:], right, own, self.before, place)
+            self.before, self.place = came[-1] if came else self.before, place + len(right)
+            if False in right or self.place == len(self.scored):
+                self.scored = ()
+        self.latest = round_.tokens[-1] if round_.tokens else self.latest
+        if not drafted:
+            return 0.0
         if round_.steady:
             self.prices.stairs.add(1 + round_.drafted, round_.seconds)
-        return self.prices.cost(round_.drafted)
-
-    def follow(self, round_: RoundRecord, drafted: bool) -> float:
-        """Go on by a round with its draft or another's; cost of steps that brought no draft."""
-        if self.scored is not None and self.scored.is_through(round_.tokens):
-            self.scored = None
-        return 0.0
+        return self.prices.cost(round_.drafted) - 1.0
 
 
 @dataclass(eq=False)
 class Model(LookUp):
-    """A drafter that costs time, and drafts as many tokens, or nodes, as it is asked for.
+    """A drafter that costs time, and that may stop in the middle of a draft by its own confidence.
 
-    rest: rounds until it is asked again. num_missed: tokens of the text that it has not read, None
-    for all.
+    AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) stop
+    at thresholds; here a token's value is compared with the measured cost of its step.
+
+    can_stop: True if its session is `Stepwise`. unread, most_unread: tokens of the text that it has
+    not read, None for all, and how many of them wait at most. charge: cost of reading them. rest:
+    rounds until it is asked again. num_refused: drafts in succession that were stopped at once.
+    reached: chance of the present draft to be accepted up to each token. spent: cost of its steps.
     """
 
+    can_stop: bool = False
+    most_unread: float = inf
+    unread: int | None = None
+    charge: float = 0.0
     rest: int = 0
-    num_missed: int | None = None
+    num_emitted: int = 0
+    num_refused: int = 0
+    reached: list[float] = field(default_factory=list)
+    spent: float = 0.0
+    _asked_at: float = 0.0
 
-    def __post_init__(self) -> None:
-        """Doubt what a step cost: a slow machine may be quick again."""
-        super().__post_init__()
-        for samples in vars(self.learned.steps).values():
-            if len(samples) > 1:
-                samples.popleft()
+    def num_unread(self) -> float:
+        """Tokens that it has to read besides a round's."""
+        if self.unread is None:
+            return min(self.prices.context, self.most_unread)
+        return min(self.unread, self.most_unread) if self.unread > LONGEST + 1 else 0
 
     def limit(self) -> int:
-        """The length of the largest value, or one token to find out, if it can be afforded."""
-        self.gain, steps = 0.0, self.learned.steps
-        if self.rest or not self.prices.most:
+        """The length of the largest value, or one token to find out, if it can be afforded.
+
+        Reading is paid on the account, or once the text so far would have saved as much, so that at
+        most twice what was needed is paid (the ski rental bound).
+        """
+        self.gain, steps, prices = 0.0, self.learned.steps, self.prices
+        if self.rest or not prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
         most = LONGEST if len(steps.first) > 1 else None  # what its passes cost alone is not known
-        length, self.gain = self.prices.best(reaches, steps, most=most)
+        length, self.gain = prices.best(reaches, steps, most=most)
         length = length or 1
-        loss = self.prices.cost(length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if not self.learned.account.stands(loss):
+        reading = READING * steps.step * self.num_unread()
+        self.charge = max(0.0, reading - self.gain * self.num_emitted)
+        loss = prices.cost(length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        if not self.learned.account.stands(loss + self.charge):
             self.rest = REST
             self.learned.unseen.doubt()
             return 0
-        return length
+        return min(LONGEST, prices.most) if self.can_stop else length
 
     def cut(self, draft: Draft) -> int:
-        """All of it: `limit` chose the length."""
+        """All of it: `limit` or `goes_on` chose the length."""
         return len(draft)
-
-    def settle(self, round_: RoundRecord) -> float:
-        """Learn what its draft cost and how far it was right; book what it brought."""
-        plain, cost = self.prices.stairs.seconds, self.prices.cost(round_.drafted)
-        if round_.steady and plain and self.has_read:
-            step = (round_.seconds / plain - cost) / round_.drafted
-            self.learned.steps.add(self.learned.steps.first, step)
-        verdict = verdict_of(round_)
-        self.learned.unseen.learn([0] * len(verdict), verdict)
-        cost += self.learned.steps(round_.drafted)
-        self.learned.account.add(round_.emitted - cost)
-        return cost
-
-    @property
-    def has_read(self) -> bool:
-        """True if it has not more to read than a round's tokens."""
-        return self.num_missed is not None and self.num_missed <= LONGEST + 1
-
-    def follow(self, round_: RoundRecord, drafted: bool) -> float:
-        """Earn this round's share of the time; rest where it is not worth asking."""
-        self.learned.account.earn()
-        self.rest = max(0, self.rest - 1)
-        if drafted:
-            self.num_missed = 0
-            if self.gain <= 0:
-                self.rest = REST
-        elif self.num_missed is not None:
-            self.num_missed += round_.emitted
-        return 0.0
-
-
-@dataclass(eq=False)
-class Stepping(Model):
-    """A drafter that can stop in the middle, by its own confidence.
-
-    AdaEDL (Agrawal et al. 2024), SpecDec++ (Huang et al. 2024) and DISCO (Mamou et al. 2024) do so
-    with thresholds; here a token's value is compared with its measured cost.
-
-    reads_target: True for a head. num_refused: drafts in succession that were stopped at once.
-    evidence, reached: of the draft in the making, and its chance to be accepted up to each token.
-    spent: cost of its steps so far. num_emitted: tokens of the text so far. charge: cost of reading
-    that the text so far has not made up for.
-    """
-
-    reads_target: bool = False
-    num_refused: int = 0
-    evidence: Sequence[Evidence] = ()
-    reached: list[float] = field(default_factory=list)
-    spent: float = 0.0
-    num_emitted: int = 0
-    charge: float = 0.0
-    _asked_at: float = 0.0
-
-    def limit(self) -> int:
-        """The longest draft, if its first tokens pay and can be afforded.
-
-        Reading what it has missed is paid once the text so far would have saved as much, so that
-        at most twice what was needed is paid (the ski rental bound), or on the account.
-        """
-        length, steps = super().limit(), self.learned.steps
-        if not length:
-            return 0
-        reading = median_low(steps.reading or (steps.step * READING,)) * self._missed()
-        self.charge = max(0.0, reading - self.gain * self.num_emitted)
-        if self.charge and not self.learned.account.stands(self.charge + steps(1)):
-            self.rest = REST
-            return 0
-        return min(LONGEST, self.prices.most)
-
-    def _missed(self) -> int:
-        """Tokens that it has to read besides a round's; of the target's states few wait."""
-        if self.has_read:
-            return 0
-        missed = self.prices.context if self.num_missed is None else self.num_missed
-        return min(missed, MOST_WAITING) if self.reads_target else missed
 
     def ask(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
@@ -279,55 +230,59 @@ class Stepping(Model):
         """Weigh the latest token and those that could follow it; see `types.Stepwise`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
         if not latest.is_free:
-            self._learn_cost(length)
+            self._learn_step(length)
         del self.reached[length - 1 :]  # of a token that was not taken, where a free one stands
         for i in range(len(self.reached), length):
             (chance,) = learned.chances.of_draft([evidence[i]], first=i)
             self.reached.append(chance * (self.reached[-1] if i else 1.0))
         self.evidence = evidence
-        follows = learned.chances if latest.is_free else learned.unseen
-        ahead = follows.of_draft(
-            [latest if latest.is_free else 0] * (LONGEST - length), first=length
+        guess, steps = (
+            (learned.chances, None) if latest.is_free else (learned.unseen, learned.steps)
         )
+        next_ones = [latest if latest.is_free else 0] * (LONGEST - length)
+        ahead = guess.of_draft(next_ones, first=length)
         reaches = [*self.reached[:-1], *accumulate(ahead, mul, initial=self.reached[-1])]
-        best, _ = self.prices.best(reaches, free if latest.is_free else learned.steps, length)
+        best, _ = self.prices.best(reaches, steps, length)
         if best > length:
             return Step.GO_ON
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
-    def _learn_cost(self, length: int) -> None:
-        """Learn what it took to get to the latest token."""
-        steps, plain, now = self.learned.steps, self.prices.stairs.seconds, self.prices.clock()
-        taken, self._asked_at = (now - self._asked_at) / plain, now
-        missed = self._missed()
-        if length > 1:
-            steps.add(steps.further, taken)
-        elif not missed:
-            steps.add(steps.first, taken)
+    def _learn_step(self, length: int) -> None:
+        """Learn the cost of the latest token; of the first one only if all was read."""
+        steps, now = self.learned.steps, self.prices.clock()
+        taken, self._asked_at = (now - self._asked_at) / self.prices.stairs.seconds, now
+        if length > 1 or not self.num_unread():
+            steps.add(steps.further if length > 1 else steps.first, taken)
         else:
-            if missed >= FEW:
-                steps.add(steps.reading, (taken - steps(1)) / missed)
             taken = steps(1)
         self.spent += taken
 
-    def settle(self, round_: RoundRecord) -> float:
-        """Learn what its pass cost, and what each token's evidence was worth."""
-        if round_.steady:
-            self.prices.stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
-        cost, verdict = self.prices.cost(round_.drafted) + self.spent, verdict_of(round_)
-        self.learned.account.add(round_.emitted - cost)
-        self.learned.chances.learn(self.evidence, verdict)
-        self.learned.unseen.learn([0] * len(verdict), verdict)
-        return cost
-
-    def follow(self, round_: RoundRecord, drafted: bool) -> float:
-        """Book steps that brought no draft, and reading that is not made up for."""
-        asked, lost = bool(self.evidence), 0.0 if drafted else self.spent
-        self.learned.account.add(-lost - self.charge * asked)
+    def record(self, round_: RoundRecord, drafted: bool) -> float:
+        """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
+        learned, stairs, extra = self.learned, self.prices.stairs, self.spent
+        learned.account.add()
+        self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        super().follow(round_, drafted or asked)
-        if asked:
+        if drafted:
+            cost, steps = self.prices.cost, learned.steps
+            verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
+            learned.unseen.learn([0] * len(verdict), verdict)
+            if self.can_stop:
+                learned.chances.learn(self.evidence, verdict)
+                if round_.steady:
+                    stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
+            elif round_.steady and stairs.seconds and not self.num_unread():
+                taken = round_.seconds / stairs.seconds - cost(round_.drafted)
+                steps.add(steps.first, taken / round_.drafted)
+            extra = extra if self.can_stop else steps(round_.drafted)
+            extra += cost(round_.drafted) - 1.0
+        if drafted or self.evidence:
+            learned.account.add((round_.emitted - 1) * drafted - extra - self.charge)
+            self.unread = 0
             self.num_refused = 0 if drafted else self.num_refused + 1
-            self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
-        self.evidence, self.spent = (), 0.0
-        return lost
+            rest = REST if self.gain <= 0 else min(REST, 2**self.num_refused - 2)
+            self.rest = max(self.rest, rest)
+        elif self.unread is not None:
+            self.unread += round_.emitted
+        self.evidence, self.spent, self.charge = (), 0.0, 0.0
+        return extra

@@ -1,4 +1,4 @@
-"""How many tokens to draft: the contract, a fixed number, a heuristic; and "auto" by name."""
+"""How many tokens to draft: a fixed number, a heuristic, and "auto" by name."""
 
 from __future__ import annotations
 
@@ -32,14 +32,7 @@ class Fixed:
 
 
 class Heuristic(Fixed):
-    """Two more after a draft accepted whole, one less otherwise, never below 1.
-
-    The schedule of Hugging Face's assisted generation; it knows nothing of costs.
-    """
-
-    def __init__(self, length: int = 5) -> None:
-        """Start with `length`."""
-        super().__init__(length)
+    """Two more after a draft accepted whole, one less otherwise, as in Hugging Face's library."""
 
     def record(self, round_: RoundRecord) -> None:
         """Follow the last verdict."""
@@ -49,41 +42,26 @@ class Heuristic(Fixed):
 
 
 def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = None) -> DraftLength:
-    """Policy for what a caller passed as `draft_length`.
+    """Policy for what a caller passed as `draft_length`; "auto" goes on with the tuning, if any.
 
-    Args:
-        choice: a number of tokens, "auto", "heuristic", or a policy, which is taken as it is.
-        tuning: what "auto" has learned so far and goes on learning; None begins anew.
-
-    Raises:
-        UnknownNameError: for a name that is none of these.
-        ValueError: for what is no int >= 0 and no policy, and a tuning that is none.
+    Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
         raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
     if isinstance(choice, str):
         if choice not in NAMES:
-            raise UnknownNameError(
-                f"Unknown draft_length {choice!r}. Known: an int >= 0, {', '.join(NAMES)}."
-            )
-        return Auto(tuning or Tuning()) if choice == "auto" else Heuristic()
+            known = f"Known: an int >= 0, {', '.join(NAMES)}."
+            raise UnknownNameError(f"Unknown draft_length {choice!r}. {known}")
+        return Auto(tuning or Tuning()) if choice == "auto" else Heuristic(5)
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice
     return Fixed(choice)  # type: ignore[arg-type]
 
 
 def parse_draft_length(text: str) -> int | str:
-    """Read a draft length as it is typed on the command line.
-
-    Raises:
-        ValueError: for anything but an int >= 0 or a name.
-    """
+    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
     if text in NAMES:
         return text
-    try:
-        length = int(text)
-    except ValueError:
-        length = -1
-    if length < 0:
+    if not text.isdecimal():
         raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return length
+    return int(text)

@@ -12,11 +12,11 @@ from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.types import Draft, Evidence
 
 LENGTH_LOG2 = 5
-"""A match longer by one token weighs 2^5 as much; 2^3 and 2^6 differ by 0.1% at most."""
+"""A match longer by one token weighs 2^5 as much."""
 
 SURROUNDINGS = 12
-"""Tokens before a short match that are compared as a set, so that a name of another length does no
-harm: each that is there too doubles the weight. None at all lose 2.5% of the tokens a pass."""
+"""Tokens before a short match that are compared as a set; each that is there too doubles the
+weight. None at all lose 2.5% of the tokens a pass."""
 
 CLEAR_MATCH = 3
 """From this length on a match speaks for itself, and its surroundings have no weight."""
@@ -37,20 +37,16 @@ Path = tuple[float, int, tuple[int, ...]]
 def elect(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> Draft:
-    """The draft that most weight is for, token by token.
+    """The draft that most weight is for, token by token; places that were outvoted drop out.
 
-    Places that were outvoted have no say in the tokens after it, since what followed there followed
-    something else. The draft ends when no place remains.
+    Its evidence is the longest match of each token's places, its share of the vote, and their
+    number.
 
     Args:
         voters: one at least, the longest match first.
         last: what they match, the nearest token first.
         length: most tokens in the draft, at least 1.
         more: tokens that come after the text's end.
-
-    Returns:
-        A draft whose evidence is the longest match of each token's places, its share of the vote,
-        and their number.
     """
     paths = paths_of(voters, last, length, more)
     tokens: list[int] = []
@@ -114,9 +110,8 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
 
 
 def _evidence(paths: Sequence[Path], share: float) -> Evidence:
-    """What speaks for a token that these places vote for."""
-    longest = max([match for _, match, _ in paths])
-    return _same(longest, share, len(paths))
+    """Evidence for a token that these places vote for."""
+    return _same(max([match for _, match, _ in paths]), share, len(paths))
 
 
 @lru_cache(maxsize=4096)

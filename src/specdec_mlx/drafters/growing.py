@@ -1,14 +1,10 @@
-"""How a draft that forks is written: level by level, all tokens of a level in one pass.
+"""Drafts that fork, written level by level, all tokens of a level in one pass.
 
-A point-mass tree is grown as EAGLE-2 has it (Li et al. 2024, arXiv 2406.16858, section 4): a node
-is *reached* with its parent's chance times its own (`draft_length.chances`). Of each level those
-nodes are continued that are among the likeliest so far, and at the end the likeliest of all are the
-draft. Which tokens these are is no draw, so any may be left out.
-
-Drawn trees have siblings drawn without replacement (Sequoia, Chen et al. 2024, arXiv 2402.12374),
-each with the distribution that it was drawn from, given those before it. A token that was drawn
-must not be dropped for what it is, so the number of draws at a place is settled before, by the
-distribution there and by the tokens above.
+A point-mass tree is grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): a node is
+reached with its parent's chance times its own, the likeliest of each level are continued, and the
+likeliest of all are the draft. Drawn trees have siblings drawn without replacement (Sequoia, Chen
+et al. 2024, arXiv 2402.12374). A token that was drawn must not be dropped for what it is: the
+number of draws at a place is settled before, by the distribution there and by the tokens above.
 """
 
 from __future__ import annotations
@@ -41,20 +37,14 @@ class Levels(Protocol):
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Logits [n, V] of what follows each of n further tokens.
 
-        Args:
-            tokens: [n].
-            parents: [n] of each, among all tokens that were given so far; `ROOT` for those that
-                continue the text.
+        parents: [n], among all tokens that were given so far; `ROOT` for the text's end.
         """
         ...
 
 
 @dataclass
 class Place:
-    """What may follow a node: evidence and chance of each sibling, and those that became nodes.
-
-    depth: number of the tree's tokens before them.
-    """
+    """Siblings that may follow a node at some depth; children: those that became nodes."""
 
     depth: int
     evidence: list[Evidence]
@@ -64,10 +54,10 @@ class Place:
 
 @dataclass
 class Tree:
-    """A tree in the making.
+    """A tree in the making, parents first.
 
-    known: how likely its nodes are. is_drawn: True if siblings are drawn. parents, tokens, reaches:
-    of each node, parents first. places: node -> what follows it, `ROOT` for the text.
+    known: how likely its nodes are. is_drawn: True if siblings are drawn. places: node, or `ROOT`
+    -> what follows it. fed: node -> its place among the nodes that were fed.
     """
 
     known: Chances
@@ -82,18 +72,16 @@ class Tree:
         """Nodes."""
         return len(self.parents)
 
-    def open(self, node: int, confidences: Sequence[float]) -> Place:
+    def open(self, node: int, confidences: Sequence[float]) -> None:
         """Note what may follow a node, by the confidence in each sibling."""
-        depth = len(path_to(node, self.parents))
+        depth, drawn = len(path_to(node, self.parents)), self.is_drawn
         evidence = [
-            Evidence(confidence=confidence, rank=rank, is_drawn=self.is_drawn)
-            for rank, confidence in enumerate(confidences)
+            Evidence(confidence=sure, rank=rank, is_drawn=drawn)
+            for rank, sure in enumerate(confidences)
         ]
         chances = [self.known.of_draft([one], first=depth)[0] for one in evidence]
         total = max(1.0, sum(chances))
-        place = Place(depth, evidence, [chance / total for chance in chances])
-        self.places[node] = place
-        return place
+        self.places[node] = Place(depth, evidence, [chance / total for chance in chances])
 
     def add(self, node: int, token: int) -> int:
         """A further node: the next sibling at a place."""
@@ -107,8 +95,7 @@ class Tree:
     def feed(self, nodes: Sequence[int], levels: Levels) -> mx.array:
         """Logits [n, V] of what follows some nodes."""
         parents = [self.fed[self.parents[node]] for node in nodes]
-        for node in nodes:
-            self.fed[node] = len(self.fed) - 1
+        self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
         return levels.logits_after(to_ids([self.tokens[node] for node in nodes]), parents)
 
     def learn(self, text: Sequence[int]) -> None:
@@ -137,44 +124,30 @@ class Tree:
         return Draft(tokens, logprobs, parents=parents if forks else None)
 
 
+@dataclass
 class TreeDraws:
     """One draft that forks, while it is written.
 
-    Args:
-        context: the generation's.
-        sampling: how drafts are drawn; greedy makes point masses.
-        text: [n] prompt and tokens emitted.
-        num_prompt: tokens of the prompt.
-        branches: most tokens at a place.
-        known: how likely nodes are.
+    sampling: how drafts are drawn; greedy makes point masses. text: [n] prompt, of `num_prompt`
+    tokens, and tokens emitted. branches: most tokens at a place. known: how likely nodes are.
     """
 
-    def __init__(
-        self,
-        context: DraftContext,
-        sampling: Sampling,
-        text: Sequence[int],
-        num_prompt: int,
-        branches: int,
-        known: Chances,
-    ) -> None:
+    context: DraftContext
+    sampling: Sampling
+    text: Sequence[int]
+    num_prompt: int
+    branches: int
+    known: Chances
+    _num_drawn: int = 0
+
+    def __post_init__(self) -> None:
         """Nothing was written yet."""
-        self.tree = Tree(known, not sampling.greedy)
-        self._context = context
-        self._sampling = sampling
-        self._text = text
-        self._start = len(text) - num_prompt
-        self._branches = branches
-        self._num_drawn = 0
+        self.tree = Tree(self.known, not self.sampling.greedy)
 
     def write(self, first: mx.array, levels: Levels, limit: int, depth: int | None = None) -> Draft:
-        """A tree of at most `limit` tokens.
+        """A tree of at most `limit` >= 1 tokens, and of `depth` on a path.
 
-        Args:
-            first: [1, V] logits of what follows the text.
-            levels: of the others.
-            limit: most tokens, at least one.
-            depth: most tokens on a path, at least one; None for any number.
+        first: [1, V] logits of what follows the text; levels: of what follows the others.
         """
         grow = self._drawn if self.tree.is_drawn else self._likeliest
         return grow(first, levels, limit, limit if depth is None else min(limit, depth))
@@ -187,7 +160,7 @@ class TreeDraws:
             if level:
                 logits = tree.feed(nodes, levels)
             new = []
-            rows = _guesses(self._processed(logits, nodes), self._branches)
+            rows = _guesses(self._processed(logits, nodes), self.branches)
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
                 tree.open(node, confidences)
                 new += [tree.add(node, token) for token in tokens]
@@ -204,8 +177,8 @@ class TreeDraws:
         for level in range(depth):
             if level:
                 logits = tree.feed(nodes, levels)
-            q = self._sampling.log_distribution(self._processed(logits, nodes))
-            count = min(self._branches, q.shape[-1])
+            q = self.sampling.log_distribution(self._processed(logits, nodes))
+            count = min(self.branches, q.shape[-1])
             drawn, laws = self._without_replacement(q, nodes, count)
             confidences = mx.exp(mx.max(q, axis=-1))
             numbers = read_all(drawn, mx.sum(q > -mx.inf, axis=-1), confidences)
@@ -224,21 +197,11 @@ class TreeDraws:
     def _without_replacement(
         self, q: mx.array, nodes: Sequence[int], count: int
     ) -> tuple[mx.array, list[mx.array]]:
-        """`count` draws after each of n nodes, as the greatest of scores with Gumbel noise.
+        """`count` draws after each of n nodes: the greatest of log-probabilities q with noise.
 
-        Args:
-            q: [n, V] log-probabilities.
-            nodes: [n].
-            count: how many.
-
-        Returns:
-            Tokens [n, count], and [n, V] log-probabilities of each rank, given those before it.
+        Returns tokens [n, count], and [n, V] log-probabilities of each rank, given those before it.
         """
-        scores = q + self._noise(nodes, q.shape[-1])
-        some = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
-        order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
-        drawn = mx.take_along_axis(some, order, axis=-1)
-        laws = [q]
+        drawn, laws = _largest(q + self._noise(nodes, q.shape[-1]), count), [q]
         for rank in range(count - 1):
             is_drawn = mx.arange(q.shape[-1]) == drawn[:, rank, None]
             left = mx.where(is_drawn, -mx.inf, laws[-1])
@@ -247,51 +210,48 @@ class TreeDraws:
 
     def _noise(self, nodes: Sequence[int], vocab_size: int) -> mx.array:
         """Gumbel noise [n, V], independent for each node; coupled, that of the target's draw."""
-        if self._context.coupled:
+        if self.context.coupled:
             depth = len(path_to(nodes[0], self.tree.parents))
-            return self._context.draft_gumbel(self._start, depth)[None]
+            return self.context.draft_gumbel(len(self.text) - self.num_prompt, depth)[None]
         first, self._num_drawn = self._num_drawn, self._num_drawn + len(nodes)
-        return self._context.draft_gumbels(self._start, len(nodes), first)
+        return self.context.draft_gumbels(len(self.text) - self.num_prompt, len(nodes), first)
 
     def _processed(self, logits: mx.array, nodes: Sequence[int]) -> mx.array:
         """Logits [n, V], as the target's would be after the same text."""
-        logits = fit_width(logits, self._context.vocab_size)
-        if not self._context.logits_processors:
+        logits = fit_width(logits, self.context.vocab_size)
+        if not self.context.logits_processors:
             return logits
         rows = []
         for i, node in enumerate(nodes):
             path = [self.tree.tokens[above] for above in path_to(node, self.tree.parents)]
-            seen, row = to_ids([*self._text, *path]), logits[i : i + 1]
-            for processor in self._context.logits_processors:
+            seen, row = to_ids([*self.text, *path]), logits[i : i + 1]
+            for processor in self.context.logits_processors:
                 row = processor(seen, row)
             rows.append(row)
         return mx.concatenate(rows)
 
 
+def _largest(scores: mx.array, count: int) -> mx.array:
+    """Indices [n, count] of the largest scores of each row, in order."""
+    some = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
+    order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
+    return mx.take_along_axis(some, order, axis=-1)
+
+
 def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]]:
-    """The likeliest tokens of each row [n, V], each with its probability, the likeliest first."""
-    count = min(count, logits.shape[-1])
+    """The likeliest tokens of each row [n, V], each with its probability, in order."""
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    some = mx.argpartition(-logprobs, count - 1, axis=-1)[:, :count]
-    values = mx.take_along_axis(logprobs, some, axis=-1)
-    order = mx.argsort(-values, axis=-1)
-    best = mx.take_along_axis(values, order, axis=-1)
-    found = read_all(mx.take_along_axis(some, order, axis=-1), mx.exp(best))
+    tokens = _largest(logprobs, min(count, logits.shape[-1]))
+    found = read_all(tokens, mx.exp(mx.take_along_axis(logprobs, tokens, axis=-1)))
     return list(zip(*found, strict=True))
 
 
 def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
-    """Number of draws at each of some places, out of `limit` for all that is still to come.
+    """Number of draws after each of some nodes, out of `limit` for the `depth` levels to come.
 
     As if the likeliest child of each were followed by a chain of the same chance: of these and of
     the children at hand the likeliest get a draw.
-
-    Args:
-        tree: as far as it is.
-        nodes: whose children are next.
-        limit: nodes that may be added.
-        depth: levels that may.
     """
     here = [(tree.reaches[node], tree.places[node].chances) for node in nodes]
     values = [[reach * chance for chance in chances] for reach, chances in here]
@@ -304,19 +264,15 @@ def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[in
     return shares
 
 
+@dataclass
 class Marginals:
-    """A draft whose distributions depend on the place alone, as of heads that draft at once.
+    """Logits [n, V] by place alone, as of heads that draft at once."""
 
-    logits: [n, V] of n places.
-    """
-
-    def __init__(self, logits: mx.array) -> None:
-        """Nothing was asked yet."""
-        self._logits = logits
-        self._depths: list[int] = []
+    logits: mx.array
+    _depths: list[int] = field(default_factory=list)
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
         """Those of the place after each token; see `Levels`."""
         depths = [1 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
         self._depths += depths
-        return self._logits[mx.array(depths)]
+        return self.logits[mx.array(depths)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -30,10 +31,7 @@ from specdec_mlx.types import (
 
 
 class _Part(NamedTuple):
-    """One of the sessions to ask.
-
-    key: its drafter's. is_cheap: True if asking it costs nothing. propose: asks it, up to a limit.
-    """
+    """One of the sessions to ask: its drafter's key, whether that is free, and how."""
 
     key: str
     is_cheap: bool
@@ -41,55 +39,38 @@ class _Part(NamedTuple):
 
 
 _Proposal = tuple[str, Draft]
-"""A draft, with its drafter's key in front."""
+"""A drafter's key, and its draft."""
 
 NOTHING: _Proposal = "", NO_DRAFT
 
 
+@dataclass
 class Drafting:
     """Asks a drafter's session for drafts that are worth verifying.
 
     What a session and a draft length can do is found out once, when the session begins.
 
-    Args:
-        drafter: None for plain decoding; its session begins with `begin`.
-        length: the policy of how many tokens to draft.
-        target: what the drafts are for.
-        sequence: the text.
-        keeps_cache: True if the caller keeps the target's caches, which then end with the last
-            token.
-        stream: MLX's stream to run on.
-
-    session: None before `begin`, and without a drafter. part: key of the drafter of the latest
-    draft, one of several under `FirstOf`; "" if there was none. features: what the session reads of
-    the target, None if nothing. values: the draft length where it values drafts, once a session has
-    begun.
+    drafter: None for plain decoding. keeps_cache: True if the caller keeps the target's caches,
+    which then end with the last token. session: None before `begin`, and without a drafter. part:
+    key of the drafter of the latest draft, one of several under `FirstOf`; "" if there was none.
+    features: what the session reads of the target, if anything. values: the draft length where it
+    values drafts, once a session has begun.
     """
 
-    def __init__(
-        self,
-        drafter: Drafter | None,
-        length: DraftLength,
-        target: Target,
-        sequence: SequenceState,
-        *,
-        keeps_cache: bool,
-        stream: Any,
-    ) -> None:
-        """Nothing has begun."""
-        self.drafter = drafter
-        self.length = length
-        self.target = target
-        self.sequence = sequence
-        self.stream = stream
-        self.session: DraftSession | None = None
-        self.features: FeatureFeed | None = None
-        self.part = ""
-        self.keeps_cache = keeps_cache
-        self.values: ValuesDrafts | None = None
-        self._groups: list[list[_Part]] = []
-        self.has_cheap_part = False
-        self.is_free = True
+    drafter: Drafter | None
+    length: DraftLength
+    target: Target
+    sequence: SequenceState
+    _: KW_ONLY
+    keeps_cache: bool
+    stream: Any
+    session: DraftSession | None = None
+    features: FeatureFeed | None = None
+    values: ValuesDrafts | None = None
+    part: str = ""
+    has_cheap_part: bool = False
+    is_free: bool = True
+    _groups: list[list[_Part]] = field(default_factory=list)
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
@@ -98,23 +79,22 @@ class Drafting:
         self.session = begin_session(self.drafter, self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         self.values = self.length if isinstance(self.length, ValuesDrafts) else None
+        values = self.values
         for group in session_groups(self.session, key_of(self.drafter)):
-            self._groups.append([self._part(key, session) for key, session in group])
+            self._groups.append([])
+            for key, one in group:
+                way = values.begin(key, one, self._may_fork) if values else one.propose
+                self._groups[-1].append(_Part(key, is_cheap(one), way))
         every = [part for group in self._groups for part in group]
         self.has_cheap_part = any(part.is_cheap for part in every)
         self.is_free = all(part.is_cheap for part in every)
-
-    def _part(self, key: str, session: DraftSession) -> _Part:
-        values = self.values
-        way = values.begin(key, session, self._may_fork) if values else session.propose
-        return _Part(key, is_cheap(session), way)
 
     def _may_fork(self) -> bool:
         """True if the target takes trees now."""
         return isinstance(self.target, TakesTrees) and self.target.takes_trees()
 
     def propose(self) -> Draft:
-        """A draft for the text so far: of the first group of sessions that has one, the best."""
+        """The best draft of the first group of sessions that has one."""
         self.part = ""
         if self.sequence.wants_more():
             for group in self._groups:
@@ -125,10 +105,10 @@ class Drafting:
         return NO_DRAFT
 
     def _best_of(self, group: Sequence[_Part]) -> _Proposal:
-        """The draft that is worth most, and its drafter's key.
+        """The draft that is worth most; nothing looks at a token that was drawn.
 
-        Nothing here looks at a token that was drawn: point masses are compared with each other, and
-        what costs time is asked, by what is known before, or it is not; see `types.SessionGroups`.
+        Point masses are compared with each other; what costs time is asked, or not, by what is
+        known before; see `types.SessionGroups`.
         """
         best, drawn = self._best_cheap(group)
         for part in group:
@@ -140,7 +120,7 @@ class Drafting:
         return best if len(best[1].tokens) else drawn
 
     def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
-        """Of the sessions that are free to ask: the best point mass, and a draft that was drawn."""
+        """Of the sessions that are free to ask, the best point mass, and a drawn draft."""
         certain: list[_Proposal] = []
         drawn = NOTHING
         for part in group:
@@ -158,7 +138,7 @@ class Drafting:
         return (key, draft.head(self.length.cut(key, draft))), drawn
 
     def has_draft(self) -> bool:
-        """True if there may be a draft after the pass under way; only cheap sessions are asked."""
+        """True if there may be a draft now; only cheap sessions are asked."""
         if self.sequence.wants_more():
             for group in self._groups:
                 for part in group:
@@ -185,7 +165,7 @@ class Drafting:
             self.session.close(end)
 
     def _ask(self, part: _Part, limit: int) -> Draft:
-        """A session's draft, within the limit; cut to what is worth verifying if it cost time."""
+        """A session's draft, within the limit; if it cost time, cut to what is worth verifying."""
         with mx.stream(self.stream):
             draft = part.propose(limit)
         if not isinstance(draft, Draft):
@@ -194,10 +174,7 @@ class Drafting:
                 "Return Draft() where there is nothing to propose."
             )
         if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
-            raise DraftError(
-                f"{part.key} proposed an array of shape (); expected token ids [K]. Use "
-                "Draft([token]) for a single one."
-            )
+            raise DraftError(f"{part.key} proposed an array of shape (); expected token ids [K].")
         if len(draft.tokens) > limit:
             draft = draft.head(limit)
         if part.is_cheap or draft.logprobs is not None:
