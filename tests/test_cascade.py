@@ -200,19 +200,6 @@ def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
             assert tokens[-1].stats.drafted > 40
 
 
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_seed_has_one_text_under_the_coupled_rule(name: str) -> None:
-    """The same with a cascade, with another number of first tokens, and without drafts."""
-    options: dict[str, Any] = {"max_tokens": 40, "sampler": sd.Sampling(0.8), "seed": 11}
-    plain = [t.token for t in sd.speculate(target(name), PROMPT, rule="coupled", **options)]
-    for num_first in (1, 3):
-        drafter = sd.Cascade(sd.ModelDrafter(small(name)), "suffix", num_first)
-        drafted = sd.speculate(
-            target(name), PROMPT, drafter, rule="coupled", draft_length=5, **options
-        )
-        assert [t.token for t in drafted] == plain
-
-
 @pytest.mark.parametrize("length", [6, "auto"])
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
 def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str) -> None:

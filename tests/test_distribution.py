@@ -4,9 +4,8 @@ The joint law of the first three tokens after a prompt is known exactly, from th
 single-token passes over all 6 x 6 x 6 texts. 24,000 generations are held against it: every drafter
 and rule, at temperature 1 and with top-p, top-k and min-p, from fixed seeds.
 
-Some of them run a tiny random Llama. The rest run the same Llama from a table of its logits,
-since otherwise nearly all the time would go into passes whose outcome is known; loop, caches,
-laws, rules and noise are the same.
+They run a tiny random Llama from a table of its logits, since otherwise nearly all the time would
+go into passes whose outcome is known; loop, caches, laws, rules and noise are the same.
 
 False alarms: with other seeds one of the tests here would fail with a chance of 1e-4 while nothing
 is wrong (Bonferroni's share, 2e-6, for each chi-square). Power at temperature 1 with a model's
@@ -86,7 +85,6 @@ def best_of_everything(model: nn.Module) -> sd.BestOf:
 
 
 FALSE_ALARM = 1e-4 / (2 * len(CASES) * len(SETTINGS) + len(SETTINGS))
-RUNS_OF_LLAMA = 100
 RUNS_OF_TABLE = 370
 MORE_RUNS_OF_TABLE = 2100
 """Where q matters most: drafts of a model at temperature 1."""
@@ -263,25 +261,15 @@ def p_value(seen: np.ndarray, law: np.ndarray) -> float:
 # The tests ----------------------------------------------------------------------------------------
 
 
-ALWAYS = [
-    ("model", "llama"),
-    ("prompt lookup", "table"),
-]
-
-
-@pytest.mark.parametrize(
-    ("case", "passes"), cases([("model", "llama"), *((case, "table") for case in CASES)], *ALWAYS)
-)
-def test_text_follows_the_targets_law(case, passes):
+@pytest.mark.parametrize("case", cases(CASES, "cascade", "prompt lookup"))
+def test_text_follows_the_targets_law(case):
     """Chi-square of the joint of 3 tokens, in each setting; nothing filtered comes."""
     make_drafter, rule = CASES[case]
-    models = tiny_llama if passes == "llama" else table
     accepted = rejected = 0
     for name, sampling in SETTINGS.items():
-        runs = RUNS_OF_LLAMA if passes == "llama" else RUNS_OF_TABLE
-        if passes == "table" and name == "temperature 1" and case in LARGER_CASES:
-            runs = MORE_RUNS_OF_TABLE
-        count = generate(models(TARGET), make_drafter(models(DRAFT)), sampling, runs, rule)
+        is_larger = name == "temperature 1" and case in LARGER_CASES
+        runs = MORE_RUNS_OF_TABLE if is_larger else RUNS_OF_TABLE
+        count = generate(table(TARGET), make_drafter(table(DRAFT)), sampling, runs, rule)
         assert p_value(count.texts, joint_law(sampling)) > FALSE_ALARM, name
         accepted += count.accepted
         rejected += count.rejected

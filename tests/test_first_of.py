@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.types import (
     Draft,
@@ -182,61 +182,6 @@ def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
     waiting = Limits(cheap=6, expensive=1)
     run(model, sd.FirstOf(nothing(), right(text, "costly", cheap=False)), waiting)
     assert not any(record.ahead for record in waiting.records)
-
-
-class Billed:
-    """The automatic draft length, told what its rounds would cost; sums it up.
-
-    token_cost: of a draft token of parts that are not cheap, in plain rounds. num_expensive: rounds
-    with such a draft.
-    """
-
-    def __init__(self, token_cost: float) -> None:
-        self.auto, self.token_cost, self.seconds = Auto(), token_cost, 0.0
-        self.num_expensive = 0
-        self.expensive: set[str] = set()
-        self.cut = self.auto.cut
-
-    def limit(self, part: str, cheap: bool) -> int:
-        self.expensive |= set() if cheap else {part}
-        return self.auto.limit(part, cheap)
-
-    def record(self, round_: RoundRecord) -> None:
-        is_expensive = round_.part in self.expensive
-        seconds = 1 + (0.02 + self.token_cost * is_expensive) * round_.drafted
-        self.seconds += seconds
-        self.num_expensive += is_expensive
-        self.auto.record(replace(round_, seconds=seconds, steady=True))
-
-
-@pytest.mark.parametrize("token_cost", [0.15, 0.3])
-@pytest.mark.parametrize("every", [6, 12, 20])
-def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_loop(
-    every: int, token_cost: float
-) -> None:
-    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not.
-
-    Twice the account at most: what a draft is expected to bring is booked in part.
-    """
-    text = RecordedText("text", "kind", PROMPT, [i % 97 for i in range(2000)])
-
-    def look_up(start: int, limit: int) -> list[int]:
-        return text.generated[start : start + max(0, 4 - start % every)]
-
-    def billed(*drafters: sd.Drafter) -> Billed:
-        length = Billed(token_cost)
-        replay_text(
-            text, sd.FirstOf(*drafters), length, linear_cost(0), max_tokens=2000, vocab_size=128
-        )
-        return length
-
-    cheap = Told("look-up", look_up)
-    useless = Told("useless", lambda start, limit: [100] * limit, cheap=False)
-    alone, both = billed(cheap), billed(cheap, useless)
-    assert alone.seconds < 1900
-    assert both.num_expensive > 2
-    account = BUDGET + EXPLORATION * both.seconds
-    assert both.seconds <= alone.seconds + 2 * account
 
 
 def test_models_inside_are_found(model: Any) -> None:

@@ -24,8 +24,6 @@ import tiny_text
 from exact import NUM_STATES, ByRule, Rounds, Source
 from selection import FULL, in_one_test
 from specdec_mlx.drafters.retokenized import (
-    CONTEXT,
-    MARGIN,
     MOST_OPEN,
     DraftText,
     Retokenized,
@@ -194,31 +192,6 @@ def test_any_tokens_of_the_target_can_be_followed(target: str, draft: str, data:
         own = vocabulary.draft
         seen = b"".join(own.spelled.get(i) or own.special[i].encode() for i in follow.ids)
         assert seen.decode() == written(vocabulary, said)
-
-
-@pytest.mark.parametrize("num_texts", [5, 50])
-def test_a_round_encodes_a_window_and_not_the_text(
-    num_texts: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As many characters at the end of a long text as of a short one."""
-    vocabulary = shared("byte-level", "byte-level, other merges")
-    follow = DraftText(vocabulary)
-    said = encoded("byte-level", TEXT * num_texts)
-    follow.read(said[:-30])
-    sizes: list[int] = []
-    encode = Spelling.encode
-
-    def watched(self: Spelling, text: str, **options: Any) -> Any:
-        sizes.append(len(text))
-        return encode(self, text, **options)
-
-    monkeypatch.setattr(Spelling, "encode", watched)
-    for place in range(-30, 0, 3):
-        follow.read(said[place : place + 3 or None])
-        continuation(vocabulary.target, said[:place], "the cat and the hat")
-    assert len(sizes) >= 20
-    assert max(sizes) <= len(TEXT)
-    assert CONTEXT + MARGIN < MOST_OPEN
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -81,12 +81,9 @@ class NamedModel:
         return self.lighter.applied_to(model), tokenizer
 
     def make(self, spec: str, target: nn.Module | None = None, **options: Any) -> Drafter | None:
-        """The drafter of a name, which drafts with it if it is one that needs a model.
+        """The drafter of NAME or NAME:key=value,..., with this model if it is one that needs one.
 
-        Args:
-            spec: NAME or NAME:key=value,...
-            target: the model to draft for, which a trained head needs.
-            options: more options, as keywords.
+        target: the model to draft for, which a trained head needs.
 
         Raises:
             ValueError: as `make_drafter`, or options that a head does not take.

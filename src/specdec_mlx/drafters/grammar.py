@@ -129,8 +129,7 @@ class GrammarProcessor:
 class GrammarDrafter:
     """Drafts the tokens that a `GrammarProcessor` of the generation forces.
 
-    Where the grammar leaves a choice it has no draft: give others after it, as in
-    `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
+    Elsewhere it has no draft: `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
     """
 
     def check(self, context: DraftContext) -> None:
@@ -138,7 +137,7 @@ class GrammarDrafter:
         _processor(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
-        """Start where the processor starts: the grammar is that of the text after the prompt."""
+        """Start where the processor starts."""
         processor = _processor(context)
         session = GrammarSession(processor)
         if processor.start is not None:  # the text has begun elsewhere
@@ -163,18 +162,14 @@ class GrammarSession:
         return Draft(tokens, evidence=(FORCED,) * len(tokens))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Go on; after a token that the grammar does not allow, nothing is forced any more."""
+        """Go on; after a token that is not allowed, nothing is forced any more."""
         self.text += tokens
         self.is_lost = self.is_lost or not self.place.go_to(self.text)
 
 
 @dataclass
 class Place:
-    """A place in a grammar, after a text.
-
-    matcher: llguidance's, which stands after `path`, the longest part of the text that the grammar
-    allows.
-    """
+    """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed."""
 
     matcher: LLMatcher
     path: Sequence[int] = ()

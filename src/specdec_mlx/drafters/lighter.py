@@ -118,8 +118,8 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
 class FirstLayers(nn.Module):  # type: ignore[misc]
     """A model whose list of layers was cut, with the caches of those that are left.
 
-    Some models make a cache for every layer that their configuration counts, and some look at the
-    cache of a layer that is gone, for a mask that nobody needs.
+    Some models make a cache for each layer of their configuration, some look at the cache of a
+    layer that is gone.
     """
 
     def __init__(self, model: nn.Module, num_places: int) -> None:

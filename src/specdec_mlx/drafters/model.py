@@ -42,19 +42,16 @@ class ModelDrafter:
 
     Args:
         model: the draft model; may equal the target.
-        tokenizer: its tokenizer, None for the target's; where both are known they are compared by
-            content.
+        tokenizer: its tokenizer, None for the target's; compared with the target's by content.
         greedy: propose the model's argmax, a point mass, whatever the target's sampling.
-        draft_temp: temperature of the drafts, None for the target's own, 0 for greedy; the text has
-            the target's distribution all the same, since the drafts' own is declared.
-        tokenizers: how to draft if they differ. "any" carries drafts over as text or, where they
-            are drawn and enough tokens are in both, draws from those; "text" and "shared" do always
-            one of them; "same" raises TokenizerMismatchError with the first difference, as all do
-            where a tokenizer does not give back what it encodes.
+        draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
+        tokenizers: how to draft if they differ. "text" carries drafts over as text, "shared" draws
+            from the common tokens, "any" does so where they are enough and tokens are drawn;
+            "same" raises TokenizerMismatchError with the first difference.
         branches: most tokens at a place; with more than one it proposes trees, if it has the
             target's tokenizer; see `drafters.growing`.
-        on_every_rank: of a target that is spread over several machines, each runs the draft model;
-            by default the first does, and sends what it drew from.
+        on_every_rank: each machine of a target that is spread over several runs the draft model; by
+            default the first does, and sends its distributions.
 
     Draws come from the draft model's logits under the target's processors, temperature and filters
     (Leviathan et al. 2023, section 2.2), and each distribution is declared as it was drawn from.
@@ -122,9 +119,7 @@ class ModelDrafter:
 class ModelSession(Writes):
     """The draft model's side of one generation.
 
-    Its state is the tokens and its caches: what is not in the caches yet is fed with the next
-    proposal. That is the last token, or two when all K drafts were accepted, since the last of them
-    was proposed and never fed.
+    Tokens that are not in its caches yet are fed with the next proposal.
 
     on_close: is told the text [n], prompt included, when the generation has ended.
     """
@@ -161,7 +156,7 @@ class ModelSession(Writes):
         return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
 
     def begin_draft(self, limit: int) -> int:
-        """Read what was missed; how many tokens may be drafted then."""
+        """Read what was missed; returns how many tokens may be drafted."""
         if limit == 0:
             return 0
         self.catch_up()
@@ -192,7 +187,7 @@ class ModelSession(Writes):
         return self.context.draft_gumbels(start, num, first)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
+        """Keep the accepted part of the last proposal in the caches."""
         if self.tree is not None:
             self.tree.learn(tokens)
             self.tree = None
@@ -226,14 +221,12 @@ class ModelSession(Writes):
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
-        start = self.rollback.position
-        self.feed(to_ids(self.tokens[start : start + size]))
+        self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
 
     def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's.
 
-        A token that only the target has is read as another one: reading past the end of the draft
-        model's embeddings is a crash, and a draft may be as wrong as it likes.
+        A token that only the target has is read as another one, since MLX checks no bounds.
         """
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:

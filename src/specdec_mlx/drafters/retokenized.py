@@ -1,13 +1,11 @@
 """Draft models with a tokenizer of their own: the text is followed in their tokens.
 
 Where few tokens are common, the model writes its likeliest text, which is encoded with the target's
-tokenizer. A draft of text follows from the text before it alone, so it is a point mass.
+tokenizer: a point mass, since it follows from the text before it alone.
 
-Where many are, tokens are drawn from what the model says about the common ones, normalised. That is
-the distribution q that each is drawn from, which rejection and block take as any other (Leviathan
-et al. 2023, section 2.3). A drawn token is fed as the model's own of the same bytes, without a look
-at it: the model may read tokens that it would have written otherwise, which changes the q of later
-positions, but never whether they are drafted.
+Where many are, tokens are drawn from its distribution over the common ones, normalised, which is
+declared (Leviathan et al. 2023, section 2.3). A drawn token is fed as the model's own of the same
+bytes, without a look at it, so that no draw decides whether later positions are drafted.
 """
 
 from __future__ import annotations
@@ -33,8 +31,7 @@ from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import Draft, DraftContext
 
 MARGIN = 8
-"""Last tokens that more text may still change. Longer words are rare, and there a draft model reads
-tokens that it would have written otherwise, no more."""
+"""Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""
 
 MOST_OPEN = 64
 """Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
@@ -49,10 +46,9 @@ SHORTER = 1.25
 class DraftText:
     """The target's text in the draft model's tokens.
 
-    Only the end of the text is encoded again: tokens are settled up to the start of a word, where
-    what follows is encoded as it would be in the whole text.
+    Tokens are settled up to the start of a word, so that only the end of the text is encoded again.
 
-    ids: the draft model's tokens. settled: how many of them no longer text changes.
+    ids: the draft model's tokens. settled: number of them that no longer text changes.
     """
 
     def __init__(self, shared: SharedVocabulary) -> None:
@@ -215,8 +211,8 @@ class Retokenized:
         return list(takewhile(num_logits.__gt__, self.in_targets_tokens(ids)))
 
     def in_targets_tokens(self, ids: Sequence[int]) -> list[int]:
-        """Draft tokens as the target's, up to one that is no text; a last one that is not whole,
-        since the draft ends inside of it, is left out unless it is alone.
+        """Draft tokens as the target's, up to one that is no text; a last one in which the draft
+        may have ended is left out unless it is alone.
         """
         draft, target = self.shared.draft, self.shared.target
         words = [draft.spelled[i] for i in takewhile(draft.spelled.__contains__, ids)]
@@ -250,8 +246,7 @@ class Retokenized:
     def catch_up(self) -> list[int]:
         """Read the text but for its last tokens, which are returned.
 
-        Caches that cannot be trimmed return to a checkpoint, so they get one where nothing
-        changes any more, and read again what follows.
+        Caches that cannot be trimmed return to a checkpoint after the settled tokens.
         """
         if self.drawn is not None:  # known by now, and looked at only here
             self.fed += [self.shared.to_draft[token] for token in to_list(self.drawn)[:-1]]
