@@ -238,8 +238,8 @@ def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp:
     alone = own.begin(PROMPT, begun.first.context).propose(2)  # type: ignore[attr-defined]
     first = to_list(alone.tokens)
     text = [*PROMPT, *first, 90, 91, 92, *first]
-    begun.observe([*first, 90, 91, 92])
-    draft = session_after(temp, text[len(PROMPT) : -2])
+    begun.observe(text[len(PROMPT) : -2])
+    draft = begun.propose(6)
     tokens = to_list(draft.tokens)
     found = sd.SuffixDrafter().begin(text[:-2], DraftContext())
     assert tokens[2:] == to_list(found.propose_after(tokens[:2], 4).tokens)
@@ -251,13 +251,6 @@ def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp:
         assert np.all(rows[:2].max(axis=-1) < 1)
     else:
         assert draft.logprobs is None
-
-
-def session_after(temp: float, emitted: list[int]) -> Draft:
-    """What is drafted after some tokens more, 2 of 6 by the model."""
-    begun = session(temp)
-    begun.observe(emitted)
-    return begun.propose(6)
 
 
 def test_where_nothing_is_found_the_models_tokens_are_the_draft() -> None:
@@ -341,40 +334,6 @@ def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     assert len(ask(8)) == 3
     modelled.record(RoundRecord(3, 3, 4, 4, [1, 2, 3, 4], part="part"))
     assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
-
-
-@in_one_test(
-    ("slope", "evidence", "expected"),
-    [
-        (0.05, FREE, Step.GO_ON),
-        (1.0, FREE, Step.STOP_BEFORE),
-        (0.3, Evidence(match=1, share=1, is_free=True), Step.STOP_BEFORE),
-    ],
-)
-def test_a_later_token_is_taken_where_it_is_worth_its_position(
-    slope: float, evidence: Evidence, expected: Step
-) -> None:
-    """By the chance that its like is accepted; a step that costs more than a round is no reason to
-    stop, since none is run.
-    """
-    part = begun(step=3.0, slope=slope)
-    part.goes_on([SURE])
-    if slope == 0.3:
-        for _ in range(60):
-            part.learned.chances.learn([evidence], [False], first=1)
-    assert part.goes_on([SURE, evidence]) is expected
-    assert part.goes_on([SURE, Evidence(confidence=0.3)]) is not Step.GO_ON
-
-
-def test_a_position_that_was_not_taken_says_nothing_of_the_one_in_its_place() -> None:
-    """A model stops before a token it doubts; what look-up finds there has its own chance."""
-    direct, instead = begun(0.1, 0.05), begun(0.1, 0.05)
-    for part in (direct, instead):
-        part.goes_on([SURE])
-    instead.goes_on([SURE, Evidence(confidence=0.01)])
-    for part in (direct, instead):
-        part.goes_on([SURE, FREE])
-    assert instead.reached == direct.reached
 
 
 # How it is made -----------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"greedy": True}, {"drafter": "prompt-lookup"}, {"branches": 2}, {"draft_temp": 0.5}],
+    [{}, {"greedy": True}, {"branches": 2}, {"draft_temp": 0.5}],
 )
 def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(
     options: dict[str, Any], loaded: tuple[nn.Module, Any], draft: Path

@@ -237,7 +237,7 @@ def test_defaults_are_those_of_the_host_sampler():
     ).item()
 
 
-OUT_OF_RANGE = {
+OUT_OF_RANGE: dict[str, list[float]] = {
     "temp": [-0.1, float("nan")],
     "top_p": [-0.1, 1.1],
     "min_p": [-0.1, 1.1],

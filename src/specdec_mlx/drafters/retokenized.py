@@ -69,7 +69,7 @@ class DraftText:
         return self.settled == len(self.shared.draft.prefix)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take further tokens of the target's text."""
+        """Take further tokens of the target."""
         target = self.shared.target
         for token in tokens:
             content = target.special.get(token)
@@ -91,7 +91,7 @@ class DraftText:
         self.settled, self._open = len(self.ids), ""
 
     def _encode(self) -> list[int]:
-        """Encode what is not settled; where each of these tokens ends."""
+        """Encode what is not settled; returns where each of these tokens ends."""
         ids, ends = self.shared.draft.encode(self._open, at_start=self._at_start)
         self.ids[self.settled :] = ids
         return ends

@@ -75,15 +75,7 @@ def decide_by_coins(
     draft_probs: Float[mx.array, "rows-1 vocab"] | None,
     randomness: Randomness,
 ) -> Verdict:
-    """Verdict of a rule on a draft of K tokens.
-
-    Args:
-        rule: decides.
-        target_probs: [K+1, V] the target's distribution.
-        draft_tokens: [K].
-        draft_probs: [K, V] what they were drawn from; None for a point mass.
-        randomness: of the coins and of the token after.
-    """
+    """Verdict of a rule on a draft of K tokens; draft_probs: None for a point mass."""
     if draft_probs is None:
         draft_probs = point_mass(draft_tokens, target_probs)
     uniform = randomness.uniform(draft_tokens.shape[0])

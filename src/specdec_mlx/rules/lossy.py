@@ -68,10 +68,7 @@ class Lenient(Rejection):
         return Verdict(kept, target.tokens[kept])
 
     def nearly_matches(self, target_logprobs: Rows, draft_tokens: Ids) -> Bool[Array, " rows-1"]:
-        """True if p(x) >= l max p at each draft token, for a greedy target; [K] booleans.
-
-        target_logprobs: [K+1, V], before the temperature.
-        """
+        """True where p(x) >= l max p; [K]. target_logprobs: [K+1, V], before the temperature."""
         best = target_logprobs[:-1].max(axis=-1)
         return at(target_logprobs[:-1], draft_tokens) - best >= log(self.lenience)
 

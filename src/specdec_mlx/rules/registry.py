@@ -58,20 +58,14 @@ class Auto:
         """Block for drafts drawn at random, else match."""
         return Match() if draft.logprobs is None else Block()
 
-
-@dataclass(frozen=True)
-class AutoOnTrees:
-    """`Auto` on trees: the target's own tokens, and traversal for drafts drawn at random."""
-
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Pass on to the rule that suits the draft."""
+        """The target's own tokens, and traversal for drafts drawn at random."""
         is_drawn = draft.logprobs is not None and target.has_distribution
         rule: TreeRule = Traversal() if is_drawn else OwnTokens()
         return rule.decide_tree(target, draft, randomness)
 
 
 ON_TREES: dict[type, TreeRule] = {
-    Auto: AutoOnTrees(),
     Match: OwnTokens(),
     Coupled: OwnTokens(),
     Rejection: MultiRound(),
