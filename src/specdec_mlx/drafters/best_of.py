@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
-from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
+from specdec_mlx.types import Draft, DraftSession, is_cheap
 
 
 @dataclass(frozen=True, init=False)
@@ -25,10 +25,8 @@ class BestOf(FirstOf):
         `BestOf` among them take part one by one. Raises ValueError for none.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> BestOfSession:
-        """Begin with each of them."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return BestOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:
+        return BestOfSession(sessions, keys)
 
 
 class BestOfSession(FirstOfSession):

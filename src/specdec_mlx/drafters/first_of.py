@@ -46,7 +46,10 @@ class FirstOf:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
         sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return FirstOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+        return self._session(sessions, [key_of(drafter) for drafter in self.drafters])
+
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:
+        return FirstOfSession(sessions, keys)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""

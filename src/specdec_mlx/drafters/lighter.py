@@ -102,15 +102,17 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
             f"A draft model of {num_layers} layers: expected a number from 1 to {total}."
         )
     owner[name] = owner[name][:num_layers]
-    try:
-        short = FirstLayers(new, len(make_prompt_cache(model)))
-        _check_caches(short)
-    except Exception as error:  # whatever a model does without its last layers
-        raise DraftModelError(
-            f"A {_kind(model)} does not run on its first {num_layers} layers alone: {error} Give "
-            "another number, or leave it out."
-        ) from error
-    return short
+    for num_places in (0, len(make_prompt_cache(model))):
+        try:
+            short = FirstLayers(new, num_places)
+            _check_caches(short)
+            return short
+        except Exception as error:  # whatever a model does without its last layers
+            reason = error
+    raise DraftModelError(
+        f"A {_kind(model)} does not run on its first {num_layers} layers alone: {reason} Give "
+        "another number, or leave it out."
+    ) from reason
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]

@@ -9,12 +9,10 @@ from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     Draft,
-    DraftContext,
     DraftSession,
     OffersSeveral,
     ValuesDrafts,
     is_cheap,
-    key_of,
 )
 from specdec_mlx.types.trees import ROOT, chain
 
@@ -28,19 +26,18 @@ class TreeOf(FirstOf):
     A model on which trees are not exact gets chains.
 
     drafters: at least one, the likelier first; each proposes without a model, such as
-        `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none.
+        `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none, and when it begins
+        for one whose proposals may not be thrown away.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeOfSession:
-        """Begin with each of them; ValueError for one whose proposals may not be thrown away."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
         for drafter, session in zip(self.drafters, sessions, strict=True):
             if not is_cheap(session):
                 raise ValueError(
                     f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
                     "of a tree one path is kept. Give drafters that look tokens up."
                 )
-        return TreeOfSession(self.key, sessions, [key_of(drafter) for drafter in self.drafters])
+        return TreeOfSession(self.key, sessions, keys)
 
 
 class TreeOfSession(FirstOfSession):
