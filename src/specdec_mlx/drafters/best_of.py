@@ -36,14 +36,16 @@ class BestOfSession(FirstOfSession):
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
+        self._free = [part for _, part in self.parts if is_cheap(part)]
+        self._costly = [part for _, part in self.parts if not is_cheap(part)]
 
     def propose(self, limit: int) -> Draft:
         """The draft of the longest match; those that cost time are asked if there is none."""
-        free = [part.propose(limit) for _, part in self.parts if is_cheap(part)]
+        free = [part.propose(limit) for part in self._free]
         certain = [draft for draft in free if len(draft) and draft.logprobs is None]
         if certain:
             return max(certain, key=lambda draft: draft.match)
-        for _, part in self.parts:
-            if not is_cheap(part) and len(draft := part.propose(limit)):
+        for part in self._costly:
+            if len(draft := part.propose(limit)):
                 return draft
         return next(filter(len, free), Draft())
