@@ -37,11 +37,9 @@ class Draws:
         sampling: how drafts are drawn; greedy makes a point mass.
         text: [n] prompt and tokens emitted.
         num_prompt: tokens of the prompt.
-        at_once: for how many tokens the noise is drawn at a time, which saves operations; fewer
-            where the vocabulary is large.
+        at_once: tokens whose noise is drawn together; fewer where the vocabulary is large.
 
-    is_drawn: True if tokens are drawn at random. one_by_one: True if there are processors, which
-    look at each token before the next.
+    is_drawn: True if tokens are drawn at random. one_by_one: True if there are processors.
     """
 
     def __init__(
@@ -194,14 +192,7 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
     A step that `pace` has under way is dropped unread if it was one too many: the decision has seen
-    neither its draw nor its distribution.
-
-    Args:
-        length: most tokens.
-        draws: of this draft.
-        step: runs the model once more.
-        goes_on: decides; see `types.Stepwise`.
-        pace: of earlier steps; goes on learning.
+    neither its draw nor its distribution. goes_on: see `types.Stepwise`.
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []

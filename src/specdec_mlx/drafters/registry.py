@@ -5,9 +5,8 @@ The built-in drafters come in by the same door as anybody's: a package that decl
     [project.entry-points."specdec_mlx.drafters"]
     my-drafter = "my_package:MyDrafter"
 
-gives its drafter a name in `make_drafter`, on the command line and in requests to the server. A
-name that is taken stays with who had it: a built-in drafter, or else the package whose name comes
-first.
+gives its drafter a name in `make_drafter`, on the command line and in requests to the server. Of
+several with one name a built-in drafter has it, or else the package whose name comes first.
 """
 
 from __future__ import annotations

@@ -140,15 +140,10 @@ class Retokenized:
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, those of the last draft included. The text is encoded
-    again at its end, and the caches go back to the longest common prefix of both.
+    again at its end, and the caches go back to the longest common prefix of both. Draft caches of
+    the caller are not used.
 
-    Args:
-        model: the draft model.
-        shared: both tokenizers.
-        prompt: [n] of the target's tokens.
-        context: of the generation; draft caches of the caller are not used.
-        sampling: how drafts are drawn, greedy for point masses.
-        drafts: "text" or "shared", or "any" for the latter where enough tokens are common.
+    drafts: "text" or "shared", or "any" for the latter where enough tokens are common.
     """
 
     def __init__(

@@ -35,8 +35,7 @@ accepted at 0.37 (a model and its own 4-bit copy at temperature 1); 0.6 of the o
 class SharedVocabulary:
     """Two tokenizers, and the tokens with the same bytes in both.
 
-    Special tokens are the same if they have the same content, or else the same role: the ends of
-    two texts are one token, whatever they are called.
+    Special tokens are the same if they have the same content, or else the same role.
 
     roles: beginnings and ends of texts, target id -> draft id. difference: of the tokenizers, the
     first, in words. is_logged: True once it was.

@@ -73,10 +73,7 @@ class TreeRule(Protocol):
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """The path that is kept of a tree of at least one token, and what follows.
 
-        Args:
-            target: the target at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
-            draft: K tokens and their parents; a chain is a tree that does not fork.
-            randomness: of all that the rule draws.
+        target: at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
         """
         ...
 
@@ -89,7 +86,7 @@ class OwnTokens:
     """
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Compare with the target's own draws; what they were drawn with decides."""
+        """Compare with the target's own draws."""
         parents = _parents(draft)
         own = target.tokens[mx.array([parent + 1 for parent in parents])]
         coins = to_ids(draft.tokens) == to_ids(own)
@@ -103,17 +100,10 @@ class TreeCoinRule(ABC):
     def judge(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
-        """Chance that each token's coin shows heads, and what follows each row.
+        """Chance that each token's coin shows heads [K], and the distribution of the token that
+        follows if the kept ones end at a row [K+1, V].
 
-        Args:
-            target_probs: [K+1, V] the target's distribution at each row.
-            draft_tokens: [K].
-            draft_probs: [K, V] what each was drawn from, given its earlier siblings.
-            parents: [K], see `Draft.parents`.
-
-        Returns:
-            [K] chances, and [K+1, V] the distribution of the token that follows if the kept ones
-            end at a row.
+        draft_probs: [K, V], of each given its earlier siblings. parents: [K], see `Draft.parents`.
         """
 
     @abstractmethod

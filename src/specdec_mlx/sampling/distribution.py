@@ -26,9 +26,8 @@ Sampler = Callable[[mx.array], mx.array]
 class Sampling:
     """How to draw a token, as a distribution and as a sampler.
 
-    The arguments and their meaning are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts
-    all mass on the argmax. An instance is itself a mlx-lm sampler: called with log-probabilities
-    [..., V] it returns token ids, drawn from MLX's global random state.
+    The arguments are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts all mass on the
+    argmax. An instance is itself a mlx-lm sampler, which draws from MLX's global random state.
 
     Raises ValueError for arguments outside their range.
     """
