@@ -22,7 +22,7 @@ import mlx.nn as nn
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
 from specdec_mlx.bench.report import markdown_table
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
+from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     path = args.model or demo_model_path()
     model, tokenizer = load_model(path)
-    given = draft_pair(args)[0]
+    given = NamedModel(args.draft_model, lighter_of(args)).pair[0]
     draft_model = four_bit_copy(path) if given is None else given
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
     prompts = choose(prompts, per_category=args.per_category)

@@ -36,7 +36,6 @@ TESTS = {
     "rules/coins": ["test_acceptance.py", "test_lossy_rules.py"],
     "rules/match": ["test_acceptance.py", "test_lossy_rules.py"],
     "rules/lossy": ["test_lossy_rules.py", "test_acceptance.py"],
-    "rules/siblings": ["test_multi_candidate.py"],
     "sampling/distribution": ["test_sampling.py"],
 }
 """The modules that are changed, and the files whose tests are to find it."""

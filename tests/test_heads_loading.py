@@ -22,7 +22,7 @@ from selection import in_one_test
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import report
-from specdec_mlx.drafters.draft_models import Lighter, lighter_of
+from specdec_mlx.drafters.draft_models import Lighter, NamedModel, choose_drafter, lighter_of
 from specdec_mlx.drafters.heads.dflash import spread_layers
 from specdec_mlx.drafters.heads.eagle import (
     IDS_KEY,
@@ -37,8 +37,6 @@ from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.mtp import MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.mtp_families import FAMILIES, OTHER_FORMULAS
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
-from specdec_mlx.drafters.typed import NamedModel
-from specdec_mlx.generation import choose_drafter
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.requests import Menu

@@ -69,7 +69,6 @@ def drafters() -> dict[str, Callable[[nn.Module], Any]]:
             sd.ModelDrafter(tiny.build("qwen2", seed=7)),
         ),
         "cascade": lambda model: sd.Cascade(sd.ModelDrafter(model), "suffix", num_first=1),
-        "itself, speculated for": lambda model: sd.ModelDrafter(model, drafter="prompt-lookup"),
     }
 
 

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
 from itertools import product
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 import strategies
-from exact import COIN_RULES, to_mlx
+from exact import COIN_RULES
 from selection import in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
-from specdec_mlx.rules.siblings import (
-    candidate_accept_probs,
-    choose,
-    remaining_laws,
-    without_replacement,
-)
+from specdec_mlx.rules.trees import MultiRound, remaining_laws
 
 EXACT = 1e-12
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 3))
+
+
+def candidate_accept_probs(target_probs: Any, candidates: Any, draft_probs: Any) -> Any:
+    """Chance [C] that each candidate is kept if none before it was."""
+    return MultiRound().at_node(target_probs, candidates, draft_probs)[0]
+
+
+def without_replacement(law: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    """Law [C, V] of each candidate given that it differs from those before it."""
+    rows = [law]
+    for token in candidates[:-1]:
+        left = np.where(np.arange(len(law)) == token, 0, rows[-1])
+        rows.append(left / left.sum())
+    return np.stack(rows)
 
 
 def outcome(p: np.ndarray, candidates: np.ndarray, laws: np.ndarray) -> tuple[np.ndarray, float]:
@@ -139,52 +147,3 @@ def test_forgetting_the_residual_is_found():
         law += weight * (1 - chance[x]) * (1 - chance[y]) * remaining_laws(p, np.stack([q, q]))[-1]
     assert np.abs(law - p).max() > 0.05
     np.testing.assert_allclose(over_all_draws(p, np.stack([q, q]))[0], p, atol=EXACT)
-
-
-@given(laws=candidate_laws(), seed=st.integers(0, 1000))
-@settings(max_examples=30)
-def test_choose_is_coins_then_a_token(laws, seed):
-    """The first candidate whose coin shows heads, or index C and a token of what is left."""
-    p, rows = (to_mlx(x) for x in laws)
-    key_coins, key_next, key_draw = mx.random.split(mx.random.key(seed), 3)
-    candidates = mx.random.categorical(mx.log(rows), key=key_draw)
-    uniform = mx.random.uniform(shape=candidates.shape, key=key_coins)
-    gumbel = mx.random.gumbel(shape=p.shape, key=key_next)
-    choice = choose(p, candidates, rows, uniform, gumbel)
-    coins = (uniform < candidate_accept_probs(p, candidates, rows)).tolist()
-    index = [*coins, True].index(True)
-    assert choice.index.item() == index
-    if index < len(coins):
-        assert choice.token.item() == candidates[index].item()
-    else:
-        left = remaining_laws(p, rows)[-1]
-        assert choice.token.item() == mx.argmax(mx.log(left) + gumbel).item()
-    assert p[choice.token].item() > 0
-
-
-def test_a_coin_that_equals_the_chance_is_tails_and_what_both_left_is_drawn() -> None:
-    """Chances of a half, coins of a half: both candidates go, and only the third token is left."""
-    target_probs, draft_probs = mx.array([0.5, 0.25, 0.25]), mx.eye(3)[:2]
-    half = mx.array([0.5, 0.5])
-    choice = choose(target_probs, mx.array([0, 1]), draft_probs, half, mx.zeros(3))
-    assert (choice.index.item(), choice.token.item()) == (2, 2)
-    with pytest.raises(FrozenInstanceError):
-        choice.index = half  # type: ignore[misc]
-
-
-def test_choices_follow_the_targets_law():
-    """4,000 choices out of 2 candidates each: chi-square, false alarms 1e-6.
-
-    A law that is off by a total variation of 0.07 fails with a chance above 0.99.
-    """
-    p, q = mx.array([0.5, 0.3, 0.15, 0.05]), mx.array([0.1, 0.2, 0.3, 0.4])
-    keys = mx.random.split(mx.random.key(0), 3)
-    candidates = mx.random.categorical(mx.log(q), shape=(4_000, 2), key=keys[0])
-    uniform = mx.random.uniform(shape=(4_000, 2), key=keys[1])
-    gumbel = mx.random.gumbel(shape=(4_000, 4), key=keys[2])
-    rows = mx.stack([q, q])
-    draws = zip(candidates, uniform, gumbel, strict=True)
-    tokens = [choose(p, c, rows, u, g).token for c, u, g in draws]
-    seen = np.bincount(np.array(mx.stack(tokens)), minlength=4)
-    expected = 4_000 * np.array(p, np.float64) / np.array(p, np.float64).sum()
-    assert chisquare(seen, expected).pvalue > 1e-6

@@ -25,7 +25,6 @@ from selection import FULL, in_one_test
 from serving import serving
 from specdec_mlx.checks.chi_square import limit
 from specdec_mlx.drafters.draft_models import Lighter
-from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
@@ -97,7 +96,7 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"greedy": True}, {"drafter": "prompt-lookup"}, {"branches": 2}, {"draft_temp": 0.5}],
+    [{}, {"greedy": True}, {"branches": 2}, {"draft_temp": 0.5}],
 )
 def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(
     options: dict[str, Any], loaded: tuple[nn.Module, Any], draft: Path
@@ -132,8 +131,6 @@ def test_it_may_be_stopped_in_the_middle_of_a_draft(
     learning = learner_of(draft, loaded[0])
     context = DraftContext(vocab_size=268)
     assert type(learning.begin([5, 6], context)) is type(learning.drafter.begin([5, 6], context))
-    guessing = learning.drafting_as(replace(learning.drafter, drafter="prompt-lookup"))
-    assert isinstance(guessing.begin([5, 6], context), SpeculatedSession)
 
 
 def test_texts_stay_the_targets_while_the_draft_model_learns(

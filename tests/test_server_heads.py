@@ -123,13 +123,12 @@ def test_a_head_of_another_target_is_refused_when_it_is_asked(folders: dict[str,
 
 
 def test_a_draft_model_whose_caches_are_kept_still_stops_in_the_middle() -> None:
-    """By the draft length's decision; with a look-up of its own it drafts to its limit."""
+    """By the draft length's decision."""
     model = tiny.build("qwen2")
     context = DraftContext(vocab_size=128)
-    stepping = {"alone": True, "with a look-up": False, "in one pass": True}
+    stepping = {"alone": True, "in one pass": True}
     drafters = {
         "alone": sd.ModelDrafter(model),
-        "with a look-up": sd.ModelDrafter(model, drafter="prompt-lookup"),
         "in one pass": PardDrafter(model, mask_token=127),
     }
     for name, drafter in drafters.items():

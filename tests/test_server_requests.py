@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from selection import in_one_test
 from serving import post, serving
-from specdec_mlx.drafters import grammar, registry
+from specdec_mlx.drafters import grammar
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.suffix import SuffixSession
 from specdec_mlx.mlx_lm_plugin import openai_fields
@@ -250,7 +250,7 @@ def test_requests_do_not_look_through_the_installed_packages(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Known since the server started, also for a list of names."""
-    monkeypatch.setattr(registry, "entry_points", pytest.fail)
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
     reply = complete(client, extra_body={"drafter": ["ngram", "none", "prompt-lookup"]})
     assert reply.usage.speculation["drafter"] == "ngram+prompt-lookup"
 

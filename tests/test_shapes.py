@@ -41,7 +41,7 @@ def test_tokens_are_integers_and_chances_are_not():
 
 def test_every_module_with_a_rule_is_checked():
     """A new one too."""
-    assert {"block", "coins", "lossy", "match", "rejection", "siblings"} <= set(RULES)
+    assert {"block", "coins", "lossy", "match", "rejection", "trees"} <= set(RULES)
 
 
 def test_noise_has_the_shape_that_it_says():

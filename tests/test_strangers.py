@@ -177,7 +177,7 @@ def test_packages_are_looked_through_once_and_not_for_built_in_rules(
 ) -> None:
     """Reading the metadata of all packages takes milliseconds, which each request would pay."""
     rule_registry.rule_names()
-    monkeypatch.setattr(rule_registry, "entry_points", pytest.fail)
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
     assert "auto" in rule_registry.rule_names()
     monkeypatch.setattr(rule_registry, "_installed", pytest.fail)
     assert rule_registry.make_rule("block") == sd.rules.Block()

@@ -17,7 +17,6 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from selection import cases, each
-from specdec_mlx.drafters.lighter import SubVocabulary
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.drafter import DrafterConformance
 from specdec_mlx.types import Draft, DraftContext
@@ -30,11 +29,6 @@ def model_drafter(**options: Any) -> sd.ModelDrafter:
     return sd.ModelDrafter(tiny.build("qwen2", vocab_size=V), **options)
 
 
-def few_tokens() -> SubVocabulary:
-    """Half of the tokens."""
-    return SubVocabulary(tiny.build("qwen2", vocab_size=V), range(0, V, 2))
-
-
 OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
@@ -44,14 +38,12 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "model": model_drafter,
     "model, greedy": lambda: model_drafter(greedy=True),
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
-    "model, few tokens": lambda: sd.ModelDrafter(few_tokens()),
-    "model, speculated for": lambda: model_drafter(drafter="prompt-lookup:min_ngram=1"),
     "cascade": lambda: sd.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),
     "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
-AS_MODEL_DRAWS = ("recurrent model", "model, speculated for", "cascade")
-DRAWN = ("n-gram, drawn", "model", "model, few tokens", *AS_MODEL_DRAWS)
+AS_MODEL_DRAWS = ("recurrent model", "cascade")
+DRAWN = ("n-gram, drawn", "model", *AS_MODEL_DRAWS)
 
 
 @pytest.mark.parametrize(

@@ -98,47 +98,31 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         r"Did you mean max_ngram\?",
     ),
     "a seed of letters": ({"seed": "a"}, f"seed='a': {AN_INT}"),
-    "half a seed": ({"seed": 1.5}, rf"seed=1\.5: {AN_INT}"),
     "half a token": ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
-    "tokens as text": ({"max_tokens": "5"}, f"max_tokens='5': {AN_INT}"),
     "max_tokens None": ({"max_tokens": None}, f"max_tokens=None: {AN_INT}"),
-    "max_tokens nan": ({"max_tokens": float("nan")}, f"max_tokens=nan: {AN_INT}"),
     "max_tokens True": ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
     "draft_length None": ({"draft_length": None}, "draft_length=None.*auto"),
-    "draft_length []": ({"draft_length": []}, r"draft_length=\[\].*auto"),
-    "draft_length 2.5": ({"draft_length": 2.5}, r"draft_length=2\.5.*auto"),
     "a class of draft length": ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
     "a number of processors": ({"logits_processors": 5}, "logits_processors=5: expected a list"),
     "a bare processor": ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
-    "a list of numbers": ({"logits_processors": [5]}, r"logits_processors=\[5\]: expected a list"),
     "a class of sampler": ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
     "prompt None": ({"prompt": None}, f"prompt=None: {IDS}"),
-    "prompt 5": ({"prompt": 5}, f"prompt=5: {IDS}"),
     "prompt [1.5]": ({"prompt": [1.5]}, rf"prompt=\[1\.5\]: {IDS}"),
-    "a row of ids": ({"prompt": [[1, 2]]}, rf"prompt=\[\[1, 2\]\]: {IDS}"),
     "an array of rows": ({"prompt": mx.array([[1, 2]])}, IDS),
-    "an array of floats": ({"prompt": mx.array([1.5])}, IDS),
     "a set of ids": ({"prompt": {1, 2}}, rf"prompt=\{{1, 2\}}: {IDS}"),
     "prompts None": ({"prompts": None, "prompt": None}, IDS),
     "one text as the prompts": ({"prompts": "a b"}, r"prompts='a b': expected a list.*\[prompt\]"),
-    "prompts 5": ({"prompts": 5}, "prompts=5: expected a list"),
     "cache 5": (
         {"prompt_cache": 5},
         "prompt_cache=5: expected a list of caches.*make_prompt_cache",
     ),
     "caches None": ({"prompt_cache": [None] * 9}, "expected a list of caches.*make_prompt_cache"),
     "step 0": ({"prefill_step_size": 0}, f"prefill_step_size=0: {AN_INT} >= 1"),
-    "step -1": ({"prefill_step_size": -1}, f"prefill_step_size=-1: {AN_INT} >= 1"),
-    "step 2.5": ({"prefill_step_size": 2.5}, rf"prefill_step_size=2\.5: {AN_INT} >= 1"),
-    "3.5 bits": ({"kv_bits": 3.5}, rf"kv_bits=3\.5: {AN_INT}"),
     "7 bits": ({"kv_bits": 7, "kv_group_size": 32}, "kv_bits=7, kv_group_size=32.*MLX"),
-    "16 bits": ({"kv_bits": 16, "kv_group_size": 32}, "kv_bits=16, kv_group_size=32.*MLX"),
     "groups of 48": ({"kv_bits": 4, "kv_group_size": 48}, "kv_bits=4, kv_group_size=48.*MLX"),
     "groups of text": ({"kv_bits": 4, "kv_group_size": "x"}, f"kv_group_size='x': {AN_INT}"),
     "groups wider than a head": ({"kv_bits": 4, "kv_group_size": 64}, "kv_group_size=64.*MLX"),
     "size 0": ({"max_kv_size": 0}, f"max_kv_size=0: {AN_INT} >= 1"),
-    "size -1": ({"max_kv_size": -1}, f"max_kv_size=-1: {AN_INT} >= 1"),
-    "size as text": ({"max_kv_size": "x"}, f"max_kv_size='x': {AN_INT} >= 1"),
     "a dict as the tuning": ({"tuning": {}}, r"tuning=\{\}: expected a Tuning"),
     "rows of none": ({"completion_batch_size": 0}, f"completion_batch_size=0: {AN_INT} >= 1"),
     "half a sample": ({"num_samples": 2.5}, rf"num_samples=2\.5: {AN_INT} >= 1"),
@@ -201,9 +185,7 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "a memory of a folder": (lambda: sd.Memory("folder"), r"Memory\.load"),  # type: ignore[arg-type]
     "half a token of memory": (lambda: sd.Memory(2.5), AN_INT),  # type: ignore[arg-type]
     "text in a memory": (lambda: sd.Memory().add("text"), "token ids"),  # type: ignore[arg-type]
-    "a row in a memory": (lambda: sd.Memory().add([[1, 2]]), "token ids"),  # type: ignore[list-item]
     "floats in a memory": (lambda: sd.Memory().add([1.5, 2.7]), "token ids"),  # type: ignore[list-item]
-    "None in a memory": (lambda: sd.Memory().add(None), "token ids"),  # type: ignore[arg-type]
     "the memory of None": (lambda: sd.Memory.load(None), "expected a path"),  # type: ignore[arg-type]
     "the memory of a folder": (lambda: sd.Memory.load(Path(__file__).parent), "is a folder"),
     "the memory of no file": (lambda: sd.Memory.load("/no/such/file"), "no file /no/such/file"),
@@ -455,44 +437,12 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     """As on the command line: the model is asked where the drafter has nothing."""
     model = pair()[0]
-    from specdec_mlx.generation import choose_drafter
+    from specdec_mlx.drafters.draft_models import choose_drafter
 
     chosen = choose_drafter("prompt-lookup", model)
     assert isinstance(chosen, sd.FirstOf)
     assert [type(part) for part in chosen.drafters] == [sd.PromptLookupDrafter, sd.ModelDrafter]
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
-
-
-SCRIPT = """
-from typing import Any
-
-import specdec_mlx as sd
-
-def run(model: Any, tokenizer: Any) -> None:
-    text: sd.responses.Text = sd.generate(model, tokenizer, "a", drafter="ngram", max_tokens=3)
-    print(text.stats.tokens_per_pass)
-    sd.generate(model, tokenizer, "a", drafer="ngram")
-    for response in sd.stream_generate(model, tokenizer, "a", draft_lenght=3):
-        print(response.text)
-    for token in sd.speculate(model, [1], temprature=3):
-        print(token.token)
-"""
-
-
-@pytest.mark.full
-def test_a_type_checker_finds_a_misspelt_argument(tmp_path: Path) -> None:
-    """`mypy --strict` on a script that calls the public API."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    checked = subprocess.run(
-        [sys.executable, "-m", "mypy", "--strict", "--no-incremental", str(script)],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-    )
-    for name in ("drafer", "draft_lenght", "temprature"):
-        assert f'Unexpected keyword argument "{name}"' in checked.stdout, checked.stdout
-    assert "sd.responses.Text" not in checked.stdout
 
 
 def test_the_public_names_are_what_dir_shows() -> None:

@@ -19,7 +19,8 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowToken
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.generation import Prompt, choose_drafter, choose_sampler, encode, loaded
+from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.distribution import Sampler, Sampling

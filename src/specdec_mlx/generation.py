@@ -16,14 +16,13 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, drafter_names, first_of, make_drafter
-from specdec_mlx.drafters.typed import NamedModel
+from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.target.inputs import check_is_drafter, check_model, max_tokens_of, prompt_ids
+from specdec_mlx.target.inputs import check_model, max_tokens_of, prompt_ids
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, models_of
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -253,47 +252,6 @@ def choose_sampler(
     if sampler is not None:
         raise ValueError("Give temp= or sampler=, not both: a sampler has its own temperature.")
     return Sampling(temp=temp)
-
-
-def choose_drafter(
-    drafter: Drafter | str | None,
-    draft_model: nn.Module | Drafter | str | Path | None,
-    target: nn.Module | None = None,
-) -> Drafter | None:
-    """The drafter that the two arguments name; None for plain decoding.
-
-    Args:
-        drafter: a drafter, or the name of one with options.
-        draft_model: a model, or the folder or Hugging Face name of one; code that can give nothing
-            else may give a drafter here. With `drafter` as well, that one is asked first.
-        target: the model to draft for, if it is known; trained heads need it.
-
-    Raises:
-        UnknownNameError: no drafter has this name.
-        ModelFolderError: there is no model of this name.
-        HeadError: it is a trained head, which does not fit the target.
-        ValueError: for what is neither.
-    """
-    return first_of([_drafter(drafter), _model_drafter(draft_model, target)])
-
-
-def _drafter(choice: Drafter | str | None) -> Drafter | None:
-    if isinstance(choice, str):
-        return make_drafter(choice)
-    check_is_drafter(choice)
-    return choice
-
-
-def _model_drafter(
-    choice: nn.Module | Drafter | str | Path | None, target: nn.Module | None
-) -> Drafter | None:
-    if isinstance(choice, nn.Module):
-        return make_drafter(MODEL_DRAFTER, draft_model=choice)
-    if isinstance(choice, str | Path):
-        if str(choice).partition(":")[0] in drafter_names():
-            return make_drafter(str(choice))
-        return NamedModel(choice).make(MODEL_DRAFTER, target)
-    return _drafter(choice)
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:

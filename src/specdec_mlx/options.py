@@ -1,17 +1,25 @@
-"""What is typed as text: NAME:key=value,key=value, and the numbers of flags."""
+"""What is typed as text: NAME:key=value,key=value, what it makes, and the numbers of flags."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
 import functools
+import inspect
 import operator
 import re
 import reprlib
+import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from importlib.metadata import EntryPoint, entry_points
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args
+
+from specdec_mlx.errors import MissingPackageError
 
 T = TypeVar("T")
+
+OWN_PACKAGE = "specdec-mlx"
 
 WORDS = {"true": True, "false": False, "none": None}
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
@@ -114,3 +122,90 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
         return text
 
     return kept
+
+
+def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
+    """The entry points of a group by name: our own first, then those of packages by their name.
+
+    This reads the metadata of every installed package. A UserWarning names the packages that want a
+    name that another has, or one of `taken`, which are ours.
+    """
+    owners = dict.fromkeys(taken, OWN_PACKAGE)
+    known: dict[str, EntryPoint] = {}
+    found = [(package_of(entry), entry) for entry in entry_points(group=group)]
+    for package, entry in sorted(found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
+        owner = owners.setdefault(entry.name, package)
+        if owner == package:
+            known.setdefault(entry.name, entry)
+            continue
+        warnings.warn(
+            f"specdec_mlx: {what} {entry.name!r} of {package} is left out, since {owner} has one "
+            f"of that name. Uninstall one of them, or give the {what} itself instead of its name.",
+            stacklevel=2,
+        )
+    return known
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Name of the distribution that an entry point came with."""
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
+def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
+    """The class, or function, of an entry point; MissingPackageError if it cannot be imported."""
+    try:
+        kind: Callable[..., Any] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingPackageError(
+            f"{what.capitalize()} {entry.name!r} of {package_of(entry)} cannot be loaded: {error}"
+        ) from error
+    return kind
+
+
+def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, Any]) -> T:
+    """`kind(**options)`, of options that were typed.
+
+    Args:
+        what: "drafter" or "rule", for the error.
+        name: the one that was typed, for the error.
+        kind: a class, or a function; what it raises goes on.
+        options: its arguments.
+
+    Raises:
+        ValueError: an option that it does not take, or of another type than it is annotated with.
+    """
+    hints = _annotations(kind)
+    try:
+        return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
+    except TypeError as error:
+        near = "".join(did_you_mean(option, hints) for option in options if option not in hints)
+        said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
+        raise ValueError(f"{what.capitalize()} {name!r}: {said} {help_on(kind)}") from error
+
+
+def help_on(kind: Callable[..., Any]) -> str:
+    """Where the options of a class or function are explained."""
+    made_by = kind.func if isinstance(kind, functools.partial) else kind
+    return f"See help({getattr(made_by, '__name__', made_by)})."
+
+
+def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of arguments, as far as they can be read."""
+    try:
+        parameters = inspect.signature(kind, eval_str=True).parameters.values()
+    except Exception:  # names that are there for type checkers only
+        return {}
+    return {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _fitted(option: str, value: Any, hint: Any) -> Any:
+    """A value of the annotated type, an int for a float too; else a TypeError that names both.
+
+    Only numbers and text are looked at; what else there is the class knows best.
+    """
+    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
+        return value
+    if type(value) is int and float in kinds:
+        return float(value)
+    raise TypeError(f"{option} is {value!r}, expected {inspect.formatannotation(hint)}")

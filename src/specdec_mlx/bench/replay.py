@@ -26,8 +26,8 @@ from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, draft_pair
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, make_drafter
+from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
 from specdec_mlx.types import Drafter
@@ -188,8 +188,7 @@ def record_of_sessions(
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; whether they can be made is found out now."""
-    draft_model, draft_tokenizer = draft_pair(args)
-    make = functools.partial(make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
+    make = NamedModel(args.draft_model, lighter_of(args)).make
     specs = args.drafter or [DEFAULT_DRAFTER]
     for spec in specs:
         make(spec)

@@ -32,9 +32,8 @@ from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
-from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int

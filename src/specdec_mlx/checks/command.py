@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.checks.run import BUDGET, check
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
-from specdec_mlx.drafters.typed import NamedModel
+from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.sampling.distribution import Sampling

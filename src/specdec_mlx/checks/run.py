@@ -22,9 +22,9 @@ from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths, heads_of
+from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
-from specdec_mlx.generation import choose_drafter
 from specdec_mlx.options import whole
 from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.rules.registry import make_rule

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
-from specdec_mlx.types import Draft, DraftContext, DraftSession, is_cheap, key_of
+from specdec_mlx.types import Draft, DraftSession, is_cheap
 
 
 @dataclass(frozen=True, init=False)
@@ -14,46 +14,38 @@ class BestOf(FirstOf):
     """The draft that is worth most: its expected tokens less what its pass costs.
 
     Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    what speaks for it; with a fixed length the longest match wins. One that costs time, such as a
-    draft model, is asked where it promises more than the best of the others. What was not chosen is
-    scored all the same against what came, so that drafters that agree learn from each other's
-    verdicts.
+    its evidence; with a fixed length the longest match wins. A drafter that costs time is asked
+    where it promises more than the best of the others. All drafts are scored against what came, so
+    that drafters learn from each other's verdicts.
 
     The text stays the target's own: only drafts that this text would always have led to are
-    compared, and whether a draft model is asked is decided before it draws; what it has drawn is
-    never dropped for what it is.
+    compared, and whether a draft model is asked is decided before it draws.
 
     drafters: at least one; of equal drafts the earlier one's is taken. Those of a `FirstOf` or
         `BestOf` among them take part one by one. Raises ValueError for none.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> BestOfSession:
-        """Begin with each of them."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return BestOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:
+        return BestOfSession(sessions, keys)
 
 
 class BestOfSession(FirstOfSession):
-    """One generation, seen by all of the drafters.
-
-    groups: a single one, in which all compete, for a loop that asks them instead of it.
-    """
+    """One generation, seen by all of the drafters, which compete in one group."""
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
         self._free = [part for _, part in self.parts if is_cheap(part)]
-        self._expensive = [part for _, part in self.parts if not is_cheap(part)]
+        self._costly = [part for _, part in self.parts if not is_cheap(part)]
 
     def propose(self, limit: int) -> Draft:
         """The draft of the longest match; those that cost time are asked if there is none."""
-        proposed = [draft for part in self._free if len(draft := part.propose(limit))]
-        certain = [draft for draft in proposed if draft.logprobs is None]
+        free = [part.propose(limit) for part in self._free]
+        certain = [draft for draft in free if len(draft) and draft.logprobs is None]
         if certain:
             return max(certain, key=lambda draft: draft.match)
-        for session in self._expensive:
-            draft = session.propose(limit)
-            if len(draft):
+        for part in self._costly:
+            if len(draft := part.propose(limit)):
                 return draft
-        return proposed[0] if proposed else Draft()
+        return next(filter(len, free), Draft())

@@ -1,26 +1,22 @@
-"""A horizontal cascade: a model writes the first tokens of a draft, look-up those behind them.
+"""A horizontal cascade: a model writes the first tokens of a draft, look-up the later ones.
 
-The later a token stands in a draft, the less likely it is to be reached at all, so that an
-expensive drafter is spent on the first ones and a free one on the rest (Chen et al. 2023, "Cascade
-Speculative Drafting", arXiv 2312.11462).
-
-What look-up finds is settled by the text and the tokens drawn before it, so that each later token
-is drawn from a point mass, given those; that is what is handed over, and lossless rules stay so.
-The model's tokens are read before the look-up is asked: a host synchronisation a draft.
+Later tokens of a draft are less likely to be reached, so that an expensive drafter is spent on the
+first ones alone (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462). What look-up
+finds follows from the text and the tokens drawn before it: each later token is declared as a point
+mass, given those. The model's tokens are read before the look-up is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from jaxtyping import Float
 
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.speculated_model import make_guesser
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import (
@@ -36,10 +32,12 @@ from specdec_mlx.types import (
     GoesOn,
     ProposesAhead,
     ReadsTarget,
+    RunsModel,
     SeesRejected,
     SeesTarget,
     Step,
     Stepwise,
+    all_drafters,
     key_of,
 )
 
@@ -56,8 +54,7 @@ class Cascade:
     look-up that can be asked about a text that may not come (`SuffixDrafter`,
     `PromptLookupDrafter`), or its name. num_first: most tokens of a draft that `first` writes.
 
-    Raises ValueError for a `then` that runs a model, for a `first` that is made of several, forks
-    or drafts on every rank, and for a number below 1.
+    Raises ValueError for parts that cannot be put together, and for a number below 1.
     """
 
     first: Drafter
@@ -65,9 +62,15 @@ class Cascade:
     num_first: int = NUM_FIRST
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be put together; read what the first drafter reads."""
-        if make_guesser(self.then) is None:
+        """Check the parts; read what the first drafter reads."""
+        if self.look_up is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
+        for part in all_drafters(self.look_up):
+            if isinstance(part, RunsModel | ReadsTarget):
+                raise ValueError(
+                    f"Cascade: then={self.then!r} runs a model or reads the target; expected a "
+                    "look-up, such as 'suffix'."
+                )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__
         if isinstance(self.first, DrafterParts) and len(self.first.drafters) > 1:
@@ -80,15 +83,19 @@ class Cascade:
             object.__setattr__(self, "features", self.first.features)
 
     @property
+    def look_up(self) -> Drafter | None:
+        """The second drafter, by itself or by its name."""
+        return make_drafter(self.then) if isinstance(self.then, str) else self.then
+
+    @property
     def drafters(self) -> Sequence[Drafter]:
         """The two."""
-        then = make_guesser(self.then)
-        assert then is not None
-        return self.first, then
+        assert self.look_up is not None
+        return self.first, self.look_up
 
     @property
     def key(self) -> str:
-        """The keys of both, and where the one ends."""
+        """The keys of both, and the number of first tokens."""
         return f"Cascade({', '.join(map(key_of, self.drafters))}, num_first={self.num_first})"
 
     def check(self, context: DraftContext) -> None:
@@ -117,36 +124,22 @@ def cascade(
 ) -> Cascade:
     """The first tokens of a draft by a draft model, the later ones by look-up.
 
-    Args:
-        model: a draft model, or a trained head as a drafter.
-        tokenizer: the draft model's.
-        then: name of the look-up.
-        num_first: most tokens that the model writes.
-        options: of `ModelDrafter`, for a draft model.
-
-    Raises:
-        ValueError: see `Cascade`.
+    model: a draft model, or a trained head as a drafter. options: of `ModelDrafter`.
     """
     first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
     return Cascade(first, then, num_first)
 
 
 class CascadeSession:
-    """One generation of both; it can do what the first one's session can, but for trees.
-
-    Args:
-        first: the session that writes the first tokens.
-        then: the one that is asked what follows them; it has `propose_after`.
-        num_first: most tokens of a draft by the first.
-    """
+    """One generation of both; it can do what the first one's session can, but for trees."""
 
     def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
-        """Pass on what the first one sees and tells."""
+        """then: has `propose_after`. num_first: most tokens of a draft by the first."""
         self.first = first
         self.then = then
         self.num_first = num_first
         if isinstance(first, Stepwise):
-            self.propose_while = self._stepwise(first)
+            self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
         if isinstance(first, SeesRejected):
@@ -157,19 +150,15 @@ class CascadeSession:
         draft = self.first.propose(min(limit, self.num_first))
         return self._continued(draft, limit, lambda evidence: Step.GO_ON)
 
-    def _stepwise(self, first: Stepwise) -> Callable[[int, GoesOn], Draft]:
-        """The same as long as it is worth it; see `types.Stepwise`."""
-
-        def propose_while(limit: int, goes_on: GoesOn) -> Draft:
-            draft = first.propose_while(min(limit, self.num_first), goes_on)
-            return self._continued(draft, limit, goes_on)
-
-        return propose_while
+    def _propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        assert isinstance(self.first, Stepwise)
+        draft = self.first.propose_while(min(limit, self.num_first), goes_on)
+        return self._continued(draft, limit, goes_on)
 
     def _continued(self, draft: Draft, limit: int, goes_on: GoesOn) -> Draft:
-        """A draft, and what look-up finds behind it, as far as that is worth its positions.
+        """A draft, and what look-up finds after it, as far as that is worth its positions.
 
-        All that is decided about the later tokens follows from the first ones, which stay.
+        The decisions about later tokens follow from the first ones, which stay.
         """
         room = limit - len(draft)
         if not len(draft) or not room:
@@ -177,22 +166,22 @@ class CascadeSession:
         written = to_list(draft.tokens)
         found: Draft = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
-        known = [0] * len(found) if found.evidence is None else found.evidence
-        evidence = [_evidence(speaks) for speaks in draft.evidence or ()]
+        known = found.evidence or [0] * len(found)
+        evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        for token, speaks in zip(to_list(found.tokens), known, strict=True):
-            evidence.append(_evidence(speaks)._replace(is_free=True))
+        step = Step.GO_ON
+        for token, match in zip(to_list(found.tokens), known, strict=True):
+            evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
-            if step is Step.STOP_BEFORE:
+            tail += [] if step is Step.STOP_BEFORE else [token]
+            if step is not Step.GO_ON:
                 break
-            tail.append(token)
-            if step is Step.STOP_AFTER:
-                break
+        tokens, logprobs = [*written, *tail], draft.logprobs
         if not tail:
             return draft
-        tokens, logprobs = [*written, *tail], draft.logprobs
         if logprobs is not None:
-            logprobs = mx.concatenate([logprobs, _point_masses(tail, logprobs.shape[-1])])
+            is_token = mx.arange(logprobs.shape[-1]) == to_ids(tail)[:, None]
+            logprobs = mx.concatenate([logprobs, mx.where(is_token, 0.0, -mx.inf)])
         return Draft(tokens, logprobs, draft.evidence and evidence[: len(tokens)])
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -207,12 +196,5 @@ class CascadeSession:
                 session.close(length)
 
 
-def _evidence(speaks: Evidence | int) -> Evidence:
-    """What speaks for a token, a match where it is a number."""
-    return speaks if isinstance(speaks, Evidence) else Evidence(speaks)
-
-
-def _point_masses(tokens: Sequence[int], vocab_size: int) -> Float[mx.array, "k vocab"]:
-    """Log-probabilities of tokens that nothing else could have come in the place of."""
-    is_token = mx.arange(vocab_size) == to_ids(tokens)[:, None]
-    return mx.where(is_token, 0.0, -mx.inf)
+def _evidence(match: Evidence | int) -> Evidence:
+    return match if isinstance(match, Evidence) else Evidence(match)

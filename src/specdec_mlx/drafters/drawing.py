@@ -1,16 +1,15 @@
 """How a draft is written: token by token, each drawn from logits under the target's sampling.
 
-A draft model, a trained head and a draft model with other tokens differ in where the logits of the
-next token come from, a *step*; what is drawn from them, and when a draft ends, is the same.
+A draft model and a trained head differ in where the logits of the next token come from, a *step*;
+what is drawn from them, and when a draft ends, is common.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import mlx.core as mx
@@ -26,11 +25,8 @@ NextLogits = Callable[[mx.array | None], mx.array]
 DRAWN_AT_ONCE = 4
 """Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
 
-CONFIDENCES_BEFORE = (0.5, 0.8, 0.95)
-"""Lower ends of the classes by which `Pace` learns how often a draft goes on."""
-
-WENT_ON = 0.75
-"""How often it does at first: as in a draft of four tokens."""
+GOES_ON = 0.75
+"""Chance that a draft goes on after its first token: as in a draft of four tokens."""
 
 
 class Draws:
@@ -41,11 +37,9 @@ class Draws:
         sampling: how drafts are drawn; greedy makes a point mass.
         text: [n] prompt and tokens emitted.
         num_prompt: tokens of the prompt.
-        at_once: for how many tokens the noise is drawn at a time, which saves operations; fewer
-            where the vocabulary is large.
+        at_once: tokens whose noise is drawn together; fewer where the vocabulary is large.
 
-    is_drawn: whether tokens are drawn at random. one_by_one: whether there are processors, which
-    look at each token before the next.
+    is_drawn: True if tokens are drawn at random. one_by_one: True if there are processors.
     """
 
     def __init__(
@@ -63,15 +57,14 @@ class Draws:
         self._sampling = sampling
         self._seen = to_ids(text) if self.one_by_one else None
         self._start = len(text) - num_prompt
-        most = MOST_NUMBERS // (context.vocab_size or 1)
-        self._at_once = max(1, min(at_once, most))
+        self._at_once = max(1, min(at_once, MOST_NUMBERS // (context.vocab_size or 1)))
         self._noise: mx.array | None = None
         self._tokens: list[mx.array] = []
         self._rows: list[mx.array] = []
         self._num_drawn = 0
 
     def __len__(self) -> int:
-        """How many tokens were drawn."""
+        """Number of tokens drawn."""
         return self._num_drawn
 
     def draw(self, logits: mx.array) -> mx.array:
@@ -83,13 +76,12 @@ class Draws:
         logits = fit_width(logits, self._context.vocab_size)
         for processor in self._context.logits_processors:
             logits = processor(self._seen, logits)
+        rows = noisy = logits
         if self.is_drawn:
-            row = self._sampling.log_distribution(logits)
-            token = mx.argmax(row + self._gumbels(num_rows), axis=-1).astype(mx.uint32)
-        else:
-            row = logits
-            token = mx.argmax(row, axis=-1).astype(mx.uint32)
-        self._rows.append(row)
+            rows = self._sampling.log_distribution(logits)
+            noisy = rows + self._gumbels(num_rows)
+        token = mx.argmax(noisy, axis=-1).astype(mx.uint32)
+        self._rows.append(rows)
         self._tokens.append(token)
         self._num_drawn += num_rows
         if self._seen is not None:
@@ -102,11 +94,10 @@ class Draws:
         return self._log_confidences(last if last.shape[0] == 1 else last[-1:])
 
     def log_confidences(self) -> mx.array:
-        """The same for each token; [n], at least one."""
+        """The largest log-probability at each token; [n], at least one."""
         return self._log_confidences(_first(self._rows, len(self)))
 
     def _log_confidences(self, rows: mx.array) -> mx.array:
-        """The same of each row; as logs, since each operation on the device takes its time."""
         likeliest = mx.max(rows, axis=-1)
         return likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1)
 
@@ -130,7 +121,7 @@ class Draws:
 
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
-    """The first rows of parts, each of one row or more, that stand one behind the other."""
+    """The first rows of parts, each of one row or more, as one array."""
     together = parts[0] if len(parts) == 1 else mx.concatenate(list(parts[:length]))
     return together if together.shape[0] == length else together[:length]
 
@@ -145,7 +136,7 @@ def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
 
 
 def draw_rows(draws: Draws, logits: mx.array) -> Draws:
-    """The same draws with a token drawn from each of the rows [n, V], which came all at once."""
+    """`draws`, with a token drawn from each of the rows [n, V], which came all at once."""
     for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
         draws.draw(rows)
     return draws
@@ -153,20 +144,17 @@ def draw_rows(draws: Draws, logits: mx.array) -> Draws:
 
 @dataclass
 class Pace:
-    """How long a step takes the host to build, how long it is then waited for, and how often the
-    next one was wanted.
+    """Host time to build a step, and time that it is then waited for.
 
     To build the next step while the evidence of one is awaited saves that wait, or as much of it as
-    building takes, where the draft goes on, and costs a step where it does not. How likely either
-    is, follows from the latest evidence that is known by then.
+    building takes, where the draft goes on, and costs a step where it does not. A draft is taken to
+    go on as often as its latest known token is right.
 
-    build, wait: in seconds; wait of a step that nothing was built behind, None before the first.
-    went_on: by class of that evidence, the share of positions after it at which the draft went on.
+    build, wait: in seconds; wait of a step while no other was built, None before the first.
     """
 
     build: float = 0.0
     wait: float | None = None
-    went_on: list[float] = field(default_factory=lambda: [WENT_ON] * (len(CONFIDENCES_BEFORE) + 2))
 
     def overlaps(self, latest: float | None) -> bool:
         """True if the next step is to be under way before the evidence of one is read.
@@ -176,13 +164,8 @@ class Pace:
         """
         if self.wait is None:
             return False
-        chance = self.went_on[_class_of(latest)]
+        chance = GOES_ON if latest is None else latest
         return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
-
-    def learn(self, latest: float | None, went_on: bool) -> None:
-        """Note whether the draft went on at the position after that evidence."""
-        kind = _class_of(latest)
-        self.went_on[kind] = 0.9 * self.went_on[kind] + 0.1 * went_on
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -193,16 +176,11 @@ class Pace:
 
     @contextmanager
     def waiting(self, alone: bool) -> Iterator[None]:
-        """Time the wait for one; alone: whether nothing was built behind it."""
+        """Time the wait for a step; only if it is alone, with no other one built already."""
         began = perf_counter()
         yield
         if alone:
             self.wait = _mix(self.wait or 0.0, perf_counter() - began)
-
-
-def _class_of(latest: float | None) -> int:
-    """Class of the evidence that is known; 0 where none is."""
-    return 0 if latest is None else 1 + bisect_right(CONFIDENCES_BEFORE, latest)
 
 
 def _mix(average: float, sample: float) -> float:
@@ -213,16 +191,8 @@ def _mix(average: float, sample: float) -> float:
 def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pace: Pace) -> Draft:
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
-    Where building a step takes the host long and the draft is likely to go on, the next one is
-    under way while that number is read, and is dropped unread if it was one too many: the decision
-    has seen neither its draw nor its distribution.
-
-    Args:
-        length: most tokens.
-        draws: of this draft.
-        step: runs the model once more.
-        goes_on: decides; see `types.Stepwise`.
-        pace: of earlier steps; goes on learning.
+    A step that `pace` has under way is dropped unread if it was one too many: the decision has seen
+    neither its draw nor its distribution. goes_on: see `types.Stepwise`.
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []
@@ -239,13 +209,12 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
             confidence = math.exp(confidences[len(evidence)].item())  # type: ignore[arg-type]
         evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
-        pace.learn(latest, decision is Step.GO_ON)
         latest = confidence
     return _kept(draws, evidence, decision)
 
 
 def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
-    """What is worth verifying of a draft that came all at once; its confidences are read together.
+    """As much of a draft that came at once as is worth verifying; confidences are read together.
 
     Each decision is told the confidences up to its own position, and nothing of the draws.
     """

@@ -46,10 +46,13 @@ class FirstOf:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
         sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return FirstOfSession(sessions, [key_of(drafter) for drafter in self.drafters])
+        return self._session(sessions, [key_of(drafter) for drafter in self.drafters])
+
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:
+        return FirstOfSession(sessions, keys)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
-        """The same combination of changed drafters."""
+        """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
 
     def check(self, context: DraftContext) -> None:
@@ -60,12 +63,7 @@ class FirstOf:
 
 
 class FirstOfSession:
-    """One generation, seen by all of the drafters.
-
-    parts: the sessions in order, each with its drafter's key, for a loop that asks each within a
-    limit of its own; those of which one is made instead of it. groups: the same, with those that
-    compete side by side.
-    """
+    """One generation, seen by all of the drafters; see `types.SessionGroups`."""
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which they are tried, with their drafters' keys."""
@@ -78,8 +76,8 @@ class FirstOfSession:
     def propose(self, limit: int) -> Draft:
         """The first draft that is not empty.
 
-        Those behind it are not asked: what is observed next begins with the accepted part of this
-        draft, and they would take it for theirs.
+        The sessions after it are not asked: what is observed next begins with the accepted part of
+        this draft, and they would take it for theirs.
         """
         for session in self.sessions:
             draft = session.propose(limit)

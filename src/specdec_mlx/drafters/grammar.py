@@ -35,7 +35,7 @@ FORCED = 64
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a generated text may be.
+    """The texts that may be generated.
 
     kind, text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation. Needs
     the extra `grammar` (llguidance). Raises GrammarError for a text that is none of its kind.
@@ -90,13 +90,17 @@ _begun: WeakKeyDictionary[Grammar, tuple[LLTokenizer, LLMatcher]] = WeakKeyDicti
 class GrammarProcessor:
     """Logits processor that allows only tokens with which the text keeps to a grammar.
 
-    grammar: what the text may be. tokenizer: the target's. start: how many tokens stand before the
-    text; None for those of the first call, so make one for each generation. Once the text is
-    complete and cannot go on, the end token is the only one allowed.
+    Once the text is complete and cannot go on, the end token is the only one allowed. It follows
+    whatever tokens it is shown, backwards too, so that calls for rows that are rejected do no harm.
 
-    It is pure in the sense of the loop: it follows whatever tokens it is shown, backwards too, so
-    that calls for rows that are rejected afterwards do no harm. Raises GrammarError for a grammar
-    that outgrew the matcher's limits.
+    Args:
+        grammar: of the text.
+        tokenizer: the target's.
+        start: number of tokens before the text; None for those of the first call, so make one for
+            each generation.
+
+    Raises:
+        GrammarError: when called, for a grammar that outgrew the matcher's limits.
     """
 
     pure = True
@@ -113,11 +117,11 @@ class GrammarProcessor:
         return Place(self.grammar.begin(self.tokenizer))
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        """Logits [1, V] with -inf for what the grammar does not allow after `tokens` [n]."""
+        """Logits [1, V] with -inf for the tokens that may not follow `tokens` [n]."""
         if self.start is None:
             self.start = tokens.shape[0]
         if not self.place.go_to(to_list(tokens[self.start :])):
-            return logits  # behind a draft token that is rejected anyway
+            return logits  # after a draft token that is rejected anyway
         return mx.where(self.place.allowed(logits.shape[-1]), logits, -mx.inf)
 
 
@@ -125,8 +129,7 @@ class GrammarProcessor:
 class GrammarDrafter:
     """Drafts the tokens that a `GrammarProcessor` of the generation forces.
 
-    Where the grammar leaves a choice it has no draft, so try others behind it, as in
-    `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
+    Elsewhere it has no draft: `FirstOf(GrammarDrafter(), PromptLookupDrafter())`.
     """
 
     def check(self, context: DraftContext) -> None:
@@ -134,7 +137,7 @@ class GrammarDrafter:
         _processor(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
-        """Start where the processor starts: the grammar is that of what follows the prompt."""
+        """Start where the processor starts."""
         processor = _processor(context)
         session = GrammarSession(processor)
         if processor.start is not None:  # the text has begun elsewhere
@@ -159,29 +162,22 @@ class GrammarSession:
         return Draft(tokens, evidence=(FORCED,) * len(tokens))
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Go on; behind a token that the grammar does not allow, nothing is forced any more."""
+        """Go on; after a token that is not allowed, nothing is forced any more."""
         self.text += tokens
         self.is_lost = self.is_lost or not self.place.go_to(self.text)
 
 
 @dataclass
 class Place:
-    """A place in a grammar, behind a text.
-
-    matcher: llguidance's, which stands behind `path`, the longest part of the text that the
-    grammar allows.
-    """
+    """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed."""
 
     matcher: LLMatcher
     path: Sequence[int] = ()
 
     def go_to(self, text: Sequence[int]) -> bool:
-        """Stand behind `text`; whether the grammar allows all of it, an end token included."""
-        shared = 0
-        for ours, theirs in zip(self.path, text, strict=False):
-            if ours != theirs:
-                break
-            shared += 1
+        """Go to the end of `text`; True if the grammar allows all of it, an end token included."""
+        pairs = enumerate(zip(self.path, text, strict=False))
+        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.path), len(text)))
         self.matcher.rollback(len(self.path) - shared)
         taken = self.matcher.try_consume_tokens(list(text[shared:]))
         self._check()
@@ -189,27 +185,24 @@ class Place:
         return len(self.path) == len(text) or self.matcher.is_stopped()
 
     def allowed(self, vocab_size: int) -> mx.array:
-        """[V] whether a token may follow."""
-        bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        self._check()
-        flags = np.unpackbits(bits, bitorder="little")[:vocab_size]
+        """[V] booleans, true for tokens that may follow."""
+        flags = self._flags()[:vocab_size]
         return mx.array(np.pad(flags, (0, vocab_size - len(flags))).astype(bool))
 
     def forced(self) -> list[int]:
         """The tokens that must follow, the end token included."""
         tokens = list(self.matcher.compute_ff_tokens())
         taken = self.matcher.try_consume_tokens(tokens)
-        if self.matcher.is_stopped():
-            tokens.append(self.end)
+        if self.matcher.is_stopped():  # the only token that is allowed then is the end
+            tokens.append(int(np.flatnonzero(self._flags())[0]))
         self.matcher.rollback(taken)
         self._check()
         return tokens
 
-    @property
-    def end(self) -> int:
-        """The token that a text ends with: the one that is allowed when nothing else is."""
+    def _flags(self) -> np.ndarray:
         bits = np.frombuffer(self.matcher.compute_bitmask(), np.uint8)
-        return int(np.flatnonzero(np.unpackbits(bits, bitorder="little"))[0])
+        self._check()
+        return np.unpackbits(bits, bitorder="little")
 
     def _check(self) -> None:
         if self.matcher.is_error():
@@ -220,10 +213,9 @@ _compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
 def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
-    """A tokenizer in llguidance's form, made once.
+    """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form.
 
-    tokenizer: as `mlx_lm.load` gives it, or Hugging Face's. Raises GrammarError for one that has no
-    fast form.
+    tokenizer: as `mlx_lm.load` gives it, or Hugging Face's.
     """
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
@@ -240,7 +232,6 @@ def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
 
 
 def _processor(context: DraftContext) -> GrammarProcessor:
-    """The generation's grammar."""
     for processor in context.logits_processors:
         if isinstance(processor, GrammarProcessor):
             return processor

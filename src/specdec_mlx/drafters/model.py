@@ -15,9 +15,8 @@ from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.growing import check_branches
-from specdec_mlx.drafters.retokenized import Retokenized, session_for
-from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, say_once, shared_between
-from specdec_mlx.drafters.speculated_model import SpeculatedSession, make_guesser
+from specdec_mlx.drafters.retokenized import Retokenized
+from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
 from specdec_mlx.options import wrong
@@ -28,7 +27,7 @@ from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, Drafter, GoesOn, key_of
+from specdec_mlx.types import Draft, DraftContext, GoesOn
 
 MOST_PENDING = 16
 """Tokens of the text that a draft may begin with in one pass."""
@@ -41,60 +40,49 @@ TOKENIZERS = ("any", "same", "text", "shared")
 class ModelDrafter:
     """Draft with any mlx-lm model.
 
-    model: the draft model; may equal the target. tokenizer: its tokenizer, None for the target's;
-    where both are known they are compared by content. tokenizers: what if they differ. "any" has
-    drafts carried over as text or, where they are drawn and enough tokens are in both, drawn from
-    those; "text" and "shared" have it always one way; "same" raises TokenizerMismatchError with the
-    first difference, and so do all where a tokenizer does not give back what it encodes. greedy:
-    propose the model's argmax, a point mass, whatever the target's sampling. draft_temp:
-    temperature of the drafts, None for the target's own, 0 for greedy; what is emitted has the
-    target's law all the same, since the drafts' own law is handed over. drafter: a look-up, or the
-    name of one, that speculates for the draft model's own decoding: the same drafts in fewer of its
-    passes, where its text repeats what stands further up. branches: most tokens at a place; with
-    more than one it proposes trees, if it has the target's tokenizer; see `drafters.growing`.
-    on_every_rank: of a target that is spread over several machines, each runs the draft model; by
-    default the first does, and sends what it drew from.
+    Args:
+        model: the draft model; may equal the target.
+        tokenizer: its tokenizer, None for the target's; compared with the target's by content.
+        greedy: propose the model's argmax, a point mass, whatever the target's sampling.
+        draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
+        tokenizers: how to draft if they differ. "text" carries drafts over as text, "shared" draws
+            from the common tokens, "any" does so where they are enough and tokens are drawn;
+            "same" raises TokenizerMismatchError with the first difference.
+        branches: most tokens at a place; with more than one it proposes trees, if it has the
+            target's tokenizer; see `drafters.growing`.
+        on_every_rank: each machine of a target that is spread over several runs the draft model; by
+            default the first does, and sends its distributions.
 
-    Draws come from the draft model's logits under the same law as the target's (processors,
-    temperature, filters; Leviathan et al. 2023, section 2.2), and the law of each is handed over
-    as it was drawn from. With greedy targets and opaque samplers the argmax is proposed.
+    Draws come from the draft model's logits under the target's processors, temperature and filters
+    (Leviathan et al. 2023, section 2.2), and each distribution is declared as it was drawn from.
+    With greedy targets and opaque samplers the argmax is proposed.
     """
 
     model: nn.Module
     tokenizer: Any = None
     greedy: bool = False
     draft_temp: float | None = None
-    drafter: Drafter | str | None = None
     tokenizers: str = "any"
     branches: int = 1
     on_every_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a temperature that is none, a drafter that is no look-up, and what nobody knows
-        about tokenizers.
-        """
+        """Refuse wrong options."""
         if not isinstance(self.model, nn.Module):
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
-        make_guesser(self.drafter)
         if self.tokenizers not in TOKENIZERS:
             raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
         check_draft_temp(self.draft_temp)
         check_branches(self.branches)
-        if self.branches > 1 and self.drafter is not None:
-            raise ValueError("drafter= speculates for chains. Leave branches= or drafter= out.")
 
     @property
     def key(self) -> str:
         """The model by its content, and how it drafts."""
-        content = fingerprint(self.model)
-        guesser = make_guesser(self.drafter)
-        options = "" if guesser is None else f", drafter={key_of(guesser)}"
+        options = f"greedy={self.greedy}, draft_temp={self.draft_temp}"
         if self.tokenizers in TOKENIZERS[2:]:
             options += f", tokenizers={self.tokenizers}"
         options += f", branches={self.branches}" if self.branches > 1 else ""
-        return (
-            f"ModelDrafter({content}, greedy={self.greedy}, draft_temp={self.draft_temp}{options})"
-        )
+        return f"ModelDrafter({fingerprint(self.model)}, {options})"
 
     def sampling_for(self, target: Sampling | None) -> Sampling:
         """How to draw for a target: its filters, at the drafts' temperature."""
@@ -104,7 +92,7 @@ class ModelDrafter:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
         shared = self.shared_with(context)
         if shared is not None:
-            say_once(shared)
+            shared.log_once()
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""
@@ -115,18 +103,13 @@ class ModelDrafter:
             return None
         return shared_between(context.tokenizer, self.tokenizer)
 
-    def begin(
-        self, prompt: Sequence[int], context: DraftContext
-    ) -> ModelSession | SpeculatedSession | Retokenized:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
         shared = self.shared_with(context)
         if shared is not None:
             sampling = self.sampling_for(context.sampling)
-            return session_for(self.model, shared, prompt, context, sampling, self.tokenizers)
-        session, guesser = self.session(prompt, context), make_guesser(self.drafter)
-        if guesser is None:
-            return session
-        return SpeculatedSession(session, guesser.begin(prompt, context))
+            return Retokenized(self.model, shared, prompt, context, sampling, self.tokenizers)
+        return self.session(prompt, context)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
@@ -136,9 +119,7 @@ class ModelDrafter:
 class ModelSession(Writes):
     """The draft model's side of one generation.
 
-    Like the target's, its state is the tokens and its caches: what is not in the caches yet is fed
-    with the next proposal. That is the last token, or two when all K drafts were accepted, since
-    the last of them was proposed and never fed.
+    Tokens that are not in its caches yet are fed with the next proposal.
 
     on_close: is told the text [n], prompt included, when the generation has ended.
     """
@@ -175,7 +156,7 @@ class ModelSession(Writes):
         return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
 
     def begin_draft(self, limit: int) -> int:
-        """Read what was missed; how many tokens may be drafted then."""
+        """Read what was missed; returns how many tokens may be drafted."""
         if limit == 0:
             return 0
         self.catch_up()
@@ -206,7 +187,7 @@ class ModelSession(Writes):
         return self.context.draft_gumbels(start, num, first)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Keep the accepted part of the last proposal in the caches, and note what was emitted."""
+        """Keep the accepted part of the last proposal in the caches."""
         if self.tree is not None:
             self.tree.learn(tokens)
             self.tree = None
@@ -227,8 +208,8 @@ class ModelSession(Writes):
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds.
 
-        These are what was emitted since its last draft, if that is little. Caches that cannot be
-        trimmed return to its checkpoint and read again what follows, so that they leave it two.
+        Those are at most two for caches that cannot be trimmed, which read them again after a
+        rejection.
         """
         step = self.context.prefill_step_size
         trims = self.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
@@ -240,14 +221,12 @@ class ModelSession(Writes):
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
-        start = self.rollback.position
-        self.feed(to_ids(self.tokens[start : start + size]))
+        self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
 
     def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's.
 
-        A token that only the target has is read as another one: reading past the end of the draft
-        model's embeddings is a crash, and a draft may be as wrong as it likes.
+        A token that only the target has is read as another one, since MLX checks no bounds.
         """
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:

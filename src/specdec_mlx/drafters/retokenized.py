@@ -1,32 +1,28 @@
 """Draft models with a tokenizer of their own: the text is followed in their tokens.
 
-What such a model drafts is handed over in one of two ways.
+Where few tokens are common, the model writes its likeliest text, which is encoded with the target's
+tokenizer: a point mass, since it follows from the text before it alone.
 
-`TextDrafts`: the model writes its likeliest text, which is encoded with the target's tokenizer. A
-draft of text follows from the text before it alone, so it is a point mass, whatever it is.
-
-`SharedDrafts`: tokens are drawn from what the model says about those that both vocabularies have,
-normalised. That is the very distribution q that each is drawn from, and rejection and block take
-it as any other (Leviathan et al. 2023, section 2.3). A drawn token is fed as the model's own of the
-same bytes, without a look at it: the model then reads tokens that it might have written otherwise,
-which changes the q of later positions, but never whether they are drafted.
+Where many are, tokens are drawn from its distribution over the common ones, normalised, which is
+declared (Leviathan et al. 2023, section 2.3). A drawn token is fed as the model's own of the same
+bytes, without a look at it, so that no draw decides whether later positions are drafted.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from bisect import bisect_right
+from codecs import getincrementaldecoder
 from collections.abc import Sequence
 from itertools import takewhile
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.alignment import MARGIN, DraftText, continuation
 from specdec_mlx.drafters.drawing import Draws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary
+from specdec_mlx.drafters.spelling import Spelling
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rollback import Rollback
@@ -34,15 +30,120 @@ from specdec_mlx.target.strategies import leaves, strategy_for
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.types import Draft, DraftContext
 
+MARGIN = 8
+"""Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""
+
+MOST_OPEN = 64
+"""Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
+
+CONTEXT = 8
+"""Tokens of the target before a draft that are encoded together with it."""
+
 SHORTER = 1.25
 """Draft tokens in one of the target's from which a draft often ends inside of one."""
 
 
-class Retokenized(ABC):
+class DraftText:
+    """The target's text in the draft model's tokens.
+
+    Tokens are settled up to the start of a word, so that only the end of the text is encoded again.
+
+    ids: the draft model's tokens. settled: number of them that no longer text changes.
+    """
+
+    def __init__(self, shared: SharedVocabulary) -> None:
+        """Nothing is read yet."""
+        self.shared = shared
+        self.ids = list(shared.draft.prefix)
+        self.settled = len(self.ids)
+        self._open = ""
+        self._bytes = getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def ends_in_character(self) -> bool:
+        """True if the text ends inside of a character, whose bytes wait for the rest of it."""
+        return bool(self._bytes.getstate()[0])
+
+    @property
+    def _at_start(self) -> bool:
+        return self.settled == len(self.shared.draft.prefix)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Take further tokens of the target."""
+        target = self.shared.target
+        for token in tokens:
+            content = target.special.get(token)
+            if content is not None and token in self.shared.to_draft:
+                self._add_special(self.shared.to_draft[token])
+                continue
+            word = target.spelled.get(token, b"") if content is None else content.encode()
+            if target.prepends_space and self._at_start and not self._open:
+                word = word.removeprefix(b" ")
+            self._open += self._bytes.decode(word)
+        self._settle(self._encode())
+
+    def _add_special(self, own: int) -> None:
+        """A token that is no text; all before it is settled."""
+        self._open += self._bytes.decode(b"", final=True)
+        self._encode()
+        if self.ids != [own]:  # BOS may be there already
+            self.ids.append(own)
+        self.settled, self._open = len(self.ids), ""
+
+    def _encode(self) -> list[int]:
+        """Encode what is not settled; returns where each of these tokens ends."""
+        ids, ends = self.shared.draft.encode(self._open, at_start=self._at_start)
+        self.ids[self.settled :] = ids
+        return ends
+
+    def _settle(self, ends: list[int]) -> None:
+        """Settle all but the last tokens, if a word starts there or they became many."""
+        places = [n for n in range(1, len(ends) - MARGIN + 1) if ends[n] > ends[n - 1]]
+        words = [n for n in places if self._open[ends[n - 1]] == " " != self._open[ends[n - 1] + 1]]
+        settled = (words or places)[-1:] if words or len(ends) > MOST_OPEN else []
+        for count in settled:
+            self.settled += count
+            self._open = self._open[ends[count - 1] :]
+
+
+def continuation(target: Spelling, tokens: Sequence[int], text: str) -> list[int]:
+    """`text` in the target's tokens, as they would go on after `tokens`.
+
+    It ends before the first token that does not spell the text.
+    """
+    last = list(takewhile(target.spelled.__contains__, reversed(tokens[-CONTEXT:])))
+    before = b"".join(target.spelled[token] for token in reversed(last)).decode(errors="ignore")
+    ids, ends = target.encode(before + text)
+    first = bisect_right(ends, len(before)) if before else 0
+    if first and ends[first - 1] != len(before):  # a token would begin before the draft
+        ids, first = target.encode(text)[0], 0
+    kept: list[int] = []
+    rest = text.encode()
+    for index in ids[first:]:
+        word = target.spelled.get(index)
+        if not word or not rest.startswith(word):
+            break
+        kept.append(index)
+        rest = rest[len(word) :]
+    return kept
+
+
+def _readable(data: bytes) -> str:
+    """The characters up to what is no UTF-8, such as the half of one at the end."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        return data[: error.start].decode()
+
+
+class Retokenized:
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, those of the last draft included. The text is encoded
-    again at its end, and the caches go back to the longest common prefix of both.
+    again at its end, and the caches go back to the longest common prefix of both. Draft caches of
+    the caller are not used.
+
+    drafts: "text" or "shared", or "any" for the latter where enough tokens are common.
     """
 
     def __init__(
@@ -51,30 +152,87 @@ class Retokenized(ABC):
         shared: SharedVocabulary,
         prompt: Sequence[int],
         context: DraftContext,
+        sampling: Sampling,
+        drafts: str,
     ) -> None:
-        """Start with the prompt as the text and empty caches, or those of the caller."""
+        """Start with the prompt as the text and empty caches."""
         self.model = model
         self.shared = shared
         self.context = context
-        self.callers_cache = context.draft_cache
-        self.rollback = Rollback(self.callers_cache or make_prompt_cache(model))
+        self.sampling = sampling
+        self.rollback = Rollback(make_prompt_cache(model))
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
-        self.text = DraftText(shared, continues=_is_used(self.rollback.caches))
+        self.num_read = 0
+        self.text = DraftText(shared)
         self.fed: list[int] = []
         self.num_same = 0
+        self.drawn: mx.array | None = None
+        enough = drafts == "shared" or (drafts == "any" and shared.coverage >= ENOUGH)
+        self.draws = enough and not sampling.greedy and len(shared.to_draft) > 0
+        if self.draws:
+            assert context.vocab_size is not None
+            self.common, self.floor = shared.ids(context.vocab_size, vocab_size_of(model))
 
     def propose(self, limit: int) -> Draft:
-        """A draft of at most `limit` of the target's tokens."""
-        room = self.rollback.widest_pass()
-        if limit == 0 or (room is not None and room < MARGIN + limit):
+        """At most `limit` of the target's tokens; none inside of a character."""
+        if limit == 0:
             return Draft()
         pending = self.catch_up()
-        return self.draft(pending, limit) if pending else Draft()
+        per_token = len(self.text.ids) / max(1, len(self.tokens))
+        num_steps = limit
+        if not self.draws:
+            num_steps = math.ceil(limit * per_token) + (per_token > SHORTER)
+        room = self.rollback.widest_pass()
+        has_room = room is None or len(pending) + num_steps <= room
+        if not pending or not has_room or self.text.ends_in_character:
+            return Draft()
+        if self.draws:
+            return self.draw(pending, limit)
+        return Draft(self.write(pending, num_steps)[:limit])
 
-    @abstractmethod
-    def draft(self, pending: list[int], limit: int) -> Draft:
-        """A draft after the tokens that are still to be fed, at least one."""
+    def write(self, pending: list[int], num_steps: int) -> list[int]:
+        """The likeliest text of so many draft tokens; one synchronisation, to encode it."""
+        drafted: list[mx.array] = []
+        logits = self.feed(pending)[-1:]
+        for step in range(num_steps):
+            if step:
+                logits = self.rollback.forward(self.model, drafted[-1])[-1:]
+            drafted.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
+            mx.async_eval(drafted[-1])  # the device drafts while the rest of the graph is made
+        ids = to_list(mx.concatenate(drafted))
+        self.fed += ids[:-1]
+        num_logits = self.context.vocab_size or math.inf
+        return list(takewhile(num_logits.__gt__, self.in_targets_tokens(ids)))
+
+    def in_targets_tokens(self, ids: Sequence[int]) -> list[int]:
+        """Draft tokens as the target's, up to one that is no text; a last one in which the draft
+        may have ended is left out unless it is alone.
+        """
+        draft, target = self.shared.draft, self.shared.target
+        words = [draft.spelled[i] for i in takewhile(draft.spelled.__contains__, ids)]
+        tokens = continuation(target, self.tokens, _readable(b"".join(words)))
+        if len(words) < len(ids):
+            end = self.shared.to_target.get(ids[len(words)])
+            return tokens if end is None else [*tokens, end]
+        if len(tokens) > 1 and target.spelled[tokens[-1]] != words[-1]:
+            tokens.pop()
+        return tokens
+
+    def draw(self, pending: list[int], limit: int) -> Draft:
+        """`limit` common tokens, as one lazy graph: no synchronisation between them."""
+
+        def next_logits(token: mx.array | None) -> mx.array:
+            if token is None:
+                logits = self.feed(pending)
+            else:
+                logits = self.rollback.forward(self.model, self.common[token])
+            return logits[-1:, self.common] + self.floor
+
+        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
+        draft = draft_to(limit, draws, next_logits)
+        self.drawn = to_ids(draft.tokens)
+        return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Note what was emitted; it is read with the next proposal."""
@@ -83,10 +241,13 @@ class Retokenized(ABC):
     def catch_up(self) -> list[int]:
         """Read the text but for its last tokens, which are returned.
 
-        Caches that cannot be trimmed return to a checkpoint, so they get one where nothing
-        changes any more, and read again what follows.
+        Caches that cannot be trimmed return to a checkpoint after the settled tokens.
         """
-        self.text.read(self.tokens[self.text.num_read :])
+        if self.drawn is not None:  # known by now, and looked at only here
+            self.fed += [self.shared.to_draft[token] for token in to_list(self.drawn)[:-1]]
+            self.drawn = None
+        self.text.read(self.tokens[self.num_read :])
+        self.num_read = len(self.tokens)
         ids = self.text.ids
         settled = max(0, min(self.text.settled, len(ids) - 1))
         position = self.go_back(ids)
@@ -116,125 +277,3 @@ class Retokenized(ABC):
         logits = self.rollback.forward(self.model, to_ids(ids))
         self.fed += ids
         return logits
-
-    def close(self, length: int) -> None:
-        """Bring the caller's caches to exactly the first `length` of the target's tokens."""
-        if self.callers_cache is None:
-            return
-        del self.tokens[length:]
-        self.text.cut(length)
-        self.num_same = min(self.num_same, self.text.settled)
-        if pending := self.catch_up():
-            self.feed(pending)
-        mx.async_eval([cache.state for cache in self.rollback.caches])
-
-
-class TextDrafts(Retokenized):
-    """Drafts the likeliest text, in the target's tokens; logits processors have no say in it."""
-
-    def draft(self, pending: list[int], limit: int) -> Draft:
-        """As many steps as `limit` tokens usually take; one synchronisation, to encode them."""
-        per_token = len(self.text.ids) / len(self.tokens)
-        num_steps = math.ceil(limit * per_token) + (per_token > SHORTER)
-        drafted: list[mx.array] = []
-        logits = self.feed(pending)[-1:]
-        for step in range(num_steps):
-            if step:
-                logits = self.rollback.forward(self.model, drafted[-1])[-1:]
-            drafted.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
-            mx.async_eval(drafted[-1])  # the device drafts while the rest of the graph is made
-        ids = to_list(mx.concatenate(drafted))
-        self.fed += ids[:-1]
-        return Draft(list(takewhile(self.exists, self.in_targets_tokens(ids)[:limit])))
-
-    def exists(self, token: int) -> bool:
-        """True if the target has logits for a token of its tokenizer."""
-        return self.context.vocab_size is None or token < self.context.vocab_size
-
-    def in_targets_tokens(self, ids: Sequence[int]) -> list[int]:
-        """What was drafted, up to what has no text; a last token that may go on is left out."""
-        draft, target = self.shared.draft, self.shared.target
-        words: list[bytes] = []
-        for index in ids:
-            if index not in draft.spelled:
-                break
-            words.append(draft.spelled[index])
-        tokens = continuation(target, self.tokens, b"".join(words)) if words else []
-        if len(words) < len(ids):
-            end = self.shared.to_target.get(ids[len(words)])
-            return tokens if end is None else [*tokens, end]
-        last = target.spelled[tokens[-1]] if tokens else b""
-        if len(tokens) > 1 and last != words[-1] and target.may_go_on(tokens[-1]):
-            tokens.pop()
-        return tokens
-
-
-class SharedDrafts(Retokenized):
-    """Draws from the common tokens, under the target's sampling."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        shared: SharedVocabulary,
-        prompt: Sequence[int],
-        context: DraftContext,
-        sampling: Sampling,
-    ) -> None:
-        """sampling: how to draw, not greedy."""
-        super().__init__(model, shared, prompt, context)
-        assert context.vocab_size is not None
-        self.sampling = sampling
-        self.common = shared.ids(context.vocab_size, vocab_size_of(model)).on_device()
-        self.drafted: mx.array | None = None
-
-    def draft(self, pending: list[int], limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph: no synchronisation between them."""
-
-        def next_logits(token: mx.array | None) -> mx.array:
-            if token is None:
-                logits = self.feed(pending)
-            else:
-                logits = self.rollback.forward(self.model, self.common.own(token))
-            common: mx.array = self.common.logits(logits[-1:])
-            return common
-
-        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
-        draft = draft_to(limit, draws, next_logits)
-        self.drafted = to_ids(draft.tokens)
-        return draft
-
-    def catch_up(self) -> list[int]:
-        """Read the text; what was drafted is known by now, and is looked at only here."""
-        if self.drafted is not None:
-            self.fed += [self.shared.to_draft[token] for token in to_list(self.drafted)[:-1]]
-            self.drafted = None
-        return super().catch_up()
-
-
-def session_for(
-    model: nn.Module,
-    shared: SharedVocabulary,
-    prompt: Sequence[int],
-    context: DraftContext,
-    sampling: Sampling,
-    drafts: str,
-) -> Retokenized:
-    """The session that drafts best for a target with another tokenizer.
-
-    Args:
-        model: the draft model.
-        shared: both tokenizers.
-        prompt: [n] of the target's tokens.
-        context: of the generation.
-        sampling: how drafts are drawn, greedy for point masses.
-        drafts: "text" or "shared", or "any" for the latter where enough tokens are common.
-    """
-    enough = drafts == "shared" or (drafts == "any" and shared.coverage >= ENOUGH)
-    if enough and not sampling.greedy and shared.to_draft:
-        return SharedDrafts(model, shared, prompt, context, sampling)
-    return TextDrafts(model, shared, prompt, context)
-
-
-def _is_used(caches: Sequence[Any]) -> bool:
-    """True if something was fed before."""
-    return any(getattr(cache, "offset", 0) for cache in leaves(caches))

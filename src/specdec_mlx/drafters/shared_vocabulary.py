@@ -1,21 +1,29 @@
-"""The tokens that two tokenizers have in common, and what a draft model says about those alone."""
+"""The tokens that two tokenizers have in common."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.drafters.spelling import ORDINARY, Spelling, spelling_of
-from specdec_mlx.drafters.tokenizers import first_difference, unwrapped
+from specdec_mlx.drafters.spelling import Spelling
+from specdec_mlx.drafters.tokenizers import PerPair, difference_between
 from specdec_mlx.errors import TokenizerMismatchError
+
+ORDINARY = (
+    "The museum opened again in the spring, after a long winter of repairs. Visitors who remember "
+    "the old building will find the same wide staircase, but the paintings now hang in brighter "
+    "rooms, and a small garden has taken the place of the car park behind the library.\n",
+    'def total(prices, discount=0.0):\n    """Return the sum of all prices after the discount.'
+    '"""\n    result = 0\n    for price in prices:\n        result += price * (1 - discount)\n'
+    "    return round(result, 2)\n",
+)
+"""Ordinary text, to see what share of its tokens two vocabularies have in common."""
 
 ENOUGH = 0.6
 """Share of common tokens in ordinary text from which a draft drawn from them is better than one
@@ -23,22 +31,21 @@ without a distribution. Drawing accepts about 0.67 where the likeliest token, pr
 accepted at 0.37 (a model and its own 4-bit copy at temperature 1); 0.6 of the one is the other."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class SharedVocabulary:
     """Two tokenizers, and the tokens with the same bytes in both.
 
-    Of several tokens with the same bytes the one that the tokenizer itself would write counts.
-    Special tokens are the same if they have the same content, or else the same role: the ends of
-    two texts are one token, whatever they are called.
+    Special tokens are the same if they have the same content, or else the same role.
 
     roles: beginnings and ends of texts, target id -> draft id. difference: of the tokenizers, the
-    first, in words.
+    first, in words. is_logged: True once it was.
     """
 
     target: Spelling
     draft: Spelling
     roles: Mapping[int, int]
     difference: str
+    is_logged: bool = False
 
     @cached_property
     def to_draft(self) -> dict[int, int]:
@@ -51,11 +58,9 @@ class SharedVocabulary:
         for index, content in self.target.special.items():
             if content in contents:
                 mapped[index] = contents[content]
-        taken = set(mapped.values())
         for index, other in self.roles.items():
-            if index not in mapped and other not in taken:
+            if index not in mapped and other not in mapped.values():
                 mapped[index] = other
-                taken.add(other)
         return mapped
 
     @cached_property
@@ -65,122 +70,71 @@ class SharedVocabulary:
 
     @cached_property
     def coverage(self) -> float:
-        """Share of common tokens in ordinary text, as the one with fewer of them writes it."""
-        return min(
-            _share(self.target, self.to_draft.keys()), _share(self.draft, self.to_target.keys())
-        )
+        """Share of common tokens in ordinary text, of the tokenizer that has fewer of them."""
+        return min(_share(self.target, self.to_draft), _share(self.draft, self.to_target))
 
     @cached_property
     def draft_tokens_per_token(self) -> float:
-        """How many of the draft's tokens one of the target's is worth in ordinary text."""
-        return _num_tokens(self.draft) / _num_tokens(self.target)
+        """Draft tokens for one of the target's in ordinary text."""
+        return len(_ordinary(self.draft)) / len(_ordinary(self.target))
 
-    def ids(self, vocab_size: int, draft_width: int) -> SharedIds:
-        """The same as arrays, for a target and a draft model with logits of these widths."""
+    def ids(self, vocab_size: int, draft_width: int) -> tuple[mx.array, mx.array]:
+        """The common tokens as arrays, for models with logits of these widths.
+
+        Returns:
+            [V] the draft id of each target id, 0 where there is none; and [V], 0 where there is
+            one, else -inf. `logits[..., ids] + floor`, normalised, with or without temperature and
+            filters, is the draft's distribution given that the token is a common one.
+        """
         index = np.zeros(vocab_size, np.uint32)
         floor = np.full(vocab_size, -np.inf, np.float32)
         for ours, theirs in self.to_draft.items():
             if ours < vocab_size and theirs < draft_width:
                 index[ours], floor[ours] = theirs, 0
-        return SharedIds(index, floor)
+        return mx.array(index), mx.array(floor)
 
-
-@dataclass(frozen=True, eq=False)
-class SharedIds:
-    """The common tokens as arrays over the target's ids, of NumPy or of MLX.
-
-    index: [V] draft id, 0 where there is none. floor: [V] 0 where there is one, else -inf.
-    """
-
-    index: Any
-    floor: Any
-
-    def on_device(self) -> SharedIds:
-        """As MLX arrays."""
-        return SharedIds(mx.array(self.index), mx.array(self.floor))
-
-    def logits(self, draft_logits: Any) -> Any:
-        """Logits [..., V] over the target's ids, -inf where only the target has the token.
-
-        draft_logits: [..., W] of the draft model. Normalised, with or without temperature and
-        filters, they are the draft's distribution given that the token is a common one.
-        """
-        return draft_logits[..., self.index] + self.floor
-
-    def own(self, tokens: Any) -> Any:
-        """The draft model's ids of common tokens [n]."""
-        return self.index[tokens]
-
-
-def say_once(shared: SharedVocabulary) -> None:
-    """Log in one line, once for each pair, what becomes of drafts in other tokens."""
-    if shared not in _said:
-        _said.add(shared)
-        logging.getLogger(__name__).warning(
-            "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is "
-            "carried over as text, or drawn from the %d tokens that both have.",
-            shared.difference,
-            len(shared.to_draft),
-        )
-
-
-_said: WeakSet[SharedVocabulary] = WeakSet()
-
-
-def shared_between(target: Any, draft: Any) -> SharedVocabulary | None:
-    """What two tokenizers share, None where they are the same; compared once.
-
-    Raises:
-        TokenizerMismatchError: they differ, and one of them cannot be read as bytes.
-    """
-    ours, theirs = unwrapped(target), unwrapped(draft)
-    with suppress(TypeError):  # of somebody's class that cannot be kept weakly
-        known = _pairs.setdefault(ours, WeakKeyDictionary())
-        if theirs not in known:
-            known[theirs] = _compared(target, draft)
-        return known[theirs]
-    return _compared(target, draft)
-
-
-_pairs: WeakKeyDictionary[Any, WeakKeyDictionary[Any, SharedVocabulary | None]]
-_pairs = WeakKeyDictionary()
+    def log_once(self) -> None:
+        """Log in one line what becomes of drafts in other tokens."""
+        if not self.is_logged:
+            self.is_logged = True
+            logging.getLogger(__name__).warning(
+                "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is "
+                "carried over as text, or drawn from the %d tokens that both have.",
+                self.difference,
+                len(self.to_draft),
+            )
 
 
 def _compared(target: Any, draft: Any) -> SharedVocabulary | None:
-    difference = first_difference(target, draft)
+    difference = difference_between(target, draft)
     if difference is None:
         return None
     try:
-        ours, theirs = spelling_of(target), spelling_of(draft)
+        ours, theirs = Spelling(target), Spelling(draft)
     except TokenizerMismatchError as error:
         raise TokenizerMismatchError(
             f"The draft model's tokenizer is not the target's: {difference}. Nor can its drafts be "
             f"carried over as text: {error} Use a draft model of the same family, or a drafter "
             "that needs no model, such as 'prompt-lookup'."
         ) from error
-    return SharedVocabulary(ours, theirs, _roles(target, draft), difference)
-
-
-def _roles(target: Any, draft: Any) -> dict[int, int]:
-    """The beginnings and the ends of texts, target id -> draft id."""
-    pairs = [
+    roles = [
         (getattr(target, role, None), getattr(draft, role, None))
         for role in ("eos_token_id", "bos_token_id")
     ]
-    return {ours: theirs for ours, theirs in pairs if ours is not None and theirs is not None}
+    same = {a: b for a, b in roles if a is not None and b is not None}
+    return SharedVocabulary(ours, theirs, same, difference)
 
 
-def _share(spelling: Spelling, common: Any) -> float:
+shared_between = PerPair(_compared)
+"""What two tokenizers share, None where they are the same; TokenizerMismatchError where they
+differ, and one of them cannot be read as bytes."""
+
+
+def _share(spelling: Spelling, common: Container[int]) -> float:
     ids = _ordinary(spelling)
     return sum(index in common for index in ids) / len(ids)
 
 
-def _num_tokens(spelling: Spelling) -> int:
-    return len(_ordinary(spelling))
-
-
 def _ordinary(spelling: Spelling) -> list[int]:
     """Ordinary text in tokens."""
-    return [
-        index for text in ORDINARY for index in spelling.encode(text.encode(), at_start=True).ids
-    ]
+    return [index for text in ORDINARY for index in spelling.encode(text, at_start=True)[0]]

@@ -9,12 +9,10 @@ from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import (
     Draft,
-    DraftContext,
     DraftSession,
     OffersSeveral,
     ValuesDrafts,
     is_cheap,
-    key_of,
 )
 from specdec_mlx.types.trees import ROOT, chain
 
@@ -24,30 +22,26 @@ class TreeOf(FirstOf):
     """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
 
     (Miao et al. 2024, section 3.) With the automatic draft length the tokens are kept that are
-    worth their rows, and a chain where no second guess is; see `draft_length.auto`. With a fixed
-    length it is what each of them proposes. A model on which trees are not exact gets chains.
+    worth their rows; see `draft_length.auto`. With a fixed length it is what each of them proposes.
+    A model on which trees are not exact gets chains.
 
     drafters: at least one, the likelier first; each proposes without a model, such as
-        `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none.
+        `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none, and when it begins
+        for one whose proposals may not be thrown away.
     """
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeOfSession:
-        """Begin with each of them; ValueError for one whose proposals may not be thrown away."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
         for drafter, session in zip(self.drafters, sessions, strict=True):
             if not is_cheap(session):
                 raise ValueError(
                     f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
                     "of a tree one path is kept. Give drafters that look tokens up."
                 )
-        return TreeOfSession(self.key, sessions, [key_of(drafter) for drafter in self.drafters])
+        return TreeOfSession(self.key, sessions, keys)
 
 
 class TreeOfSession(FirstOfSession):
-    """One generation, seen by all of the drafters.
-
-    parts: the sessions, each with its drafter's key. groups: this one alone, which is asked.
-    """
+    """One generation, seen by all of the drafters; this session itself is asked."""
 
     def __init__(self, key: str, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which their tokens are tried."""
@@ -75,14 +69,11 @@ class TreeOfSession(FirstOfSession):
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:
-    """Drafts as one tree, in which each text stands once; of point masses, and at least one.
+    """Drafts of point masses, at least one, as one tree, in which each text stands once.
 
     Depth by depth, and at a depth in the order of the drafts. Where it does not fork it is a chain.
     """
-    texts: dict[tuple[int, ...], None] = {}
-    for draft in drafts:
-        for text in _texts(draft):
-            texts[text] = None
+    texts = dict.fromkeys(text for draft in drafts for text in _texts(draft))
     ordered = sorted(texts, key=len)  # stable: at a length the order of the drafts
     place = {text: node for node, text in enumerate(ordered)}
     parents = [place[text[:-1]] if len(text) > 1 else ROOT for text in ordered]

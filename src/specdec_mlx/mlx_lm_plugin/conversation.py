@@ -20,7 +20,6 @@ from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.target.strategies import leaves
@@ -240,7 +239,7 @@ class Kept(Wrapper):
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
-        assert isinstance(session, ModelSession | SpeculatedSession)
+        assert isinstance(session, ModelSession)
         return KeptSession(self, session, caches, list(prompt[: len(prompt) - len(rest)]))
 
 
@@ -257,7 +256,7 @@ class KeptSession:
     def __init__(
         self,
         kept: Kept,
-        session: ModelSession | SpeculatedSession,
+        session: ModelSession,
         caches: list[Any],
         held: list[int],
     ) -> None:

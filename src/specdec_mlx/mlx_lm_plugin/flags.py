@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters.draft_models import Lighter, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.draft_models import (
+    Lighter,
+    NamedModel,
+    add_lighter_arguments,
+    lighter_of,
+)
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
@@ -32,7 +37,6 @@ from specdec_mlx.drafters.registry import (
     first_of,
     make_drafter,
 )
-from specdec_mlx.drafters.typed import NamedModel
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
 from specdec_mlx.options import argument, checked

@@ -19,9 +19,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
+from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
-from specdec_mlx.generation import choose_drafter
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, tokens_on

@@ -1,9 +1,8 @@
 """The arithmetic that acceptance rules share: pure functions over distributions.
 
-They run on MLX in float32 inside the loop and on NumPy in float64 in the exact tests: one body of
-code, whichever library its arrays come from. In the maths p is the target's distribution and q the
-one that the draft was drawn from; in the code they are `target_probs` [K+1, V] and `draft_probs`
-[K, V].
+They run on MLX in float32 inside the loop and on NumPy in float64 in the exact tests. In the maths
+p is the target's distribution and q the one that the draft was drawn from; in the code they are
+`target_probs` [K+1, V] and `draft_probs` [K, V].
 """
 
 from __future__ import annotations
@@ -19,9 +18,19 @@ if TYPE_CHECKING:
 else:
     Array = mx.array | np.ndarray | np.generic  # of either library; shapes are checked under pytest
 
+Rows = Float[Array, "rows vocab"]
+"""[K+1, V] probabilities of the target."""
+Ids = Integer[Array, " rows-1"]
+"""[K] draft tokens."""
+Drawn = Float[Array, "rows-1 vocab"]
+"""[K, V] probabilities that the draft tokens were drawn from."""
+Chances = Float[Array, " rows-1"]
+"""[K] chances that draft tokens are kept."""
+Law = Float[Array, " vocab"]
+"""[V] distribution of the next token."""
 
 SMALLEST = 1e-37
-"""What stands for 0 in a denominator: the reciprocal is still a float32."""
+"""Stands for 0 in a denominator: the reciprocal is still a float32."""
 
 
 def acceptance_probability(
@@ -75,7 +84,7 @@ def draw(
 
 
 def leading_run(coins: Bool[Array, " k"]) -> Integer[Array, ""]:
-    """How many of the leading entries of `coins` [K] are true."""
+    """Number of leading entries of `coins` [K] that are true."""
     xp = namespace_of(coins)
     return xp.sum(xp.cumprod(coins.astype(xp.int32)))
 

@@ -9,6 +9,11 @@ from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.rules.arithmetic import (
     Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
     at,
     namespace_of,
     ratio,
@@ -22,7 +27,7 @@ from specdec_mlx.rules.coins import CoinRule
 class Block(CoinRule):
     r"""The draft as a whole (Sun et al. 2024, arXiv 2403.10444).
 
-    What is kept ends at the last heads, not at the first tails: a token that fell short is saved
+    The kept tokens end at the last heads, not at the first tails: a token that fell short is saved
     by those after it. In expectation it keeps at least as many as `Rejection`, and as many at
     K = 1 and for point masses. The coins weigh $p_i = \min(1, p_{i-1} p(x_i) / q(x_i))$, $p_0 = 1$,
     the chance that at least the first i tokens are kept, given those.
@@ -31,12 +36,7 @@ class Block(CoinRule):
     name = "block"
     matches_greedy = True
 
-    def accept_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> Float[Array, " rows-1"]:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         r"""$h_i = s_i / (s_i + 1 - p_i)$, $s_i$ the mass of $\max(0, p_i p - q)$ after x_i; [K].
 
         Nothing is excluded after the last token: $s_K = h_K = p_K$. 0/0 means that x_i is sure to
@@ -51,30 +51,23 @@ class Block(CoinRule):
         return xp.max(kept) if coins.shape[0] else xp.sum(kept)
 
     def next_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        num_accepted: Array | int,
-    ) -> Float[Array, " vocab"]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+    ) -> Law:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
         excess = row(_excess(target_probs, draft_tokens, draft_probs)[1], num_accepted)
         xp, mass = namespace_of(excess), excess.sum(axis=-1)
         return xp.where(mass > 0, ratio(excess, mass), row(target_probs, num_accepted))
 
     def weigh(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> tuple[Chances, Callable[[Array | int], Law]]:
         r"""Both from one table of $\max(0, p_i p - q)$."""
         xp = namespace_of(target_probs)
         weights, excess = _excess(target_probs, draft_tokens, draft_probs)
         mass = xp.sum(excess, axis=-1)
         total = mass + (1 - weights)
 
-        def next_weights(num_accepted: Array | int) -> Float[Array, " vocab"]:
+        def next_weights(num_accepted: Array | int) -> Law:
             has_excess = row(mass, num_accepted) > 0
             return xp.where(has_excess, row(excess, num_accepted), row(target_probs, num_accepted))
 
@@ -82,21 +75,16 @@ class Block(CoinRule):
 
 
 def _excess(
-    target_probs: Float[Array, "rows vocab"],
-    draft_tokens: Integer[Array, " rows-1"],
-    draft_probs: Float[Array, "rows-1 vocab"],
-) -> tuple[Float[Array, " rows"], Float[Array, "rows vocab"]]:
+    target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+) -> tuple[Float[Array, " rows"], Rows]:
     r"""$p_i$, and $\max(0, p_i p - q)$ after each token."""
     xp = namespace_of(target_probs)
     weights = running_weights(target_probs, draft_tokens, draft_probs)
-    excess = xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
-    return weights, excess
+    return weights, xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
 
 
 def running_weights(
-    target_probs: Float[Array, "rows vocab"],
-    draft_tokens: Integer[Array, " rows-1"],
-    draft_probs: Float[Array, "rows-1 vocab"],
+    target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
 ) -> Float[Array, " rows"]:
     r"""p_0 ... p_K of `Block`; [K+1].
 

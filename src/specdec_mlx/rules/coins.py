@@ -9,7 +9,17 @@ from collections.abc import Callable
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.rules.arithmetic import Array, draw, leading_run, point_mass
+from specdec_mlx.rules.arithmetic import (
+    Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
+    draw,
+    leading_run,
+    point_mass,
+)
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
 
@@ -21,21 +31,15 @@ class CoinRule(ABC):
     K coins into n, `next_probs` is the distribution of the token after. All three take NumPy arrays
     too, so that tests can enumerate every outcome in float64.
 
-    matches_greedy: whether, with a greedy target, the rule comes down to exact match, which is
-        then what is computed. Every lossless rule does. Else the functions are applied to a
-        one-hot.
+    matches_greedy: True if, with a greedy target, the rule comes down to exact match, which is then
+        what is computed. Every lossless rule does. Else the functions are applied to a one-hot.
     """
 
     name: str
     matches_greedy: bool = False
 
     @abstractmethod
-    def accept_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> Float[Array, " rows-1"]:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """Chance that the coin of each draft position shows heads; [K]."""
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
@@ -44,20 +48,13 @@ class CoinRule(ABC):
 
     @abstractmethod
     def next_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        num_accepted: Array | int,
-    ) -> Float[Array, " vocab"]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+    ) -> Law:
         """Distribution of the token that follows n kept ones; [V]."""
 
     def weigh(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> tuple[Float[Array, " rows-1"], Callable[[Array | int], Float[Array, " vocab"]]]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> tuple[Chances, Callable[[Array | int], Law]]:
         """`accept_probs`, and what is proportional to `next_probs` of n; they may share work."""
         given = target_probs, draft_tokens, draft_probs
         return self.accept_probs(*given), functools.partial(self.next_probs, *given)
@@ -78,15 +75,7 @@ def decide_by_coins(
     draft_probs: Float[mx.array, "rows-1 vocab"] | None,
     randomness: Randomness,
 ) -> Verdict:
-    """Verdict of a rule on a draft of K tokens.
-
-    Args:
-        rule: what decides.
-        target_probs: [K+1, V] the target's distribution.
-        draft_tokens: [K].
-        draft_probs: [K, V] what they were drawn from; None for a point mass.
-        randomness: of the coins and of the token after.
-    """
+    """Verdict of a rule on a draft of K tokens; draft_probs: None for a point mass."""
     if draft_probs is None:
         draft_probs = point_mass(draft_tokens, target_probs)
     uniform = randomness.uniform(draft_tokens.shape[0])

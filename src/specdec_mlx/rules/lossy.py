@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import log
 
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Float
 
 from specdec_mlx.rules.arithmetic import (
     Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
     acceptance_probability,
     at,
     leading_run,
@@ -31,11 +36,10 @@ class Lenient(Rejection):
     lenience: l in (0, 1]; a draft token is kept with chance $\min(1, p(x) / (l q(x)))$, or, where
     the target is greedy, if $p(x) \ge l \max p$, p before the temperature. l = 1 is `Rejection`.
 
-    What holds all the same: given the text before it, no token is emitted with a chance above
-    p(x) / l, nor above p(x) if q(x) <= p(x). After a rejection the residual is that of
-    `Rejection`; of all that could be drawn from there it leaves the smallest distance to p, the sum
-    of min(q, p/l) - p over q > p. With a greedy target, no token emitted is less than l times as
-    likely as the likeliest.
+    No token is emitted with a chance above p(x) / l, nor above p(x) if q(x) <= p(x), given the text
+    before it. After a rejection the residual is that of `Rejection`; of all that could be drawn
+    from there it leaves the smallest distance to p, the sum of min(q, p/l) - p over q > p. With a
+    greedy target, no token emitted is less than l times as likely as the likeliest.
     """
 
     name = "lenient"
@@ -50,31 +54,21 @@ class Lenient(Rejection):
                 "emitted with more than 1/lenience times its chance (1: no lenience)."
             )
 
-    def accept_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> Float[Array, " rows-1"]:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """min(1, p / (l q)) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], self.lenience * draft_probs, draft_tokens)
 
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> Verdict | Agreement:
-        """As any rule by coins; with a greedy target what nearly matches is kept."""
+        """As any rule by coins; with a greedy target the tokens that nearly match are kept."""
         if not target.greedy:
             return super().decide(target, draft, randomness)
         kept = leading_run(self.nearly_matches(target.logprobs, to_ids(draft.tokens)))
         return Verdict(kept, target.tokens[kept])
 
-    def nearly_matches(
-        self, target_logprobs: Float[Array, "rows vocab"], draft_tokens: Integer[Array, " rows-1"]
-    ) -> Bool[Array, " rows-1"]:
-        """True if p(x) >= l max p at each draft token, for a greedy target; [K] booleans.
-
-        target_logprobs: [K+1, V], before the temperature.
-        """
+    def nearly_matches(self, target_logprobs: Rows, draft_tokens: Ids) -> Bool[Array, " rows-1"]:
+        """True where p(x) >= l max p; [K]. target_logprobs: [K+1, V], before the temperature."""
         best = target_logprobs[:-1].max(axis=-1)
         return at(target_logprobs[:-1], draft_tokens) - best >= log(self.lenience)
 
@@ -89,7 +83,7 @@ class Typical(CoinRule):
     however it was drawn; the token after the last one kept is drawn from p. With a greedy target,
     whose distribution is a one-hot, that is exact match.
 
-    What holds all the same: a token at or below the threshold is never kept from a draft, and is
+    A token at or below the threshold is never kept from a draft, and is
     emitted with a chance of at most p(x); one above it, with less than p(x) / threshold. The
     target's likeliest token is always kept.
     """
@@ -106,27 +100,18 @@ class Typical(CoinRule):
                 raise ValueError(f"Typical({name}={value!r}): expected a number in [0, 1).")
 
     def threshold(self, target_probs: Float[Array, "*batch vocab"]) -> Float[Array, "*batch"]:
-        """What p(x) must be above; [...] for probabilities [..., V]."""
+        """Least p(x) of tokens that are kept; [...] for probabilities [..., V]."""
         xp = namespace_of(target_probs)
         entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
         return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
 
-    def accept_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> Float[Array, " rows-1"]:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """1 where the draft token is typical, else 0; [K]."""
         p = at(target_probs[:-1], draft_tokens)
         return (p > self.threshold(target_probs[:-1])) * namespace_of(p).ones_like(p)
 
     def next_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        num_accepted: Array | int,
-    ) -> Float[Array, " vocab"]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+    ) -> Law:
         """The target's distribution after the last token kept; [V]."""
         return row(target_probs, num_accepted)

@@ -11,24 +11,22 @@ from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows
 class Match:
     """Keep the draft as far as it equals the target's own tokens; the next token is the target's.
 
-    Lossless for any way of drawing them, since what is emitted is always the target's own draw; so
-    it takes samplers that can only be called.
+    Lossless for any sampler, since the target's own draw is always emitted.
     """
 
     name = "match"
     needs_distribution = False
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
-        """Compare with the target's own draws; what they were drawn with decides."""
+        """Compare with the target's own draws."""
         return Agreement(target.tokens)
 
 
 @dataclass(frozen=True)
 class Coupled(Match):
-    """Match, with draft tokens drawn from the noise that the target's tokens are drawn from.
+    """Match, with drafts drawn from the noise of the target's tokens, equal far more often.
 
-    What is accepted follows as in `Match`, and is equal far more often; a seed gives one text with
-    any drafter and draft length (Daliri et al. 2024, arXiv 2408.07978).
+    A seed gives one text with any drafter and draft length (Daliri et al. 2024, arXiv 2408.07978).
     """
 
     name = "coupled"

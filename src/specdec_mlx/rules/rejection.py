@@ -4,9 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jaxtyping import Float, Integer
-
-from specdec_mlx.rules.arithmetic import Array, acceptance_probability, residual, row, with_zero_row
+from specdec_mlx.rules.arithmetic import (
+    Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
+    acceptance_probability,
+    residual,
+    row,
+    with_zero_row,
+)
 from specdec_mlx.rules.coins import CoinRule
 
 
@@ -17,22 +26,13 @@ class Rejection(CoinRule):
     name = "rejection"
     matches_greedy = True
 
-    def accept_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-    ) -> Float[Array, " rows-1"]:
+    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         """min(1, p/q) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
 
     def next_probs(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        num_accepted: Array | int,
-    ) -> Float[Array, " vocab"]:
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+    ) -> Law:
         """Residual at the rejected position, or p after the last draft token; [V]."""
         return residual(
             row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)

@@ -2,12 +2,10 @@ r"""Rules on trees: which path of a draft is kept, and what follows.
 
 The draft tokens that continue one text are *siblings*; they are tried in the draft's order, which
 must not depend on the target. A rule gives each token a coin, and each row what follows if the kept
-tokens end there. The coins are read in one of two ways: `walk` goes from the root down, `climb`
-takes the leaves first.
+tokens end there. `walk` reads the coins from the root down, `climb` takes the leaves first.
 
 Where a tree does not fork, each rule is its chain rule bit by bit. The functions are pure, as in
-`arithmetic`: MLX in float32, NumPy in float64. In the code `left` is what earlier siblings have
-left of the target's distribution.
+`arithmetic`. In the code `left` is what earlier siblings have left of the target's distribution.
 """
 
 from __future__ import annotations
@@ -22,6 +20,11 @@ from jaxtyping import Float, Integer
 
 from specdec_mlx.rules.arithmetic import (
     Array,
+    Chances,
+    Drawn,
+    Ids,
+    Law,
+    Rows,
     acceptance_probability,
     draw,
     namespace_of,
@@ -30,18 +33,16 @@ from specdec_mlx.rules.arithmetic import (
     residual,
 )
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.siblings import remaining_laws
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import Draft, Randomness, TargetRows, TreeVerdict
 from specdec_mlx.types.trees import ROOT, chain, children_of, path_to
 
 HALVINGS = 20
-"""Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large; any that is
-large enough is exact."""
+"""Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large, and exact."""
 
 
 def walk(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-    """The way from the root down, each time to the first child whose coin shows heads."""
+    """The path from the root down, each time to the first child whose coin shows heads."""
     children = children_of(parents)
     path: list[int] = []
     heads = [child for child in children[0] if coins[child]]
@@ -70,12 +71,9 @@ class TreeRule(Protocol):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Which path is kept of a tree of at least one token, and what follows.
+        """The path that is kept of a tree of at least one token, and what follows.
 
-        Args:
-            target: the target at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
-            draft: K tokens and their parents; a chain is a tree that does not fork.
-            randomness: all that the rule may draw with.
+        target: at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
         """
         ...
 
@@ -84,12 +82,11 @@ class TreeRule(Protocol):
 class OwnTokens:
     """Match: draw the target's own token at the row, go on to the child that carries it.
 
-    For point masses no rule keeps more, and with the noise of a seed the text is the same with any
-    tree or none. It needs no distribution.
+    For point masses no rule keeps more. It needs no distribution.
     """
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Compare with the target's own draws; what they were drawn with decides."""
+        """Compare with the target's own draws."""
         parents = _parents(draft)
         own = target.tokens[mx.array([parent + 1 for parent in parents])]
         coins = to_ids(draft.tokens) == to_ids(own)
@@ -101,23 +98,12 @@ class TreeCoinRule(ABC):
 
     @abstractmethod
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
-        """Chance that each token's coin shows heads, and what follows each row.
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
+        """Chance that each token's coin shows heads [K], and the distribution of the token that
+        follows if the kept ones end at a row [K+1, V].
 
-        Args:
-            target_probs: [K+1, V] the target's distribution at each row.
-            draft_tokens: [K].
-            draft_probs: [K, V] what each was drawn from, given its earlier siblings.
-            parents: [K], see `Draft.parents`.
-
-        Returns:
-            [K] chances, and [K+1, V] the distribution of the token that follows if the kept ones
-            end at a row.
+        draft_probs: [K, V], of each given its earlier siblings. parents: [K], see `Draft.parents`.
         """
 
     @abstractmethod
@@ -127,8 +113,7 @@ class TreeCoinRule(ABC):
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Toss the coins and draw what follows; see `TreeRule.decide_tree`.
 
-        One noise serves all rows: the kept tokens end at one of them, and the coins alone say at
-        which.
+        One noise serves all rows: the kept tokens end at one of them, chosen by the coins alone.
         """
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
@@ -140,6 +125,18 @@ class TreeCoinRule(ABC):
         return TreeVerdict(coins, drawn, lambda heads: self.kept(heads, parents))
 
 
+def remaining_laws(target_probs: Array, draft_probs: Array) -> Array:
+    r"""What is left of the target's distribution after k rejections, $p_k$; [C + 1, V].
+
+    $p_0 = p$ and $p_k = \mathrm{norm}(\max(0, p_{k-1} - q_k))$. Where nothing is left,
+    $p_{k-1} = q_k$, candidate k is kept for sure and $p_{k-1}$ stands.
+    """
+    left = [target_probs]
+    for row in draft_probs:
+        left.append(residual(left[-1], row))
+    return namespace_of(target_probs).stack(left)
+
+
 @dataclass(frozen=True)
 class MultiRound(TreeCoinRule):
     """Children tried in turn, each against what those before it have left of the target.
@@ -149,13 +146,9 @@ class MultiRound(TreeCoinRule):
     """
 
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
-        """One position at a time, `at_node`; see `TreeCoinRule.judge`."""
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
+        """One position at a time, by `at_node`."""
         xp = namespace_of(target_probs)
         chances: dict[int, Any] = {}
         after = []
@@ -172,13 +165,13 @@ class MultiRound(TreeCoinRule):
 
     def at_node(
         self,
-        target_probs: Float[Array, " vocab"],
-        candidates: Integer[Array, " c"],
+        target_probs: Law,
+        tokens: Integer[Array, " c"],
         draft_probs: Float[Array, "c vocab"],
-    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
-        """Chances of C siblings if none before was kept, and what is left after all of them."""
+    ) -> tuple[Float[Array, " c"], Law]:
+        """Chances of C siblings if none before was kept, and what is left after all."""
         left = remaining_laws(target_probs, draft_probs)
-        return acceptance_probability(left[:-1], draft_probs, candidates), left[-1]
+        return acceptance_probability(left[:-1], draft_probs, tokens), left[-1]
 
     def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
         """From the root down."""
@@ -189,24 +182,23 @@ class MultiRound(TreeCoinRule):
 class KSequential(MultiRound, Rejection):
     r"""SpecTr's k-sequential selection (Sun et al. 2023, arXiv 2310.15141, algorithm 3).
 
-    For C independent draws from one distribution: each is kept with chance
+    C independent draws from one distribution are each kept with chance
     $\min(1, p(x) / (\rho q(x)))$, all against the same p. With $\beta$ the chance that one draw is
-    kept, $\rho$ is the least factor for which what C tries bring of a token is no more than is due:
-    $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows differ go to `MultiRound`, and a chain
-    is `Rejection`.
+    kept, $\rho$ is the least factor with $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows
+    differ go to `MultiRound`, and a chain is `Rejection`.
     """
 
     name = "k-sequential"
 
     def at_node(
         self,
-        target_probs: Float[Array, " vocab"],
-        candidates: Integer[Array, " c"],
+        target_probs: Law,
+        tokens: Integer[Array, " c"],
         draft_probs: Float[Array, "c vocab"],
-    ) -> tuple[Float[Array, " c"], Float[Array, " vocab"]]:
+    ) -> tuple[Float[Array, " c"], Law]:
         """See `MultiRound.at_node`."""
-        one_by_one = super().at_node(target_probs, candidates, draft_probs)
-        count = candidates.shape[0]
+        one_by_one = super().at_node(target_probs, tokens, draft_probs)
+        count = tokens.shape[0]
         if count == 1:
             return one_by_one
         xp, p, q = namespace_of(target_probs), target_probs, draft_probs[0]
@@ -214,7 +206,7 @@ class KSequential(MultiRound, Rejection):
         one_try = xp.minimum(q, p / factor)
         beta = xp.sum(one_try)
         tries = xp.where(beta > 0, (1 - (1 - beta) ** count) / xp.where(beta > 0, beta, 1), count)
-        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, candidates)
+        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, tokens)
         together = chances, residual(p, tries * one_try)
         is_one = xp.all(draft_probs == q)
         return tuple(xp.where(is_one, a, b) for a, b in zip(together, one_by_one, strict=True))
@@ -234,13 +226,9 @@ class Traversal(TreeCoinRule):
     """
 
     def judge(
-        self,
-        target_probs: Float[Array, "rows vocab"],
-        draft_tokens: Integer[Array, " rows-1"],
-        draft_probs: Float[Array, "rows-1 vocab"],
-        parents: Sequence[int],
-    ) -> tuple[Float[Array, " rows-1"], Float[Array, "rows vocab"]]:
-        """Each coin given that all before it, in post-order, showed tails; see `TreeCoinRule`."""
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+    ) -> tuple[Chances, Rows]:
+        """Each coin given that all before it, in post-order, showed tails."""
         xp = namespace_of(target_probs)
         children = children_of(parents)
         left = [target_probs[row] for row in range(len(parents) + 1)]

@@ -26,9 +26,8 @@ Sampler = Callable[[mx.array], mx.array]
 class Sampling:
     """How to draw a token, as a distribution and as a sampler.
 
-    The arguments and their meaning are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts
-    all mass on the argmax. An instance is itself a mlx-lm sampler: called with log-probabilities
-    [..., V] it returns token ids, drawn from MLX's global random state.
+    The arguments are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts all mass on the
+    argmax. An instance is itself a mlx-lm sampler, which draws from MLX's global random state.
 
     Raises ValueError for arguments outside their range.
     """
@@ -66,9 +65,8 @@ class Sampling:
     ) -> Float[mx.array, "*batch vocab"]:
         """Log-probabilities of the next token, float32 and normalised; -inf where filtered out.
 
-        logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on
-        the first argmax, as in mlx-lm. XTC removes the top choices with probability
-        `xtc_probability`, one coin a position; the distribution is the mixture over that coin.
+        logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on the
+        first argmax, as in mlx-lm. XTC tosses a coin at each position; this is the mixture over it.
         """
         if self.greedy:
             return _point_mass(logprobs)
@@ -130,10 +128,8 @@ class Sampling:
         return x if self.temp == 1 else x * (1.0 / self.temp)
 
     def _exclude_top_choices(self, x: mx.array) -> mx.array:
-        """Apply XTC as if its coin had come up; mlx-lm's function draws a coin from global state.
-
-        The coin is drawn there even at probability 1, where it decides nothing, so the state is
-        put back.
+        """Apply XTC as if its coin had come up; mlx-lm draws one from the global state even at
+        probability 1, so the state is put back.
         """
         state: Any = mx.random.state
         before = mx.array(state[0])

@@ -16,13 +16,7 @@ def check_draft_temp(draft_temp: float | None) -> None:
 def sampling_of_drafts(
     target: Sampling | None, *, greedy: bool, draft_temp: float | None
 ) -> Sampling:
-    """How to draw for a target: its filters, at the drafts' temperature.
-
-    Args:
-        target: the target's, None for an opaque sampler.
-        greedy: propose the argmax, a point mass, whatever the target's sampling.
-        draft_temp: temperature of the drafts, None for the target's own.
-    """
+    """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
     if greedy or target is None or target.greedy:
         return Sampling()
     return target if draft_temp is None else replace(target, temp=draft_temp)

@@ -1,8 +1,7 @@
-"""What mlx-lm's `make_sampler` made a sampler from, and how far its penalties look back.
+"""The arguments of mlx-lm's samplers, and how far its penalties look back.
 
-mlx-lm's samplers are closures: they can be called and not asked. What they were made from stands in
-their cells, so the arguments can be read back; whether they were read rightly is seen by making the
-sampler again and comparing the two, code object by code object and cell by cell.
+mlx-lm's samplers are closures, and their arguments stand in their cells. To see that they were read
+rightly, the sampler is made again and the two are compared, code by code and cell by cell.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ BIAS_CELLS = {"indices", "values"}
 
 
 def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
-    """What a sampler draws from: one of ours, of mlx-lm's own, or None, which is greedy.
+    """The `Sampling` of a sampler: one of ours, of mlx-lm's own, or None, which is greedy.
 
-    None for any other callable, which then has to be taken as it is, and for arguments that
-    `Sampling` refuses.
+    None for any other callable, and for arguments that `Sampling` refuses.
     """
     if isinstance(sampler, Sampling):
         return sampler
@@ -45,8 +43,7 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
 def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
     """How many of the last tokens are enough for all of these, at least 1; None for all tokens.
 
-    mlx-lm's penalties say in a cell how far they look back, and its bias does not look. Whatever
-    else a processor is, it gets the whole text.
+    mlx-lm's penalties say in a cell how far they look back; its bias does not.
     """
     windows = [_window(processor) for processor in processors]
     known = [window for window in windows if window is not None]
@@ -64,7 +61,7 @@ def _window(processor: LogitsProcessor) -> int | None:
 
 
 def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
-    """Arguments of `make_sampler`, read from the cells of what it returned."""
+    """Arguments of `make_sampler`, read from the cells of its sampler."""
     if getattr(sampler, "__module__", None) != make_sampler.__module__:
         return None
     cells = _cells(sampler)
@@ -77,7 +74,7 @@ def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any] | None:
-    """What a function has closed over, by name; None for another kind of callable."""
+    """Closed-over values by name; None for another kind of callable."""
     if not isinstance(function, FunctionType):
         return None
     cells = function.__closure__ or ()

@@ -1,12 +1,11 @@
 """Randomness as a pure function of seed, purpose and position.
 
-Nothing here reads or moves MLX's global random state, so what is drawn at a position does not
-depend on how many drafts were tried before it: with one seed, the target's own draws are the same
-with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978).
+Nothing here reads or moves MLX's global random state: with one seed, the target's own draws are the
+same with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978).
 
-What the drafts and the coins of a round are drawn from is keyed by the round's first position and
-an index, never by the absolute position of the token alone: a rejected draft has already had its
-say in the verdict, so drawing its successor from the same numbers would bias the distribution.
+The drafts and the coins of a round are keyed by the round's first position and an index, never by
+the absolute position of the token alone: a rejected draft has already had its say in the verdict,
+so drawing its successor from the same numbers would bias the distribution.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from specdec_mlx.token_ids import to_list
 _MASK = (1 << 64) - 1
 
 MOST_ROWS = 32
-"""Positions whose noise is drawn at once, at most."""
+"""Most positions whose noise is drawn at once."""
 
 MOST_NUMBERS = 1 << 17
-"""Numbers that are drawn at once, at most; a large vocabulary has work enough in one position."""
+"""Most numbers that are drawn at once; a large vocabulary has work enough in one position."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +50,16 @@ class Noise:
         return mx.array(self._words(purpose, position), dtype=mx.uint32)
 
     def _words(self, purpose: str, position: int) -> list[int]:
-        """High and low half of the key."""
         mixed = self._mixed(purpose, position)
         return [mixed >> 32, mixed & 0xFFFFFFFF]
 
     def _mixed(self, purpose: str, position: int) -> int:
-        """64 mixed bits."""
         of_purpose = _mix(_mix(self.seed & _MASK) ^ zlib.crc32(purpose.encode()))
         return _mix(of_purpose + position)
 
     def uniform(self, purpose: str, position: int, n: int = 1) -> Float[mx.array, " n"]:
-        """Draw n numbers in [0, 1), multiples of 2^-24, all under the key of this one position.
-
-        They are made on the host, since a few are less work than the operations of a graph.
+        """n numbers in [0, 1), multiples of 2^-24, of one position; made on the host, since a few
+        are less work than the operations of a graph.
         """
         first = self._mixed(purpose, position)
         return mx.array([(_mix(first + i) >> 40) * 2.0**-24 for i in range(n)])
@@ -83,13 +79,9 @@ class Noise:
 class GumbelRows:
     """Gumbel noise of one purpose at positions that are asked for in order.
 
-    A row takes a dozen small operations, and so do many rows: more of them are drawn each time,
-    up to `MOST_ROWS`. The first time it is those asked for, so that the first token waits for no
-    other. What a row holds follows from its position alone.
-
-    Args:
-        noise: where they come from.
-        purpose: what they are for.
+    Many rows take as many operations as one, so that more are drawn each time, up to `MOST_ROWS`;
+    the first time those asked for, so that the first token waits for no other. A row follows from
+    its position alone.
     """
 
     def __init__(self, noise: Noise, purpose: str) -> None:
@@ -100,13 +92,7 @@ class GumbelRows:
         self._drawn: mx.array | None = None
 
     def at(self, start: int, n: int, vocab: int) -> Float[mx.array, "n vocab"]:
-        """The rows of n positions.
-
-        Args:
-            start: the first position.
-            n: how many, at least one.
-            vocab: numbers in a row, V; the same each time.
-        """
+        """The rows of n >= 1 positions from `start` on; V is the same each time."""
         if self._drawn is None or start < self._start or start + n > self._end:
             room = min(2 * (self._end - self._start), MOST_ROWS, MOST_NUMBERS // vocab)
             self._start, self._end = start, start + max(n, room)

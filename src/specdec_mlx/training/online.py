@@ -32,7 +32,6 @@ from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.speculated_model import SpeculatedSession
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
@@ -211,7 +210,7 @@ class OnlineDrafter:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation; its text is learnt from when it ends."""
         session = self.drafter.begin(prompt, context)
-        own: Any = session.session if isinstance(session, SpeculatedSession) else session
+        own: Any = session
         own.on_close = Lesson(self, len(prompt))
         return session
 

@@ -28,10 +28,9 @@ from specdec_mlx.drafters.heads.formats import (
 from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
-from specdec_mlx.drafters.registry import make_with
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
-from specdec_mlx.options import split_spec
+from specdec_mlx.options import make_with, split_spec
 from specdec_mlx.sampling.drafts import check_draft_temp
 from specdec_mlx.types import DraftContext, Drafter, FeatureRows
 
@@ -151,7 +150,7 @@ def named_head(
     """
     name, options = split_spec(spec)
     load = partial(load_head, path_or_repo, target)
-    return make_with(name, load, {"draft_bits": draft_bits} | options)
+    return make_with("drafter", name, load, {"draft_bits": draft_bits} | options)
 
 
 def is_head(path_or_repo: str | Path) -> bool:
