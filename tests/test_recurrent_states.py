@@ -186,6 +186,10 @@ def test_in_half_precision_states_are_chosen_too(name: str) -> None:
     assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
 
 
+def late(after: Any) -> Any:
+    return lambda call, num_positions, slot: after(call, max(1, num_positions - 1), slot)
+
+
 # What is measured first ---------------------------------------------------------------------------
 
 
@@ -194,12 +198,8 @@ def test_a_wrong_choice_is_found_before_it_is_made(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state that is late by one position: the model then feeds again."""
-    after = recurrent_states._Source.after
-
-    def late(self: Any, recording: Any, num_positions: int, slot: mx.array) -> mx.array:
-        return after(self, recording, max(1, num_positions - 1), slot)
-
-    monkeypatch.setattr(recurrent_states._Source, "after", late)
+    for kind in (recurrent_states._Update, recurrent_states._Convolution):
+        monkeypatch.setattr(kind, "after", late(kind.after))
     assert recurrent_states_of(tiny.build(name)) is None
 
 
@@ -237,8 +237,7 @@ def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception() -
         rollback.forward(model, mx.array(DRAFT))
     model.model.norm = norm
     assert all(found is own for found, own in places())
-    assert not watching._num_watching
-    assert not watching._num_answering
+    assert not watching._num_passes
     assert rollback.position == 0
     assert all(cache.empty() for cache in leaves(rollback.caches))
     rollback, _ = passed(model, 5)

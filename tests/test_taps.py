@@ -344,7 +344,7 @@ def test_between_passes_the_model_is_its_own() -> None:
         assert classes(model) == before
     items.close()
     assert classes(model) == before
-    assert not watching._num_watching
+    assert not watching._num_passes
 
 
 def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,7 +356,7 @@ def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyP
         with pytest.raises(KeyboardInterrupt):
             reading.read(lambda: fed(model))
     assert classes(model) == before
-    assert not watching._num_watching
+    assert not watching._num_passes
     assert reading.features is None
     assert mx.array_equal(reading.read(lambda: fed(model)), fed(model))
 
@@ -403,7 +403,7 @@ def test_a_pass_in_another_thread_is_not_seen(monkeypatch: pytest.MonkeyPatch) -
     for rows, own in zip(together, alone, strict=True):
         assert all(map(mx.array_equal, rows, arrays(own)))
     assert classes(model) == before
-    assert not watching._num_watching
+    assert not watching._num_passes
 
 
 def test_a_watched_model_can_be_copied_and_saved_from() -> None:
