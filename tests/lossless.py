@@ -194,10 +194,7 @@ class Case:
         return not deviation <= self.tolerance
 
     def continued(self, length: int, caches: list[Any]) -> float:
-        """How far a second turn on used caches is from one that reads everything afresh.
-
-        length: tokens of the first turn that the caller took.
-        """
+        """How far a second turn, after so many tokens, is from one that reads all afresh."""
         said = PROMPT + self.plain.tokens[:length] + SECOND_PROMPT
         afresh = plain_text(self.model, said, NUM_SECOND)
         reused = self.speculate(
@@ -298,7 +295,7 @@ class Case:
 
     @property
     def reads(self) -> str:
-        """Whether rows are the same in one pass as in several: else they are not of positions."""
+        """Rows are those of positions if they are the same in one pass as in several."""
         if self.name not in INEXACT and self.rows_deviation > self.tolerance:
             return "**wrong rows**"
         reasons = [f"not the {what}: {why}" for what, why in self.unreadable.items()]
@@ -315,8 +312,7 @@ class Case:
 
     @property
     def tapped(self) -> str:
-        """Whether logits are equal to the last bit with everything tapped: of a first pass, of one
-        over several positions and of a single one on the same caches."""
+        """True if logits of three passes are equal to the last bit with everything tapped."""
         parts = mx.split(mx.array([PROMPT]), [8, 13], axis=1)
         caches = make_prompt_cache(self.model)
         logits = mx.concatenate([self.logits(part, caches) for part in parts])
@@ -324,7 +320,7 @@ class Case:
 
     @property
     def trees(self) -> str:
-        """Whether a tree in one pass is exact, across the end of a window and past it."""
+        """A tree in one pass, across the end of a window and past it."""
         target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
         if not target.rollback.takes_trees():
             return "chains"
@@ -336,7 +332,7 @@ class Case:
 
     @property
     def branches(self) -> str:
-        """Whether a tree's branches as rows of a batch are exact, before the window and past it."""
+        """A tree's branches as rows of a batch, before the window and past it."""
         deviations = [branch_deviation(self.model, length) for length in TREES_AFTER]
         return "exact" if max(deviations) < TREE_TOLERANCE else "not exact"
 

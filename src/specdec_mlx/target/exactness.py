@@ -46,8 +46,7 @@ TREE = (-1, -1, 0, 0, 1, 2)
 """Parents in the tree that is measured: two branches, one of which forks again."""
 
 ROWS_AT_MOST = 1.1
-"""Most that a tree as rows of a batch may cost, in passes over a chain of as many tokens: the
-automatic draft length takes the two for alike."""
+"""Most that a tree as rows of a batch may cost, in passes over a chain of as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +99,8 @@ def probe(
 ) -> ProbeReport:
     """Compare passes over several positions with single ones, wherever a model may change.
 
-    widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs about 20 passes
-    for each place and, if the model has a window and `past_window` is set, a prefill of it.
+    widths: positions a pass, each >= 1. Costs about 20 passes for each place and, if the model has
+    a window and `past_window` is set, a prefill of it.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _compare(model, place, widths, seed)]

@@ -83,7 +83,7 @@ RECURRENCES = {
 
 
 class _Update(NamedTuple):
-    """A call of a recurrence: its arguments, and its states, after each step or the last alone."""
+    """A call of a recurrence, and its states: after each step, or the last alone."""
 
     recurrence: Recurrence
     given: dict[str, Any]
@@ -138,10 +138,10 @@ class KeptStates(Snapshot):
 
 @dataclass(frozen=True)
 class RecurrentStates:
-    """Which calls of a model's passes give the states after each position.
+    """The calls of a model's passes that give the states after each position.
 
-    places: files and names of the recurrences. convolutions: of the model. sources: index among all
-    caches -> for each of its slots the number of a call. kinds: types of the calls of a pass.
+    places: of the recurrences. sources: index among all caches -> for each of its slots the number
+    of a call. kinds: types of the calls of a pass.
     """
 
     places: list[tuple[ModuleType, str]]

@@ -22,12 +22,8 @@ NUM_WATCHED = 7
 """Positions of the watched pass; no other axis, such as streams side by side, is as long."""
 
 
-class _Call(NamedTuple):
-    """A module that was called with `states` and returned `output`."""
-
-    module: nn.Module
-    states: Any
-    output: Any
+_Call = tuple[nn.Module, Any, Any]
+"""A module, the states that it was called with, and its output."""
 
 
 class _Tap(NamedTuple):
@@ -97,9 +93,9 @@ def top_tokens(logits: mx.array, number: int) -> mx.array:
 
 
 def _calls_of_one_pass(model: nn.Module) -> tuple[list[_Call], int]:
-    """Calls of all modules, in the order in which they ended, and V."""
+    """Calls of all modules, in the order of their ends, and V."""
     calls: list[_Call] = []
-    with watching(model.modules(), lambda *call: calls.append(_Call(*call))):
+    with watching(model.modules(), lambda *call: calls.append(call)):
         tokens = mx.zeros((1, NUM_WATCHED), mx.int32)
         logits = model(tokens, cache=make_prompt_cache(model))
     return calls, logits.shape[-1]
@@ -124,7 +120,7 @@ def _layer(calls: Sequence[_Call], layers: Sequence[nn.Module], index: int) -> _
             f"{name} cannot be read: it has layers 0 to {len(layers) - 1}. Use a drafter that was "
             "trained for this target."
         )
-    outputs = [_first(call.output) for call in calls if call.module is layers[index]]
+    outputs = [_first(output) for module, _, output in calls if module is layers[index]]
     if len(outputs) != 1:
         raise _unreadable(name, f"it is called {len(outputs)} times a pass")
     if (axis := _axis_of_positions(outputs[0])) is None:
@@ -138,7 +134,6 @@ def _unreadable(name: str, reason: str) -> UnreadableError:
 
 
 def _first(output: Any) -> Any:
-    """The states that a layer returns; some return more after them."""
     return output[0] if isinstance(output, tuple) else output
 
 

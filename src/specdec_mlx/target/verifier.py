@@ -1,9 +1,8 @@
 """The target's side of a round: one pass over the pending tokens and the draft, and its verdict.
 
-With pure callables (ours and mlx-lm's own) the pass, the distribution, the verdict and the next
-token are one lazy graph, read by one host synchronisation. A sampler or logits processor of the
-caller's may remember what it saw, so it is called row by row, as plain decoding would, and no
-further than the first rejected token.
+With pure callables (ours and mlx-lm's own) a round is one lazy graph, read by one host
+synchronisation. A sampler or logits processor of the caller's may remember what it saw, so it is
+called row by row, as plain decoding would, and no further than the first rejected token.
 """
 
 from __future__ import annotations
@@ -220,11 +219,11 @@ class Verifier:
         A tree that cannot be verified here is cut to a chain; the pass says what it verifies.
         Raises DraftError, before anything is fed, for what cannot be a draft for this target.
         """
-        if len(draft.tokens):
+        if num_drafted := len(draft.tokens):
             check_draft(draft, self.vocab_size())
             if draft.parents is not None and not self.takes_trees():
                 draft = draft.first_chain()
-        num_drafted = len(draft.tokens)
+                num_drafted = len(draft.tokens)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + num_drafted
         fed, rows = self._feed_all_but_last_pass(pending)
@@ -258,12 +257,10 @@ class Verifier:
         rows = Rows(processed, self.distribution, position, draft.parents)
         verdict: Verdict | Agreement | TreeVerdict
         if not len(draft.tokens):
-            verdict = Agreement(rows.tokens)
-            results = {"scales": rows.scales, "target_tokens": verdict.target_tokens}
-            is_sampled = not rows.has_distribution
-            return LazyPass(
-                NO_DRAFT, num_fed, rows.logprobs, verdict, results, is_sampled=is_sampled
-            )
+            results = {"scales": rows.scales, "target_tokens": rows.tokens}
+            pass_ = LazyPass(NO_DRAFT, num_fed, rows.logprobs, Agreement(rows.tokens), results)
+            pass_.is_sampled = not rows.has_distribution
+            return pass_
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
         noise = RoundNoise(self.distribution.noise, position)
         if draft.parents is None:

@@ -64,7 +64,11 @@ def _swapped(
 def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
     before = _watchers.get()
-    with _swapped({id(module): module for module in modules}, _report, _stop_reporting):
+    with _swapped(
+        {id(module): module for module in modules},
+        lambda module: _set_class(module, _reporting(type(module))),  # type: ignore[arg-type]
+        lambda module: _set_class(module, type(module).__bases__[0]),
+    ):
         _watchers.set((*before, watcher))
         try:
             yield
@@ -72,13 +76,8 @@ def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
             _watchers.set(before)
 
 
-def _report(module: nn.Module) -> None:
-    kind: Any = type(module)
-    object.__setattr__(module, "__class__", _reporting(kind))  # MLX's setter looks for parameters
-
-
-def _stop_reporting(module: nn.Module) -> None:
-    object.__setattr__(module, "__class__", type(module).__bases__[0])
+def _set_class(module: nn.Module, kind: type) -> None:
+    object.__setattr__(module, "__class__", kind)  # past MLX's setter, which looks for parameters
 
 
 @cache
@@ -103,20 +102,16 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 def answering(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
     """Have `answer` called instead of functions in here; places: files, and names in them."""
     before = _answer.get()
-    with _swapped({place: place for place in places}, _answer_for, _stop_answering):
+    with _swapped(
+        {place: place for place in places},
+        lambda place: setattr(*place, _answered(getattr(*place))),
+        lambda place: setattr(*place, getattr(*place).__wrapped__),
+    ):
         _answer.set(answer)
         try:
             yield
         finally:
             _answer.set(before)
-
-
-def _answer_for(place: tuple[ModuleType, str]) -> None:
-    setattr(*place, _answered(getattr(*place)))
-
-
-def _stop_answering(place: tuple[ModuleType, str]) -> None:
-    setattr(*place, getattr(*place).__wrapped__)
 
 
 @cache
