@@ -137,11 +137,15 @@ class Rounds:
         if state not in self._known:
             total: Outcomes = defaultdict(float)
             for weight, tokens, probs in self.drafting.drafts(state):
-                rows = self.target.along(state, tokens)
+                rows = self.rows(state, tokens)
                 for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
                     total[outcome] += weight * chance
             self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
         return self._known[state]
+
+    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
+        """The target's distributions at each row of a draft, [k+1, V]."""
+        return self.target.along(state, tokens)
 
     def expected_accepted(self, state: int = 0) -> float:
         """Draft tokens kept in a round, on average."""

@@ -61,9 +61,8 @@ def _parents_of(forest: Any) -> list[int]:
 class TreeDrawn:
     """Trees of one shape, their tokens drawn from a source.
 
-    replace: whether siblings are independent, or drawn without replacement. renormalised: whether
-        the declared rows are what the siblings were really drawn from. fixed: no draw, the
-        source's likeliest tokens.
+    replace: siblings are independent. renormalised: the declared rows are what siblings were drawn
+    from. fixed: no draw, the source's likeliest tokens.
     """
 
     source: Source
@@ -166,17 +165,13 @@ class TreeRounds(Rounds):
 
     parents: Shape
 
-    def outcomes_from(self, state: int) -> Outcomes:
-        if state not in self._known:
-            total: Outcomes = defaultdict(float)
-            paths = [path_to(row - 1, self.parents) for row in range(len(self.parents) + 1)]
-            for weight, tokens, probs in self.drafting.drafts(state):
-                texts = [tuple(tokens[i] for i in path) for path in paths]
-                rows = np.stack([self.target.after(state, text) for text in texts])
-                for outcome, chance in self.deciding.outcomes(rows, tokens, probs).items():
-                    total[outcome] += weight * chance
-            self._known[state] = {outcome: chance for outcome, chance in total.items() if chance}
-        return self._known[state]
+    @functools.cached_property
+    def _paths(self) -> list[list[int]]:
+        return [path_to(row - 1, self.parents) for row in range(len(self.parents) + 1)]
+
+    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
+        texts = [tuple(tokens[i] for i in path) for path in self._paths]
+        return np.stack([self.target.after(state, text) for text in texts])
 
 
 def rounds(target: Source, drawn: Any, rule: TreeCoinRule | None) -> TreeRounds:

@@ -1,7 +1,6 @@
 """What is measured of one architecture: our text against plain decoding's, and mlx-lm's own.
 
-`Case` holds a tiny model and everything that was run with it, each thing once. The tests assert on
-it, and the page about architectures is written from it, so that the two cannot disagree.
+The tests assert on a `Case`, and the page about architectures is written from it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from specdec_mlx import Drafter, PromptLookupDrafter, speculate
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Token
 from specdec_mlx.target.branch_rows import tree_logits
-from specdec_mlx.target.exactness import MARGIN, places_of, tree_report
+from specdec_mlx.target.exactness import places_of, tree_report
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rollback import Rollback
@@ -133,10 +132,9 @@ class Row:
 
 
 class Case:
-    """One architecture's tiny model, and what was run with it.
+    """One architecture's tiny model, and what was run with it, each thing once.
 
-    num_tokens: how many are written after the prompt. briefly: with the oracle and drafts of 4
-    alone.
+    num_tokens: written after the prompt. briefly: with the oracle and drafts of 4 alone.
     """
 
     def __init__(
@@ -147,14 +145,10 @@ class Case:
         briefly: bool = False,
     ) -> None:
         self.name = name
-        self.dtype = dtype
+        self.model = tiny.build(name, dtype) if name not in tiny.CANNOT_RUN else nn.Module()
         self.num_tokens = num_tokens
         self.briefly = briefly
         self.tolerance = ROUGH[name][0] if name in ROUGH else TOLERANCE
-
-    @cached_property
-    def model(self) -> nn.Module:
-        return tiny.build(self.name, self.dtype)
 
     @cached_property
     def plain(self) -> Text:
@@ -200,10 +194,7 @@ class Case:
         return not deviation <= self.tolerance
 
     def continued(self, length: int, caches: list[Any]) -> float:
-        """How far a second turn on used caches is from one that reads everything afresh.
-
-        length: tokens of the first turn that the caller took.
-        """
+        """How far a second turn, after so many tokens, is from one that reads all afresh."""
         said = PROMPT + self.plain.tokens[:length] + SECOND_PROMPT
         afresh = plain_text(self.model, said, NUM_SECOND)
         reused = self.speculate(
@@ -304,7 +295,7 @@ class Case:
 
     @property
     def reads(self) -> str:
-        """Whether rows are the same in one pass as in several: else they are not of positions."""
+        """Rows are those of positions if they are the same in one pass as in several."""
         if self.name not in INEXACT and self.rows_deviation > self.tolerance:
             return "**wrong rows**"
         reasons = [f"not the {what}: {why}" for what, why in self.unreadable.items()]
@@ -321,8 +312,7 @@ class Case:
 
     @property
     def tapped(self) -> str:
-        """Whether logits are equal to the last bit with everything tapped: of a first pass, of one
-        over several positions and of a single one on the same caches."""
+        """True if logits of three passes are equal to the last bit with everything tapped."""
         parts = mx.split(mx.array([PROMPT]), [8, 13], axis=1)
         caches = make_prompt_cache(self.model)
         logits = mx.concatenate([self.logits(part, caches) for part in parts])
@@ -330,7 +320,7 @@ class Case:
 
     @property
     def trees(self) -> str:
-        """Whether a tree in one pass is exact, across the end of a window and past it."""
+        """A tree in one pass, across the end of a window and past it."""
         target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
         if not target.rollback.takes_trees():
             return "chains"
@@ -342,7 +332,7 @@ class Case:
 
     @property
     def branches(self) -> str:
-        """Whether a tree's branches as rows of a batch are exact, before the window and past it."""
+        """A tree's branches as rows of a batch, before the window and past it."""
         deviations = [branch_deviation(self.model, length) for length in TREES_AFTER]
         return "exact" if max(deviations) < TREE_TOLERANCE else "not exact"
 
@@ -361,46 +351,61 @@ class Case:
         return mx.concatenate(logits), FeatureRows.joined(rows)
 
 
+def only_counting(rollback: Rollback, position: int) -> int:
+    """A `rewind_to` that leaves the caches alone."""
+    rollback.position = min(rollback.position, position)
+    return rollback.position
+
+
 def branch_deviation(model: nn.Module, length: int) -> float:
     """Largest difference of a logit of a tree's nodes, as rows, from their own paths run alone."""
-    text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
-    drafted = [(11 * i) % 83 + 3 for i in range(len(TREE))]
-    caches = make_prompt_cache(model)
-    model(text[None], cache=caches)
-    logits = tree_logits(model, caches, mx.array([3, *drafted]), TREE)
-    worst = 0.0
-    for node in range(-1, len(TREE)):
-        path = [3, *(drafted[i] for i in path_to(node, TREE))]
-        own = model(mx.array([path]), cache=copy.deepcopy(caches))[0, -1]
-        worst = max(worst, largest_difference(own, logits[node + 1]))
-    return worst
+    caches, fed = before_a_tree(model, length)
+    return against_paths(model, caches, fed, tree_logits(model, caches, fed, TREE))[0]
 
 
-def tree_deviation(model: nn.Module, length: int) -> float:
+def tree_deviation(
+    model: nn.Module, length: int, kept: int = KEPT, make: Any = make_prompt_cache
+) -> float:
     """Largest difference of a logit of a tree's nodes from those of their own paths run alone.
 
-    Then of 20 tokens after the rewind to one of the paths, from those after that path alone.
+    Then of 20 tokens after the rewind to the node `kept`, from those after its path alone.
     """
-    text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
-    drafted, more = [(11 * i) % 83 + 3 for i in range(len(TREE))], [5 * i + 3 for i in range(15)]
-    caches = make_prompt_cache(model)
-    model(text[None], cache=caches)
+    caches, fed = before_a_tree(model, length, make)
     mx.eval([cache.state for cache in caches])
     target = ModelPass(model, Rollback(copy.deepcopy(caches), length))
     target.rollback.checkpoint()
-    logits = target.feed(mx.array([3, *drafted]), parents=TREE)
+    worst, after = against_paths(model, caches, fed, target.feed(fed, parents=TREE), kept)
+    end = length + 1 + len(path_to(kept, TREE))
+    assert target.rollback.keep(length + 1, path_to(kept, TREE)) == end
+    for i in range(20):
+        token = mx.array([5 * (i % 15) + 3])
+        expected = model(token[None], cache=after)[0]
+        worst = max(worst, largest_difference(expected, target.feed(token)))
+    return worst
+
+
+def before_a_tree(
+    model: nn.Module, length: int, make: Any = make_prompt_cache
+) -> tuple[list[Any], mx.array]:
+    """Caches of a text, and the token and the tree that follow it."""
+    text = mx.random.randint(3, 90, shape=(length,), key=mx.random.key(length))
+    caches = make(model)
+    model(text[None], cache=caches)
+    return caches, mx.array([3, *((11 * i) % 83 + 3 for i in range(len(TREE)))])
+
+
+def against_paths(
+    model: nn.Module, caches: list[Any], fed: mx.array, logits: mx.array, kept: int = KEPT
+) -> tuple[float, list[Any]]:
+    """Largest difference from each path run alone, and caches after that of the node `kept`."""
     worst, after = 0.0, caches
     for node in range(-1, len(TREE)):
-        path = [3, *(drafted[i] for i in path_to(node, TREE))]
+        path = fed[mx.array([0, *(i + 1 for i in path_to(node, TREE))])]
         alone = copy.deepcopy(caches)
-        own = model(mx.array([path]), cache=alone)[0, -1]
+        own = model(path[None], cache=alone)[0, -1]
         worst = max(worst, largest_difference(own, logits[node + 1]))
-        after = alone if node == KEPT else after
-    target.rollback.keep(length + 1, path_to(KEPT, TREE))
-    for token in (more + more)[:20]:
-        expected = model(mx.array([[token]]), cache=after)[0]
-        worst = max(worst, largest_difference(expected, target.feed(mx.array([token]))))
-    return worst
+        after = alone if node == kept else after
+    return worst, after
 
 
 def _kind(cache: Any) -> str:
@@ -409,65 +414,12 @@ def _kind(cache: Any) -> str:
     return f"CacheList({', '.join(_kind(child) for child in cache.caches)})"
 
 
-HEAD = """# Architectures
-
-Written by `docs/generate_architectures.py` from what the tests measure; do not edit.
-
-Every file of mlx-lm 0.32 that defines a model, as a tiny model with random weights in float32 on a
-CPU. Its windows and chunks are {window} tokens, and {num_tokens} tokens are written after a prompt
-of {num_prompt}, so that each window wraps.
-
-- **Caches**: the classes that the model makes.
-- **Way back**: how rejected positions are taken back; see `specdec_mlx.target.rollback`, and
-  `specdec_mlx.target.recurrent_states` for the choice of states.
-- **Ours**: greedy text and log-probabilities (to {tolerance:g}) against plain decoding, with an
-  oracle that errs in 30% of positions, a drafter that is always wrong and prompt lookup, drafting
-  1, 4 and 7 tokens, and an oracle that drafts more than the window holds.
-- **mlx-lm's**: the same for its own speculation with a draft model that errs in 30% of positions.
-- **Readable**: whether a drafter can read the input of the output head and the output of every
-  decoder layer, as trained heads do; see `specdec_mlx.target.taps`.
-- **While read**: logits with all of that being read against those without.
-- **Trees**: whether a token tree in one pass gives each node the logits of its own path (to
-  {tree_tolerance:g}), across the end of a window and past it, across position 32, where the tiny
-  models go over to longer texts, and across every other position that a configuration names, with
-  caches that claim to hold as many; and so do the 20 tokens after the rewind to one path; see
-  `specdec_mlx.target.tree_passes`.
-- **As rows**: whether the branches of a tree as rows of a batch do, which is how trees are verified
-  where the pass above is not exact and rows were measured to cost no more than a chain; see
-  `specdec_mlx.target.branch_rows`. Elsewhere chains are drafted.
-
-A row of a tree stands at the position of its depth. Rope modules are told it, and so is attention
-that is handed a scale for its queries by position (`ministral3`, `mistral3`, `mistral4`). Learned
-positions (`gpt2`, `gpt_bigcode`), rotations that are no module (`nanochat`, `talkie`), masks and
-scales of a model's own (`llama4`) and blocks of rows chosen by score (`minimax_m3_vl`) get rows or
-chains. A rope whose base is by the length of the text (`rope_type` "dynamic", on any architecture)
-gives several positions at once other logits than one by one once the text is longer than
-`max_position_embeddings`: from {margin} positions before it on nothing is drafted, and before that
-no trees in one pass. Each position that a configuration names is measured once a text comes near
-it, in a few passes whatever its size.
-
-{counts}
-
-| Architecture | Caches | Way back | Ours | mlx-lm's | Readable | While read | Trees | As rows |
-|---|---|---|---|---|---|---|---|---|
-"""
-
-
-def page(rows: Sequence[Row]) -> str:
-    """The whole page about architectures."""
-    return (
-        HEAD.format(
-            window=16,
-            num_tokens=NUM_TOKENS,
-            num_prompt=len(PROMPT),
-            tolerance=TOLERANCE,
-            tree_tolerance=TREE_TOLERANCE,
-            margin=MARGIN,
-            counts=_counts(rows),
-        )
-        + "\n".join(map(str, rows))
-        + "\n"
-    )
+def page(text: str, rows: Sequence[Row]) -> str:
+    """The page about architectures with these rows; its text stands in the page itself."""
+    prose, table = text.split("| Architecture", 1)
+    paragraphs = prose.strip().split("\n\n")[:-1]
+    head = ("| Architecture" + table).split("\n")[:2]
+    return "\n\n".join([*paragraphs, _counts(rows), "\n".join([*head, *map(str, rows)])]) + "\n"
 
 
 def _counts(rows: Sequence[Row]) -> str:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
-import numpy as np
 
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Closes, Draft, DraftContext, Drafter
@@ -197,39 +196,3 @@ class OracleTreeSession(ScriptedSession):
 
     def propose(self, limit: int) -> Draft:
         return self.drafter.draft(len(self.observed), limit)
-
-
-@dataclass(eq=False)
-class DrawnTrees:
-    """Proposes trees drawn at random, siblings independently, from what a function gives.
-
-    law: tokens so far -> distribution [V]. parents: of each tree. coins: of the draws.
-    """
-
-    law: Callable[[tuple[int, ...]], np.ndarray]
-    parents: Sequence[int]
-    coins: np.random.Generator
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DrawnTreeSession:
-        return DrawnTreeSession(self)
-
-
-class DrawnTreeSession(ScriptedSession):
-    """Follows the text."""
-
-    def __init__(self, drafter: DrawnTrees) -> None:
-        super().__init__(lambda start, limit: [])
-        self.drafter = drafter
-
-    def propose(self, limit: int) -> Draft:
-        texts: list[tuple[int, ...]] = []
-        rows = []
-        for parent in self.drafter.parents:
-            before = tuple(self.observed) if parent < 0 else texts[parent]
-            rows.append(self.drafter.law(before))
-            token = int(self.drafter.coins.choice(len(rows[-1]), p=rows[-1]))
-            texts.append((*before, token))
-        logprobs = mx.log(mx.array(np.stack(rows), mx.float32))
-        return Draft([text[-1] for text in texts], logprobs, parents=self.drafter.parents).head(
-            limit
-        )

@@ -14,9 +14,8 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
-from mlx.utils import tree_unflatten
 from mlx_lm.models import cache as mlx_lm_cache
-from mlx_lm.models import deepseek_v41, qwen3
+from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -28,7 +27,7 @@ from mlx_lm.models.cache import (
 )
 
 import tiny
-from lossless import largest_difference
+from lossless import largest_difference, only_counting
 from selection import cases, in_one_test
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.rollback import Rollback
@@ -38,34 +37,12 @@ WINDOW = 8
 VOCAB = 128
 
 
-@cache
-def attention_model() -> nn.Module:
-    """Two layers of plain attention; heads are wide enough for caches to be quantized."""
-    shape = {
-        "model_type": "qwen3",
-        "hidden_size": 64,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "head_dim": 32,
-        "vocab_size": VOCAB,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": False,
-    }
-    mx.random.seed(0)
-    model = qwen3.Model(qwen3.ModelArgs.from_dict(shape))
-    model.update(tree_unflatten(tiny.randomised(model)))
-    return model
+build = cache(tiny.build)
 
 
 def attention(make: Callable[[], Any]) -> Callable[[], tuple[nn.Module, list[Any]]]:
-    return lambda: (attention_model(), [make(), make()])
-
-
-build = cache(tiny.build)
+    """Plain attention; its heads are wide enough for caches to be quantized."""
+    return lambda: (build("qwen3", head_dim=32), [make(), make()])
 
 
 def architecture(name: str) -> Callable[[], tuple[nn.Module, list[Any]]]:
@@ -117,7 +94,8 @@ class Speculation(RuleBasedStateMachine):
     @rule(token=tokens, draft=drafts, share=shares)
     def verify_a_draft(self, token: int, draft: list[int], share: float) -> None:
         """A round, in which a share of the draft is accepted."""
-        self.round(token, draft, share)
+        draft = self.launch(token, draft)
+        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
 
     @rule(token=tokens, draft=drafts, share=shares)
     def draft_one_by_one(self, token: int, draft: list[int], share: float) -> None:
@@ -136,7 +114,7 @@ class Speculation(RuleBasedStateMachine):
     ) -> None:
         """The next round is under way when the caller closes, some tokens into the last one."""
         before = len(self.text)
-        self.round(token, drafts[0], share)
+        self.verify_a_draft(token, drafts[0], share)
         after = len(self.text)
         self.launch(token, drafts[1])
         self.go_back(before + 1 + int(taken * (after - before - 1)))
@@ -158,10 +136,6 @@ class Speculation(RuleBasedStateMachine):
     def teardown(self) -> None:
         """Whatever was done last, the next token is right."""
         self.decode_plainly([1])
-
-    def round(self, token: int, draft: list[int], share: float) -> None:
-        draft = self.launch(token, draft)
-        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
 
     def launch(self, token: int, draft: list[int]) -> list[int]:
         """Feed what is pending, a token and as much of the draft as the caches can take."""
@@ -219,11 +193,11 @@ class Speculation(RuleBasedStateMachine):
         return self.references[index][0]
 
 
-def explore(subject: str, max_examples: int = 10) -> None:
+def explore(subject: str) -> None:
     run_state_machine_as_test(
         lambda: Speculation(subject),
         settings=settings(
-            max_examples=max_examples,
+            max_examples=10,
             stateful_step_count=12,
             deadline=None,
             derandomize=True,
@@ -253,12 +227,7 @@ def test_without_rollback_drafting_leaves_a_trace(
     subject: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control: a rollback that only counts is found out."""
-
-    def pretend(tape: Rollback, position: int) -> int:
-        tape.position = min(tape.position, position)
-        return tape.position
-
-    monkeypatch.setattr(Rollback, "rewind_to", pretend)
+    monkeypatch.setattr(Rollback, "rewind_to", only_counting)
     with pytest.raises(AssertionError):
         explore(subject)
 
@@ -280,28 +249,22 @@ def test_leaves_of_nested_lists_come_in_order() -> None:
     assert list(leaves([a, CacheList(b, CacheList(c)), d])) == [a, b, c, d]
 
 
-def rows(*values: int) -> mx.array:
-    """Keys [1, 1, n, 1] that can be told apart."""
-    return mx.array(values, mx.float32).reshape(1, 1, -1, 1)
-
-
 def fed(kept: Any, *values: int) -> list[int]:
-    """Append rows to a cache, and what it then attends to."""
-    keys, _ = kept.update_and_fetch(rows(*values), rows(*values))
-    return keys.reshape(-1).tolist()
+    """Append rows to a cache that can be told apart, and what it then attends to."""
+    rows = mx.array(values, mx.float32).reshape(1, 1, -1, 1)
+    return kept.update_and_fetch(rows, rows)[0].reshape(-1).tolist()  # type: ignore[no-any-return]
 
 
 def test_nested_lists_go_back_together() -> None:
     """Where one child has to be restored all children end at the same position."""
     inner, state, outer = KVCache(), ArraysCache(1), KVCache()
     tape = Rollback([CacheList(CacheList(inner, state), outer)])
-    fed(inner, 1), fed(outer, 1)
-    state[0] = mx.array([1.0])
-    tape.advance(1)
-    tape.checkpoint()
-    fed(inner, 2, 3), fed(outer, 2, 3)
-    state[0] = mx.array([3.0])
-    tape.advance(2)
+    for values in ([1], [2, 3]):
+        fed(inner, *values), fed(outer, *values)
+        state[0] = mx.array([values[-1]])
+        tape.advance(len(values))
+        if tape.position == 1:
+            tape.checkpoint()
     assert tape.rewind_to(2) == 1
     assert state[0].item() == 1
     assert fed(inner, 9) == fed(outer, 9) == [1, 9]
@@ -315,22 +278,40 @@ class Boxed(ArraysCache):
     """A class that is not in the table and cannot be trimmed."""
 
 
+class Opaque:
+    """A class without attributes that could be saved."""
+
+    __slots__ = ()
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
+class Liar(KVCache):
+    """Says that it trims, and does not."""
+
+    def trim(self, n: int) -> int:
+        return 0
+
+
+def checkpointed(kept: Any, before: list[int], after: list[int]) -> Rollback:
+    """A cache that was fed some rows, and more after a checkpoint."""
+    tape = Rollback([kept])
+    for values in (before, after):
+        if values:
+            fed(kept, *values)
+            tape.advance(len(values))
+        if values is before:
+            tape.checkpoint()
+    return tape
+
+
 def test_a_class_that_sometimes_trims_is_asked_each_time() -> None:
     """Before the window is full it is trimmed, past it restored."""
     kept = Full(4)
-    tape = Rollback([kept])
-    fed(kept, 1, 2)
-    tape.advance(2)
-    tape.checkpoint()
-    fed(kept, 3)
-    tape.advance(1)
-    assert tape.rewind_to(2) == 2
+    assert checkpointed(kept, [1, 2], [3]).rewind_to(2) == 2
     assert fed(kept, 4, 5) == [1, 2, 4, 5]
-    tape.advance(2)
-    tape.checkpoint()
-    fed(kept, 6, 7)
-    tape.advance(2)
-    assert tape.rewind_to(5) == 4
+    assert checkpointed(kept, [], [6, 7]).rewind_to(1) == 0
     assert fed(kept, 8) == [8, 2, 4, 5]  # the window as it is stored
 
 
@@ -346,49 +327,27 @@ def test_a_class_that_never_trims_is_restored() -> None:
     assert kept[0].tolist() == [1.0, 2.0]
 
 
-class Opaque:
-    """A class without attributes that could be saved."""
-
-    __slots__ = ()
-
-    def is_trimmable(self) -> bool:
-        return False
-
-
 def test_a_class_with_no_way_back_is_never_drafted_on() -> None:
     """Single tokens only, with a warning that names the class."""
     with pytest.warns(UserWarning, match="Opaque has no known way back"):
         assert strategy_for(Opaque()).widest_pass(Opaque()) == 1
 
 
-class Liar(KVCache):
-    """Says that it trims, and does not."""
-
-    def trim(self, n: int) -> int:
-        return 0
-
-
 def test_a_trim_that_did_nothing_is_an_error() -> None:
     """mlx-lm's own trims return 0 in silence; here the count is checked."""
-    kept = Liar()
-    tape = Rollback([kept])
-    tape.checkpoint()
-    fed(kept, 1, 2)
-    tape.advance(2)
     with pytest.raises(CacheRollbackError, match=r"Cache 0 \(Liar\) gave back 0 of 1"):
-        tape.rewind_to(1)
+        checkpointed(Liar(), [], [1, 2]).rewind_to(1)
 
 
-def test_without_a_mark_there_is_no_way_back_for_state() -> None:
+def test_without_a_checkpoint_there_is_no_way_back_for_state() -> None:
     """The error names the class and what to do."""
-    tape = Rollback([ArraysCache(1)])
-    tape.advance(2)
+    tape = Rollback([ArraysCache(1)], position=2)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
         tape.rewind_to(1)
 
 
-def test_forgetting_lets_go_of_every_handle() -> None:
-    """No handle on a buffer outlives its round."""
+def test_dropping_checkpoints_lets_go_of_every_buffer() -> None:
+    """None outlives its round."""
     tape = Rollback([KVCache(), RotatingKVCache(WINDOW), ArraysCache(1)])
     tape.checkpoint()
     tape.checkpoint()
@@ -397,7 +356,7 @@ def test_forgetting_lets_go_of_every_handle() -> None:
 
 
 class HandleOn(KVCache):
-    """Treated as unknown, so that its state is kept in a mark."""
+    """Treated as unknown, so that its state is kept in a checkpoint."""
 
 
 @in_one_test("make", [KVCache, HandleOn])
@@ -405,10 +364,9 @@ def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
     """A round over 8,192 cached tokens needs no second buffer; one handle on it, and it does."""
     kept = make()
     tape = Rollback([kept])
-    many = mx.zeros((1, 1, 8192 - 100, 64))
-    mx.eval(kept.update_and_fetch(many, many))
-    one_more = mx.zeros((1, 1, 5, 64))
-    mx.eval(one_more, kept.keys, kept.values)
+    many, one_more = (mx.zeros((1, 1, n, 64)) for n in (8192 - 100, 5))
+    mx.eval(kept.update_and_fetch(many, many), one_more)
+    mx.eval(kept.keys, kept.values)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     for _ in range(5):

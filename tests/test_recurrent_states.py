@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
@@ -64,11 +63,15 @@ def passed(model: nn.Module, width: int) -> tuple[Rollback, mx.array]:
 def stepped(model: nn.Module, num_kept: int) -> tuple[list[Any], mx.array]:
     """Caches after the prompt and the first draft tokens one at a time, and their logits."""
     caches = make_prompt_cache(model)
-    model(mx.array([PROMPT[:-1]]), cache=caches)
-    return caches, step(model, caches, DRAFT[:num_kept])
+    before = model(mx.array([PROMPT[:-1]]), cache=caches)[0]
+    return caches, step(model, caches, DRAFT[:num_kept]) if num_kept else before[:0]
 
 
-# The property -------------------------------------------------------------------------------------
+def follows_as_stepped(model: nn.Module, rollback: Rollback, num_kept: int) -> bool:
+    """True if the logits that follow are those after so many single draft tokens, to the bit."""
+    caches, _ = stepped(model, num_kept)
+    following = step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING)
+    return bool(mx.array_equal(*following).item())
 
 
 @pytest.mark.parametrize("name", cases(KNOWN, *NAMED))
@@ -90,27 +93,21 @@ def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(name: str) -> N
                 assert mx.array_equal(*following)
 
 
+@in_one_test("steps", [[1, 3], [5]])
 @in_one_test("name", NAMED)
-def test_going_back_twice_is_going_back_once(name: str) -> None:
+def test_going_back_twice_is_going_back_once(name: str, steps: list[int]) -> None:
     """A choice can be made again, of fewer positions, and of none by the checkpoint."""
     model = built(name)
     rollback, _ = passed(model, 5)
     end = rollback.position
-    rollback.rewind_to(end - 1)
-    rollback.rewind_to(end - 3)
-    caches, _ = stepped(model, 2)
-    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
-    rollback, _ = passed(model, 5)
-    assert rollback.rewind_to(end - 5) == end - 5
-    caches = make_prompt_cache(model)
-    model(mx.array([PROMPT[:-1]]), cache=caches)
-    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
+    for back in steps:
+        assert rollback.rewind_to(end - back) == end - back
+    assert follows_as_stepped(model, rollback, 5 - steps[-1])
 
 
 @in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])
 def test_states_of_a_pass_are_for_that_pass_alone(name: str) -> None:
-    """After another one, however it was made, and after a return to the checkpoint, the way back is
-    the checkpoint; the state after the wrong position would be taken in silence."""
+    """After another one, and after a return to the checkpoint, the way back is the checkpoint."""
     model = built(name)
     rollback, _ = passed(model, 5)
     start = rollback.position - 5
@@ -139,8 +136,7 @@ def half_right(name: str, **options: Any) -> list[sd.responses.Token]:
 
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "lfm2"])
 def test_no_position_is_fed_again_in_a_generation(name: str) -> None:
-    """200 tokens, K = 4, drafts half right: the text is plain decoding's, and as many positions are
-    fed as on a model with key-value caches and the same drafts."""
+    """The text is plain decoding's, and as much is fed as on a model with key-value caches."""
     items = half_right(name)
     assert [item.token for item in items] == long_text(name)
     stats, with_keys = items[-1].stats, half_right("llama")[-1].stats
@@ -163,16 +159,12 @@ def test_models_without_recurrence_are_not_measured() -> None:
     assert recurrent_states_of(built("llama")) is None
 
 
-def test_wider_passes_feed_again_what_was_kept() -> None:
-    """Beyond 8 positions states are not kept; the text is right."""
-    items = half_right("mamba2", draft_length=MOST_POSITIONS)
+@in_one_test("options", [{"draft_length": MOST_POSITIONS}, {"probe": False}])
+def test_wider_passes_and_unmeasured_models_feed_again_what_was_kept(options: Any) -> None:
+    """And the text is right."""
+    items = half_right("mamba2", **options)
     assert [item.token for item in items] == long_text("mamba2")
     assert items[-1].stats.replayed > 0
-
-
-def test_without_measuring_what_was_kept_is_fed_again() -> None:
-    """probe=False: nothing is assumed."""
-    assert half_right("mamba2", probe=False)[-1].stats.replayed > 0
 
 
 @in_one_test("name", ["qwen3_5", "mamba2", "lfm2"])
@@ -181,12 +173,12 @@ def test_in_half_precision_states_are_chosen_too(name: str) -> None:
     model = tiny.build(name, mx.bfloat16)
     rollback, logits = passed(model, 5)
     rollback.rewind_to(rollback.position - 2)
-    caches, expected = stepped(model, 3)
-    assert mx.array_equal(logits[:3], expected)
-    assert mx.array_equal(step(model, rollback.caches, FOLLOWING), step(model, caches, FOLLOWING))
+    assert mx.array_equal(logits[:3], stepped(model, 3)[1])
+    assert follows_as_stepped(model, rollback, 3)
 
 
-# What is measured first ---------------------------------------------------------------------------
+def late(after: Any) -> Any:
+    return lambda call, num_positions, slot: after(call, max(1, num_positions - 1), slot)
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])
@@ -194,12 +186,8 @@ def test_a_wrong_choice_is_found_before_it_is_made(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A state that is late by one position: the model then feeds again."""
-    after = recurrent_states._Source.after
-
-    def late(self: Any, recording: Any, num_positions: int, slot: mx.array) -> mx.array:
-        return after(self, recording, max(1, num_positions - 1), slot)
-
-    monkeypatch.setattr(recurrent_states._Source, "after", late)
+    for kind in (recurrent_states._Update, recurrent_states._Convolution):
+        monkeypatch.setattr(kind, "after", late(kind.after))
     assert recurrent_states_of(tiny.build(name)) is None
 
 
@@ -213,39 +201,33 @@ def test_a_pass_that_is_not_like_the_one_watched_feeds_again() -> None:
     assert rollback.rewind_to(3) == 0
 
 
-# Nothing left over --------------------------------------------------------------------------------
-
-
-def places() -> Iterator[Any]:
-    for name in KNOWN:
-        file = importlib.import_module(f"mlx_lm.models.{name}")
-        for function in (gated_delta_update, ssm_update):
-            if hasattr(file, function.__name__):
-                yield getattr(file, function.__name__), function
-
-
-def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception() -> None:
+def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = tiny.build("qwen3_next")
     rollback, _ = passed(model, 5)
     before = step(model, rollback.caches, FOLLOWING)
-    norm = model.model.norm
-    model.model.norm = interrupted
-    rollback = Rollback(make_prompt_cache(model))
-    rollback.states = recurrent_states_of(built("qwen3_next"))
+    rollback = Rollback(make_prompt_cache(model), states=recurrent_states_of(built("qwen3_next")))
     rollback.checkpoint()
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(model.layers[-1].mlp), "__call__", interrupted)
         rollback.forward(model, mx.array(DRAFT))
-    model.model.norm = norm
-    assert all(found is own for found, own in places())
-    assert not watching._num_watching
-    assert not watching._num_answering
+    assert_nothing_is_swapped()
     assert rollback.position == 0
     assert all(cache.empty() for cache in leaves(rollback.caches))
     rollback, _ = passed(model, 5)
     assert mx.array_equal(step(model, rollback.caches, FOLLOWING), before)
 
 
-def interrupted(x: mx.array) -> mx.array:
+def assert_nothing_is_swapped() -> None:
+    for name in KNOWN:
+        file = importlib.import_module(f"mlx_lm.models.{name}")
+        for function in (gated_delta_update, ssm_update):
+            assert getattr(file, function.__name__, function) is function
+    assert not watching._num_passes
+
+
+def interrupted(*args: Any) -> mx.array:
     raise KeyboardInterrupt
 
 
@@ -260,7 +242,7 @@ def test_generations_in_two_threads_do_not_see_each_other() -> None:
     half_right("qwen3_next")
     with ThreadPoolExecutor(2) as pool:
         assert list(pool.map(write, range(2))) == [(expected, 0)] * 2
-    assert all(found is own for found, own in places())
+    assert_nothing_is_swapped()
 
 
 def test_states_are_chosen_while_the_target_is_read() -> None:
@@ -274,10 +256,7 @@ def test_states_are_chosen_while_the_target_is_read() -> None:
     model_pass.feed(mx.array(DRAFT[:5]))
     rows, num_rows = model_pass.fed_features()
     assert num_rows == 5
-    logits = model.lm_head(rows.head_input)
     end = model_pass.rollback.position
     assert model_pass.rollback.rewind_to(end - 3) == end - 3
-    caches, expected = stepped(model, 2)
-    assert mx.array_equal(logits[:2], expected)
-    following = step(model, model_pass.rollback.caches, FOLLOWING)
-    assert mx.array_equal(following, step(model, caches, FOLLOWING))
+    assert mx.array_equal(model.lm_head(rows.head_input)[:2], stepped(model, 2)[1])
+    assert follows_as_stepped(model, model_pass.rollback, 2)

@@ -78,7 +78,7 @@ def test_with_one_rank_a_tree_is_a_chain():
     assert len(parents) == best_draft_length_on_curve(0.8, cost)
 
 
-def test_nothing_is_grown_from_nothing():
+@pytest.mark.parametrize(("acceptance", "size"), [([], 4), ([[]], 4), ([[0.0]], 4), ([[0.5]], 0)])
+def test_nothing_is_grown_from_nothing(acceptance, size):
     """No depth, no rank, no chance, no room."""
-    for acceptance, size in [([], 4), ([[]], 4), ([[0.0]], 4), ([[0.5]], 0)]:
-        assert best_first(acceptance, size) == ([], [])
+    assert best_first(acceptance, size) == ([], [])

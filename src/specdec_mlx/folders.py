@@ -1,4 +1,4 @@
-"""Where this package keeps what it has made."""
+"""Where this package keeps its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def cache_root() -> Path:
-    """Folder in which this package keeps what it has made; it may not exist yet."""
+    """Folder of the files that this package makes; it may not exist yet."""
     if own := os.environ.get("SPECDEC_MLX_CACHE"):
         return Path(own).expanduser().absolute()
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))

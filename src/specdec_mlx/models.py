@@ -1,4 +1,4 @@
-"""Loading a model for the commands: mlx-lm's `load`, and a clear word on folders that are none."""
+"""Loading a model for the commands: mlx-lm's `load`, with clear errors for wrong folders."""
 
 from __future__ import annotations
 
@@ -19,11 +19,7 @@ TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 
 
 def load_model(name: Path | str) -> tuple[nn.Module, Any]:
-    """Model and tokenizer of a folder or a Hugging Face name, as `mlx_lm.load` gives them.
-
-    Raises ModelFolderError for a folder that is not there or lacks a part, and for a name that
-    cannot be fetched.
-    """
+    """Model and tokenizer of a folder or a Hugging Face name; ModelFolderError without them."""
     folder = Path(name).expanduser()
     with explained(name):
         loaded = load(str(folder if folder.exists() else name))
@@ -49,26 +45,17 @@ def load_on_ranks(
 ) -> Any:
     """mlx-lm's `load` on several ranks: tensor-parallel where the model can, else pipelined.
 
-    Args:
-        path: the model's folder or Hugging Face name.
-        tokenizer_config: as in mlx-lm.
-        adapter_path: none can be loaded.
-        return_config: whether the configuration is wanted too.
-        options: of mlx-lm's `load`; those that `sharded_load` has not are left out.
-
-    Raises:
-        ValueError: for an adapter.
+    Options that `sharded_load` has not are left out. Raises ValueError for an adapter.
     """
     if adapter_path is not None:
         raise ValueError(
             "An adapter cannot be loaded on several ranks. Fuse it into the model first."
         )
-    trusts = bool(options.get("trust_remote_code"))
     return sharded_load(
         path,
         return_config=return_config,
         tokenizer_config=tokenizer_config,
-        trust_remote_code=trusts,
+        trust_remote_code=bool(options.get("trust_remote_code")),
     )
 
 
@@ -96,7 +83,7 @@ def explained(name: Path | str) -> Iterator[None]:
 
 
 def four_bit_copy(model_path: Path | str) -> nn.Module:
-    """The same model with 4-bit weights: a draft model that is at hand for any target."""
+    """The model with 4-bit weights: a draft model that is at hand for any target."""
     model = load_model(model_path)[0]
     if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
         nn.quantize(model, group_size=32, bits=4)

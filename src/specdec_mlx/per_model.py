@@ -1,4 +1,4 @@
-"""Things that are kept with a loaded model for as long as it lives."""
+"""Values that are kept with a loaded model for as long as it lives."""
 
 from __future__ import annotations
 

@@ -1,15 +1,16 @@
 """Every architecture of mlx-lm, small enough to build and run in milliseconds.
 
-A test that holds for one architecture says little about the next: caches wrap, recur, share and
-chunk in different ways. Here each architecture file has a small configuration and random weights,
-chosen so that every logit depends on the whole context. A model that ignored its context would
-pass any test of a cache, however wrong the cache.
+Each architecture file has a small configuration, in configs.json, and random weights, chosen so
+that every logit depends on the whole context: a model that ignored it would pass any test of a
+cache. A configuration has every kind of layer that its file knows. Windows and chunks are 16
+tokens, so that a test of 60 tokens wraps them.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
+import json
 import math
 import re
 from functools import cache
@@ -19,8 +20,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-
-from . import configs_a_to_h, configs_i_to_z
 
 GAIN = 1.5
 """Matrices have this gain over unit variance: attention is then peaked, not an average.
@@ -33,7 +32,7 @@ DYNAMIC: dict[str, Any] = {
     "max_position_embeddings": 64,
     "rope_scaling": {"type": "dynamic", "rope_type": "dynamic", "factor": 4.0},
 }
-"""What makes the base of a rope follow the length of a text, once that is past 64 positions."""
+"""Makes the base of a rope follow the length of a text, once that is past 64 positions."""
 
 RANGES: dict[str, tuple[float, float]] = {
     "A_log": (-3.0, -1.5),  # with dt near 0.5, a state keeps about 0.95 of itself at each step
@@ -41,24 +40,66 @@ RANGES: dict[str, tuple[float, float]] = {
 }
 """Parameters drawn uniformly between two ends, by the last part of their name."""
 
-HALVES = (configs_a_to_h, configs_i_to_z)
+_TABLES = json.loads((Path(__file__).parent / "configs.json").read_text())
 
 
-def _merged(attribute: str) -> dict[str, Any]:
-    """One table from both halves of the alphabet. A half may lack an optional table."""
-    return {k: v for half in HALVES for k, v in getattr(half, attribute, {}).items()}
+def _resolved(config: Any) -> Any:
+    """A configuration with the templates that its dicts are "like", each over the one before."""
+    if isinstance(config, list):
+        return [_resolved(item) for item in config]
+    if not isinstance(config, dict):
+        return config
+    made: dict[str, Any] = {}
+    for template in config.get("like", ()):
+        made |= _resolved(_TABLES["templates"][template])
+    return made | {key: _resolved(value) for key, value in config.items() if key != "like"}
 
 
-CONFIGS: dict[str, dict[str, Any]] = _merged("CONFIGS")
-"""A configuration per architecture file, in the words of a model's config.json."""
+CONFIGS: dict[str, dict[str, Any]] = {
+    name: {"model_type": name} | _resolved(config)
+    for name, config in _TABLES["architectures"].items()
+}
+"""A configuration per architecture file, in the words of a model's config.json.
 
-CANNOT_RUN: dict[str, str] = _merged("CANNOT_RUN")
+bailing_moe_v3: n_group must exceed topk_group, the router partitions at their difference. llama4:
+one expert per token is all that the file supports. phi3small: blocks of 32 tokens are the least
+that the file allows, and it writes -inf up to token 100352 without a check of bounds.
+"""
+
+CANNOT_RUN: dict[str, str] = {
+    "bitnet": "RuntimeError: [metal_kernel] No Metal back-end. (BitLinear has no other path)",
+    "muse_spark": "RuntimeError: [metal_kernel] No Metal back-end. "
+    "Its norms, rotary embedding and routing are Metal kernels without an alternative.",
+    "olmo": "SystemExit: 1. The file exits at import where the package ai2-olmo is missing. "
+    "Past that, a pass of two or more tokens raises ValueError: it adds the mask 'causal' to an "
+    "array of scores. Single tokens run.",
+}
 """Architectures that fail on the CPU, with the exception that they raise there."""
 
-NOTES: dict[str, str] = _merged("NOTES")
-"""What a test of the architecture must know, with measured numbers."""
+# These norms multiply by 1 + w, but their files set w to 1: sharp attention then hides most tokens.
+_NORMS_ABOUT_ONE = {r"norm\.weight$": (-0.5, 0.5)}
 
-OVERRIDES: dict[str, dict[str, tuple[float, float]]] = _merged("OVERRIDES")
+# Embeddings are multiplied by 8 on their way in and are the output matrix too: without these, the
+# most likely next token would be the last one. A large final norm restores the spread of logits.
+_NO_ECHO = {
+    r"embed_tokens\.weight$": (-0.05, 0.05),
+    r"(model|language_model)\.norm\.weight$": (2.0, 10.0),
+}
+
+OVERRIDES: dict[str, dict[str, tuple[float, float]]] = {
+    "cohere": {r"[qk]_norm\.weight$": (0.7, 1.5)},  # 0 in the file: attention would be an average
+    # The cache holds whole multiples of these steps: at 1.0 almost every value would be 0 or 1.
+    "afm7": {r"quant_(key|value)_scale$": (0.03, 0.03)},
+    # The gate is exp(-5 sigmoid(exp(A_log) (a + dt_bias))), and should keep most of the state.
+    "bailing_moe_v3": {r"A_log$": (-0.3, 0.3), r"dt_bias$": (-5.0, -3.0)},
+    "gemma": _NO_ECHO | _NORMS_ABOUT_ONE,
+    "gemma2": _NO_ECHO | _NORMS_ABOUT_ONE,
+    "gemma3": _NORMS_ABOUT_ONE,
+    "gemma3_text": _NORMS_ABOUT_ONE,
+    "gemma3n": _NO_ECHO,
+    "prism_hadamard_qwen35": {r"\.signs$": (1.0, 1.0)},
+    "rwkv7": {r"w_lora.*bias$": (-4.0, -2.0)},  # the state keeps about 0.97 of itself at each step
+}
 """Per architecture: a regular expression searched in a parameter's path, and its range."""
 
 REPRESENTATIVE: dict[str, str] = {

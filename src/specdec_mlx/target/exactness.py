@@ -1,9 +1,8 @@
-"""Does a pass over m positions give what m single passes give?
+"""Does a pass over m positions give the logits of m single passes?
 
-Lossless decoding stands on that, and it is a property of the model, its caches and the backend, not
-of the algorithm: a mask that is one too wide, or attention that looks ahead, breaks it with no
-speculation at all. So it is measured, once for each loaded model, at its start, past its window,
-and across the positions that its configuration names, once a text comes near them.
+Lossless decoding stands on that, and a mask that is one too wide breaks it. It is measured once for
+each loaded model: at its start, past its window, and across the positions that its configuration
+names, once a text comes near them.
 """
 
 from __future__ import annotations
@@ -11,8 +10,9 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -26,22 +26,27 @@ from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.timing import time_of
 from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, is_rope, later, tree_pass
 from specdec_mlx.types.trees import depths_of, path_to
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
-"""What is measured before the first draft on a model: about 7 passes' worth of time."""
+"""Widths measured before the first draft on a model: about 7 passes' worth of time."""
 
 CONTEXT = 12
 STEP = 2048
 
 MARGIN = 32
-"""Positions before the first one at which something may change, from which on it is asked for."""
+"""Positions before one at which a model may change, from which on that is measured."""
 
 BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
-"""Positions, in a configuration's text, at which a model may go over to something else."""
+"""Positions, in a configuration's text, at which a model may change."""
+
+TREE = (-1, -1, 0, 0, 1, 2)
+"""Parents in the tree that is measured: two branches, one of which forks again."""
+
+ROWS_AT_MOST = 1.1
+"""Most that a tree as rows of a batch may cost, in passes over a chain of as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +54,8 @@ class WidthReport:
     """Passes over `width` positions after `context` others, against single ones.
 
     max_difference: largest difference of a logit. spread: standard deviation of the logits.
-    argmax_flips: positions whose most likely token differs. bitwise: whether all logits are equal.
-    exact: whether rounding explains the difference.
+    argmax_flips: positions whose most likely token differs. bitwise: True if all logits are equal.
+    exact: True if rounding explains the difference.
     """
 
     width: int
@@ -64,7 +69,7 @@ class WidthReport:
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """What `probe` measured. caches: classes and how each rolls back. window: tokens, or None."""
+    """Result of `probe`. caches: classes and how each rolls back. window: tokens, or None."""
 
     caches: tuple[str, ...]
     window: int | None
@@ -84,11 +89,8 @@ class ProbeReport:
                 f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
                 f"{row.argmax_flips:>5}  {verdict}"
             )
-        lines.append(
-            "Drafting is exact on this model."
-            if self.exact
-            else "Drafting is not exact where it says so, and switches itself off there."
-        )
+        where_not = "not exact where it says so, and switches itself off there"
+        lines.append(f"Drafting is {'exact on this model' if self.exact else where_not}.")
         return "\n".join(lines)
 
 
@@ -97,18 +99,20 @@ def probe(
 ) -> ProbeReport:
     """Compare passes over several positions with single ones, wherever a model may change.
 
-    widths: positions a pass, each >= 1. The tokens are random, by `seed`. Costs about 20 passes
-    for each place and, if the model has a window and `past_window` is set, a prefill of it.
+    widths: positions a pass, each >= 1. Costs about 20 passes for each place and, if the model has
+    a window and `past_window` is set, a prefill of it.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _compare(model, place, widths, seed)]
-    window = max(_windows(model), default=None)
-    return ProbeReport(_describe_caches(model), window, tuple(rows))
+    kinds = [type(cache).__name__ for cache in leaves(make_prompt_cache(model))]
+    ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
+    caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
+    return ProbeReport(caches, max(_windows(model), default=None), tuple(rows))
 
 
 @dataclass(eq=False)
 class Place:
-    """Where passes are measured, after `context` tokens and `shift` positions that caches claim.
+    """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
 
     start: first position that this tells of. exact: verdicts, by whether a pass is over a tree.
     """
@@ -142,62 +146,52 @@ places_of = PerModel(_places)
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
     """Position that passes from this one on may not go beyond; None for any, and for trees.
 
-    Places near it are measured, once, with a warning where chains are not exact. From the first
-    one on that is not exact there are single tokens, and no trees.
+    Places near it are measured, once, with a warning where chains are not exact.
     """
     for place in places_of(model):
         if place.start > position + MARGIN:
             return None if on_trees else place.start
         if on_trees not in place.exact:
-            try:
-                place.exact[on_trees] = (_on_trees if on_trees else _on_chains)(model, place)
-            except Exception:  # positions by row, or those claimed, are more than all models take
-                if not (on_trees or place.shift):
-                    raise
-                place.exact[on_trees] = not on_trees
+            place.exact[on_trees] = _is_exact(model, place, on_trees)
         if not place.exact[on_trees]:
             return place.start
     return None
 
 
-def _on_chains(model: nn.Module, place: Place) -> bool:
-    bad = [row for row in _compare(model, place, QUICK_WIDTHS, seed=0) if not row.exact]
-    if bad:
-        worst = max(row.max_difference for row in bad)
-        warnings.warn(
-            f"specdec_mlx: this model ({type(model).__module__}){place.name} gives other logits "
-            f"for several positions at once than one by one (by up to {worst:.2g}), so nothing is "
-            "drafted there. The text is right, as fast as plain decoding. See "
-            "specdec_mlx.probe(model).",
-            stacklevel=2,
-        )
-    return not bad
-
-
-TREE = (-1, -1, 0, 0, 1, 2)
-"""Parents in the tree that is measured: two branches, one of which forks again."""
-
-
-ROWS_AT_MOST = 1.1
-"""What a tree may cost as rows of a batch, in passes over a chain of as many tokens: the automatic
-draft length takes the two for alike."""
-
-
-def _on_trees(model: nn.Module, place: Place) -> bool:
-    """True if each node's logits are those of its own path run alone."""
-    return not chooses_blocks(model) and tree_report(model, place.context, shift=place.shift).exact
+def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
+    """True if passes over a tree, or a chain, give the logits of single positions."""
+    try:
+        if on_trees:
+            report = tree_report(model, place.context, shift=place.shift)
+            return report.exact and not chooses_blocks(model)
+        reports = _compare(model, place, QUICK_WIDTHS, seed=0)
+    except Exception:  # positions by row, or those claimed, are more than all models take
+        if not (on_trees or place.shift):
+            raise
+        return not on_trees
+    if all(report.exact for report in reports):
+        return True
+    worst = max(report.max_difference for report in reports)
+    warnings.warn(
+        f"specdec_mlx: this model ({type(model).__module__}){place.name} gives other logits "
+        f"for several positions at once than one by one (by up to {worst:.2g}), so nothing is "
+        "drafted there. The text is right, as fast as plain decoding. See "
+        "specdec_mlx.probe(model).",
+        stacklevel=2,
+    )
+    return False
 
 
 def _rows_pay(model: nn.Module) -> bool:
     """True if the branches of a tree may be rows of a batch; a line if not."""
-    reason = "whose ranks would not agree on what that costs"
-    if group_of(model) is None:
+    if group_of(model) is not None:
+        reason = "whose ranks would not agree on what that costs"
+    elif not tree_report(model, places_of(model)[0].context, by_rows=True).exact:
         reason = "which gives other logits for them"
-        if tree_report(model, places_of(model)[0].context, by_rows=True).exact:
-            cost = rows_cost(model)
-            if cost <= ROWS_AT_MOST:
-                return True
-            reason = f"which would cost {cost:.1f} times as much as a chain of as many tokens"
+    elif (cost := rows_cost(model)) > ROWS_AT_MOST:
+        reason = f"which would cost {cost:.1f} times as much as a chain of as many tokens"
+    else:
+        return True
     warnings.warn(
         f"specdec_mlx: this model ({type(model).__module__}) verifies no tree of drafts in one "
         f"pass, but for its branches as rows of a batch, {reason}; so only chains are drafted. "
@@ -208,57 +202,52 @@ def _rows_pay(model: nn.Module) -> bool:
 
 
 rows_pay = PerModel(_rows_pay)
-"""Whether trees that no mask can be given are verified as rows; measured when first asked for."""
+"""True for a model whose trees are verified as rows of a batch; measured when first asked for."""
 
 
 def rows_cost(model: nn.Module) -> float:
-    """Seconds of a tree as rows, and of feeding one of its paths again, over those of a chain."""
+    """Time of a tree as rows, and of feeding one of its paths again, over that of a chain."""
     context, size = places_of(model)[0].context, len(TREE)
     tokens = _random_tokens(model, context + 1 + size, seed=0)
     start, ids = _prefilled(model, tokens[:context]), tokens[context:]
     deepest = max(depths_of(TREE)) + 1
 
-    def chain() -> list[mx.array]:
-        return [model(ids[None], cache=copy.deepcopy(start))]
+    def chain(length: int) -> mx.array:
+        logits: mx.array = model(ids[None, :length], cache=copy.deepcopy(start))
+        return logits
 
-    def rows() -> list[mx.array]:
-        again = model(ids[None, :deepest], cache=copy.deepcopy(start))
-        return [again, tree_logits(model, start, ids, TREE)]
+    def seconds(run: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(4):
+            mx.synchronize()
+            began = perf_counter()
+            mx.eval(run())
+            times.append(perf_counter() - began)
+        return min(times[1:])
 
-    return time_of(rows, times=3) / time_of(chain, times=3)
+    rows = seconds(lambda: [chain(deepest), tree_logits(model, start, ids, TREE)])
+    return rows / seconds(lambda: chain(1 + size))
 
 
 def tree_report(
-    model: nn.Module,
-    context: int,
-    parents: Sequence[int] = TREE,
-    seed: int = 0,
-    *,
-    by_rows: bool = False,
-    shift: int = 0,
+    model: nn.Module, context: int, *, by_rows: bool = False, shift: int = 0
 ) -> WidthReport:
-    """A tree after one more token, in one pass, against each of its paths run alone.
+    """`TREE` after `context` tokens and one more, in one pass, against each of its paths alone.
 
-    Args:
-        model: whose caches all have a view, see `tree_passes`, unless `by_rows`.
-        context: tokens before.
-        parents: [K].
-        seed: of the tokens, which are random.
-        by_rows: with its branches as rows of a batch.
-        shift: positions that the caches claim to hold besides.
+    by_rows: with its branches as rows of a batch; else all caches need a view, see `tree_passes`.
+    shift: positions that the caches claim to hold besides.
     """
-    size = len(parents)
-    tokens = _random_tokens(model, context + 1 + size, seed)
+    size = len(TREE)
+    tokens = _random_tokens(model, context + 1 + size, seed=0)
     start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
-    paths = [[0, *(node + 1 for node in path_to(i, parents))] for i in range(-1, size)]
+    paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
     alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
     if by_rows:
-        logits = tree_logits(model, start, ids, parents)
+        logits = tree_logits(model, start, ids, TREE)
     else:
-        logits = tree_pass(model, ids, start, TreeRows.after(1, parents))
-    expected = mx.concatenate(alone).astype(mx.float32)
-    return _report(size + 1, context, logits.astype(mx.float32), expected, logits.dtype)
+        logits = tree_pass(model, ids, start, TreeRows.after(1, TREE))
+    return _report(size + 1, context, logits, mx.concatenate(alone))
 
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
@@ -282,16 +271,13 @@ def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
         if is_spread:  # passes in one graph may be run in another order on each rank
             mx.eval(steps[-1])
-    expected = mx.concatenate(steps).astype(mx.float32)
-    dtype = steps[0].dtype
+    expected = mx.concatenate(steps)
     reports = []
     for width in widths:
-        caches = copy.deepcopy(start)
-        logits = model(tokens[None, context : context + width], cache=caches)[0]
-        logits, before = logits.astype(mx.float32), context + shift
-        report = _report(width, before, logits, expected[:width], dtype)
-        exact = report.exact and (not shift or _ropes_agree(model, before, width))
-        reports.append(replace(report, exact=exact))
+        logits = model(tokens[None, context : context + width], cache=copy.deepcopy(start))[0]
+        report = _report(width, context + shift, logits, expected[:width])
+        agrees = not shift or _ropes_agree(model, context + shift, width)
+        reports.append(replace(report, exact=report.exact and agrees))
     return reports
 
 
@@ -308,21 +294,22 @@ def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
     return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start  # of an angle's float32
 
 
-def _report(
-    width: int, context: int, logits: mx.array, expected: mx.array, dtype: mx.Dtype
-) -> WidthReport:
+def _report(width: int, context: int, logits: mx.array, expected: mx.array) -> WidthReport:
+    """Compare logits [n, V]; those that are not finite do not count."""
+    dtype = logits.dtype
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     finite = mx.isfinite(expected)
-    difference = np.max(np.array(mx.where(finite, mx.abs(logits - expected), 0)))
-    spread = np.std(np.array(mx.where(finite, expected, 0)))
+    difference = float(np.max(np.array(mx.where(finite, mx.abs(logits - expected), 0))))
+    spread = float(np.std(np.array(mx.where(finite, expected, 0))))
     flips = np.array(mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)).sum()
     return WidthReport(
         width=width,
         context=context,
-        max_difference=float(difference),
-        spread=float(spread),
+        max_difference=difference,
+        spread=spread,
         argmax_flips=int(flips),
         bitwise=bool(mx.array_equal(logits, expected).item()),
-        exact=is_rounding(float(difference), float(spread), dtype),
+        exact=is_rounding(difference, spread, dtype),
     )
 
 
@@ -335,10 +322,3 @@ def _random_tokens(model: nn.Module, num_tokens: int, seed: int) -> mx.array:
 def _windows(model: nn.Module) -> list[int]:
     """Windows of the model's caches, but for those that keep everything."""
     return [window for cache in leaves(make_prompt_cache(model)) if (window := window_of(cache))]
-
-
-def _describe_caches(model: nn.Module) -> tuple[str, ...]:
-    kinds: dict[str, str] = {}
-    for cache, name in zip(leaves(make_prompt_cache(model)), ways_back(model), strict=True):
-        kinds.setdefault(type(cache).__name__, name)
-    return tuple(f"{kind} ({how})" for kind, how in kinds.items())

@@ -1,4 +1,4 @@
-"""What a caller gives to a generation, checked and taken apart before anything is computed."""
+"""Arguments of a generation, checked and taken apart before anything is computed."""
 
 from __future__ import annotations
 
@@ -22,12 +22,7 @@ from specdec_mlx.types import Checks, Draft, DraftContext, Drafter, DraftSession
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """How the target's caches are made and filled; as in mlx-lm's `generate_step`.
-
-    max_kv_size: positions after which caches rotate, None for no limit. prefill_step_size: most
-    positions of the prompt in one pass. kv_bits: bits of quantized caches, None for none, in groups
-    of kv_group_size, from position quantized_kv_start on. Raises ValueError for other numbers.
-    """
+    """How the target's caches are made and filled, as in mlx-lm's `generate_step`."""
 
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
@@ -36,7 +31,7 @@ class CacheOptions:
     quantized_kv_start: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse what is no number, and make Python's of NumPy's."""
+        """Refuse all but numbers, and make Python's of NumPy's."""
         for field in fields(self):
             value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
             if value is not None or field.default is not None:
@@ -50,31 +45,31 @@ def check_model(model: object) -> None:
 
 
 def max_tokens_of(given: Any, least: int = 0) -> int:
-    """A number of tokens to write, -1 for no limit; ValueError for what is neither."""
+    """A number of tokens to write, -1 for no limit; ValueError for anything else."""
     return -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
 
 
 def noise_of(seed: int | None) -> Noise:
-    """The noise of a seed, of MLX's global state for None; ValueError for what is no int."""
+    """The noise of a seed, of MLX's global state for None; ValueError for anything else."""
     return Noise.from_global_state() if seed is None else Noise(whole("seed", seed))
 
 
 def check_sampler(sampler: object) -> None:
-    """Raise ValueError for what cannot be called."""
+    """Raise ValueError for a sampler that cannot be called."""
     if not callable(sampler) or isinstance(sampler, type):
         how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
         raise wrong("sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}")
 
 
 def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
-    """The logits processors; ValueError for what is no list of them."""
+    """The logits processors; ValueError for anything but a list of them."""
     if isinstance(given, Sequence) and all(map(callable, given)):
         return list(given)
     raise wrong("logits_processors", given, f"a list of processors, such as [{shown(given)}]")
 
 
 def prompt_ids(prompt: Any) -> list[int]:
-    """Token ids of a prompt as a list; waits for an array. PromptError for what is none."""
+    """Token ids of a prompt as a list; waits for an array. PromptError for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
     if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
         return list(map(operator.index, ids))
@@ -85,16 +80,7 @@ def prompt_ids(prompt: Any) -> list[int]:
 def check_prompt(
     tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
 ) -> list[int]:
-    """The prompt as a list.
-
-    Args:
-        tokens: [n] token ids.
-        embeddings: [n, D] to feed in their place, or None.
-        drafter: what is going to draft from them.
-
-    Raises:
-        PromptError: for what cannot be a prompt.
-    """
+    """The prompt [n] as a list; embeddings [n, D] may be fed in its place. Raises PromptError."""
     prompt = prompt_ids(tokens)
     if not prompt and embeddings is None:
         raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
@@ -127,7 +113,7 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 def split_cache(
     model: nn.Module, prompt_cache: list[Any] | None, options: CacheOptions
 ) -> tuple[list[Any], list[Any] | None]:
-    """The target's caches and, if the caller's list goes on behind them, the draft model's.
+    """The target's caches and, if the caller's list is longer, the draft model's.
 
     Raises:
         ValueError: for fewer caches than the model needs, and what MLX cannot quantize them to.
@@ -173,7 +159,7 @@ def check_is_drafter(drafter: object) -> None:
 
 
 def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> DraftSession:
-    """Begin a drafter's session; DraftError for one that cannot be asked, or told."""
+    """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
     session = drafter.begin(tokens, context)
     if not all(callable(getattr(session, name, None)) for name in ("propose", "observe")):
         raise DraftError(
@@ -191,15 +177,12 @@ def check_fits(drafter: Drafter | None, context: DraftContext) -> None:
 
 
 def check_draft(draft: Draft, vocab_size: int) -> None:
-    """Refuse what can be seen to be wrong before anything is computed.
+    """Raise DraftError for a draft that can be seen to be wrong before anything is computed.
 
-    Ids that are not computed yet are not waited for; `check_drafted` sees them with the verdict.
-
-    Raises:
-        DraftError: for tokens that are no ids of the target, a distribution of another shape than
-            [K, V], and parents that are no tree.
+    Its tokens are to be ids of the target, its distribution [K, V], its parents a tree. Ids that
+    are not computed yet are not waited for; `check_drafted` sees them with the verdict.
     """
-    tokens = draft.tokens
+    tokens, parents = draft.tokens, draft.parents
     if isinstance(tokens, mx.array):
         if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
             raise DraftError(
@@ -213,23 +196,17 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             f"The drafter proposed a {type(tokens).__name__} that is no sequence of ints; expected "
             "one, or an mx.array of them. Use .tolist() on arrays of other libraries."
         )
-    num_tokens = len(tokens)
-    logprobs = draft.logprobs
-    if logprobs is not None and (
-        not isinstance(logprobs, mx.array) or logprobs.shape != (num_tokens, vocab_size)
-    ):
-        shape = getattr(logprobs, "shape", None)
+    num_tokens, shape = len(tokens), getattr(draft.logprobs, "shape", None)
+    is_array = isinstance(draft.logprobs, mx.array) and shape == (num_tokens, vocab_size)
+    if draft.logprobs is not None and not is_array:
         raise DraftError(
-            f"The drafter's distribution is a {type(logprobs).__name__} of shape {shape}; expected "
-            f"an mx.array [K, V] = {(num_tokens, vocab_size)}. Hand over one row a draft token."
+            f"The drafter's distribution is a {type(draft.logprobs).__name__} of shape {shape}; "
+            f"expected an mx.array [K, V] = {(num_tokens, vocab_size)}. Hand over one row a draft "
+            "token."
         )
-    if draft.parents is not None:
-        _check_parents(draft.parents, num_tokens)
-
-
-def _check_parents(parents: Sequence[int], num_tokens: int) -> None:
-    in_order = all(-1 <= parent < i for i, parent in enumerate(parents))
-    if len(parents) != num_tokens or not in_order:
+    if parents is not None and not (
+        len(parents) == num_tokens and all(-1 <= parent < i for i, parent in enumerate(parents))
+    ):
         raise DraftError(
             f"The drafter's parents are {list(parents)}; expected {num_tokens} indices, each of an "
             "earlier token, or -1 for the text itself."

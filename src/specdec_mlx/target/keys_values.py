@@ -17,14 +17,10 @@ READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 
 
 def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
-    """What a cache holds now, as slices of its own buffers; quantized ones are unpacked.
+    """Contents of a cache as slices of its own buffers; quantized ones are unpacked.
 
-    Args:
-        caches: of a model.
-        index: which of them, nested ones counted one by one.
-
-    Raises:
-        UnreadableError: there is no such cache, or it holds something else.
+    index: nested caches are counted one by one. Raises UnreadableError if there is no such cache,
+    or it holds something else.
     """
     cache = check_readable(caches, index)
     keys, values = cache.keys_and_values()
@@ -37,7 +33,7 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
 
 
 def check_readable(caches: Sequence[Any], index: int) -> Any:
-    """A cache that has keys and values, by its place; UnreadableError for another."""
+    """A cache that has keys and values, by its index; UnreadableError for another."""
     all_caches = list(leaves(caches))
     kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
     if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):

@@ -1,8 +1,9 @@
-"""How the target's next token comes about: processors, a distribution or a sampler, and noise."""
+"""The target's next token: processors, a distribution or a sampler, and noise."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -18,17 +19,11 @@ from specdec_mlx.types.trees import depths_of, path_to
 
 
 class NextToken:
-    """Turns the target's logits into what tokens are drawn from, and draws them.
+    """Turns the target's logits into a distribution, and draws tokens.
 
-    Args:
-        sampler: a `Sampling`, or any mlx-lm sampler; what those of `make_sampler` draw from is read
-            back from them.
-        processors: mlx-lm logits processors.
-        noise: of this generation.
-
-    sampling: the distribution of the next token; None if only a sampler is known. by_row: whether
-        rows have to be drawn one by one, as plain decoding would, since a sampler or processor of
-        the caller's may remember what it saw.
+    sampling: the distribution of the next token, also read back from mlx-lm's `make_sampler`; None
+    if only a sampler is known. by_row: True if rows have to be drawn one by one, as plain decoding
+    would, since a sampler or processor of the caller's may remember what it saw.
     """
 
     def __init__(
@@ -46,7 +41,7 @@ class NextToken:
         self._window = max_window(self.processors)
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """Add emitted tokens to what the processors see, which need not be the whole text."""
+        """Add emitted tokens to the processors' history, which need not be the whole text."""
         if self.processors and len(tokens):
             new = to_ids(tokens)
             seen = new if self.history is None else mx.concatenate([self.history, new])
@@ -55,37 +50,20 @@ class NextToken:
     def process(
         self, logits: mx.array, drafted: mx.array, parents: Sequence[int] | None = None
     ) -> mx.array:
-        """Run pure processors over every row, each with the history that it would have.
-
-        Args:
-            logits: [K+1, V].
-            drafted: [K].
-            parents: [K] where the draft is a tree.
-        """
+        """Run pure processors over rows [K+1, V], each with the history that it would have."""
         if not self.processors:
             return logits
-        assert self.history is not None
-        befores = [
-            drafted[:row]
-            if parents is None
-            else drafted[mx.array(path_to(row - 1, parents), mx.int32)]
-            for row in range(logits.shape[0])
-        ]
-        return mx.concatenate(
-            [
-                self._process_row(logits[row : row + 1], mx.concatenate([self.history, before]))
-                for row, before in enumerate(befores)
-            ]
-        )
+        rows = []
+        for i in range(logits.shape[0]):
+            before = drafted[:i] if parents is None else drafted[_index(path_to(i - 1, parents))]
+            rows.append(self.process_row(logits[i : i + 1], before))
+        return mx.concatenate(rows)
 
-    def process_row(self, logits: mx.array, drafted: list[int]) -> mx.array:
+    def process_row(self, logits: mx.array, drafted: Sequence[int] | mx.array) -> mx.array:
         """Run the processors over one row [1, V], after tokens of a draft."""
         if self.history is None:
             return logits
-        seen = mx.concatenate([self.history, to_ids(drafted)]) if drafted else self.history
-        return self._process_row(logits, seen)
-
-    def _process_row(self, logits: mx.array, seen: mx.array) -> mx.array:
+        seen = mx.concatenate([self.history, to_ids(drafted)]) if len(drafted) else self.history
         for processor in self.processors:
             logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
@@ -93,35 +71,34 @@ class NextToken:
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
     ) -> mx.array:
-        """The target's own token at each row; [K+1].
+        """The target's own token [K+1] at each row [K+1, V].
 
-        Args:
-            logprobs: [K+1, V].
-            position: of row 0 among the tokens generated.
-            parents: [K] where the draft is a tree; rows of one depth are drawn with one noise.
+        position: of row 0 among the tokens generated. Rows of one depth of a tree share a noise.
         """
         if self.sampling is None:
-            return mx.concatenate([self._sample(row[None]) for row in logprobs])
+            ids = [self.sampler(row[None]) for row in logprobs]  # any ints
+            ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
+            return mx.concatenate(ids)
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
         if parents is None:
             return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
         noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
-        return self.sampling.draw(logprobs, noise[mx.array(depths)])
+        return self.sampling.draw(logprobs, noise[_index(depths)])
 
-    def _sample(self, logprobs: mx.array) -> mx.array:
-        """The id [1], any int, that a sampler of the caller's draws from a row [1, V]."""
-        return _returned("sampler", self.sampler(logprobs), (1,), mx.integer).astype(mx.int64)
+
+def _index(rows: Sequence[int]) -> mx.array:
+    return mx.array(list(rows), mx.int32)
 
 
 def existing(ids: mx.array, vocab_size: int) -> mx.array:
-    """Token ids [n] as they can be fed; those that the target does not have as others."""
+    """Token ids [n] as they can be fed: those out of the vocabulary are clipped."""
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 
 
 def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
-    """What a callable of the caller's returned; ValueError unless it is an array as expected."""
+    """The array that a callable of the caller's returned; ValueError for another value."""
     if isinstance(found, mx.array):
         if found.shape == shape and mx.issubdtype(found.dtype, kind):
             return found
@@ -131,11 +108,7 @@ def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategor
 
 
 class Rows:
-    """The target at the K+1 positions of a round; see `types.TargetRows`. All of it lazy.
-
-    logits: [K+1, V] after the processors. position: of row 0 among the tokens generated. parents:
-    [K] where the draft is a tree.
-    """
+    """The target at the K+1 positions of a round, from processed logits; see `types.TargetRows`."""
 
     def __init__(
         self,
@@ -150,8 +123,6 @@ class Rows:
         self._next_token = next_token
         self._position = position
         self._parents = parents
-        self._probs: mx.array | None = None
-        self._tokens: mx.array | None = None
 
     @property
     def greedy(self) -> bool:
@@ -164,21 +135,17 @@ class Rows:
         """True if `probs` is known."""
         return self._next_token.sampling is not None
 
-    @property
+    @cached_property
     def probs(self) -> mx.array:
         """The distribution that the next token is drawn from, float32; [K+1, V]."""
-        if self._probs is None:
-            sampling = self._next_token.sampling
-            assert sampling is not None, "a rule that reads probs has needs_distribution"
-            self._probs = sampling.distribution(self.logprobs)
-        return self._probs
+        sampling = self._next_token.sampling
+        assert sampling is not None, "a rule that reads probs has needs_distribution"
+        return sampling.distribution(self.logprobs)
 
-    @property
+    @cached_property
     def tokens(self) -> mx.array:
         """The target's own draw at each row; [K+1]."""
-        if self._tokens is None:
-            self._tokens = self._next_token.draw(self.logprobs, self._position, self._parents)
-        return self._tokens
+        return self._next_token.draw(self.logprobs, self._position, self._parents)
 
 
 class RoundNoise:

@@ -1,20 +1,16 @@
-"""Recurrent state after each position of a short pass, so that going back is a choice among them.
+"""Recurrent state after each position of a short pass, so that nothing is fed again.
 
-Recurrent state cannot be shortened. Put back to before the pass, it makes the kept positions be fed
-again, which at K = 3 can double what a round computes. For the recurrences below nothing is fed
-again: the state after n positions is had from what the recurrence was given in the pass.
+Recurrent state cannot be shortened, and putting back the one from before a pass makes the kept
+positions be fed again. For these recurrences the state after n positions follows from the pass:
 
-- Gated delta: its inputs are kept, and run once more over the first n positions: one small kernel a
-  layer, only after a rejection. The state of each position, which is large, is never stored.
-- Mamba-2: a pass over several positions takes a blocked form that rounds otherwise than single
-  steps. A short pass is therefore run step by step, as plain decoding does it, and each state kept.
-  On a CPU that makes a pass over 5 positions 1.3 times as long (4 layers, width 384), and a text
-  with half of its drafts right take 0.44 of the time that feeding again takes.
-- Short convolutions, beside these and alone: their state is the last rows of their input.
+- Gated delta: its inputs are run once more over the first n positions, only after a rejection. The
+  state of each position, which is large, is never stored.
+- Mamba-2: a pass over several positions rounds otherwise than single steps. A short pass is
+  therefore run step by step, as plain decoding does it, and each state kept.
+- Short convolutions: their state is the last rows of their input.
 
-The functions are those of mlx-lm, answered for during the pass (see `watching`). Which call belongs
-to which slot of a cache is found, and what is chosen compared with single steps, once for each
-loaded model; with any doubt, and for any other recurrence, positions are fed again.
+The call that fills each slot of a cache is found once for each loaded model, and its states are
+compared with single steps; with any doubt, and for any other recurrence, positions are fed again.
 """
 
 from __future__ import annotations
@@ -24,8 +20,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -41,32 +36,30 @@ from specdec_mlx.target.strategies import Snapshot, Strategy, leaves, strategy_f
 from specdec_mlx.target.watching import answering, watching
 
 MOST_POSITIONS = 8
-"""Of a pass whose states are kept; wider ones are rare, and feed again what was kept of them."""
+"""Widest pass whose states are kept; wider ones are rare."""
+
+NUM_BEFORE, NUM_WATCHED = 2, 3
+"""Positions before and in the pass that a model is measured with."""
+
+UNKNOWN = -1
 
 
-@dataclass(frozen=True)
-class Recurrence:
-    """A function of mlx-lm that carries a state through positions, and returns outputs and state.
+class Recurrence(NamedTuple):
+    """A function of mlx-lm with a parameter `state` that returns outputs and the new state.
 
-    function: has a parameter `state`. sequences: parameters [B, S, ...] with a row for each
-    position. idle: parameters that have to be None, masks and the like. in_steps: whether several
-    positions at once round otherwise than single ones.
+    sequences: parameters [B, S, ...] with a row for each position. idle: parameters that have to be
+    None, such as masks. in_steps: True if several positions at once round otherwise than single.
     """
 
     function: Callable[..., tuple[mx.array, mx.array]]
+    parameters: list[str]
     sequences: tuple[str, ...]
     idle: tuple[str, ...]
-    in_steps: bool = False
-
-    @cached_property
-    def parameters(self) -> tuple[str, ...]:
-        """Names, in order."""
-        return tuple(inspect.signature(self.function).parameters)
+    in_steps: bool
 
     def run(self, given: dict[str, Any], start: int, end: int) -> tuple[mx.array, mx.array]:
         """Outputs and state after some of the positions, from the state given."""
-        some = {name: given[name][:, start:end] for name in self.sequences}
-        return self.function(**{**given, **some})
+        return self.function(**given | {name: given[name][:, start:end] for name in self.sequences})
 
     def step_by_step(self, given: dict[str, Any]) -> tuple[mx.array, list[mx.array]]:
         """Outputs of all positions, one at a time, and the state after each."""
@@ -80,125 +73,81 @@ class Recurrence:
 
 
 RECURRENCES = {
-    recurrence.function: recurrence
-    for recurrence in (
-        Recurrence(gated_delta_update, ("q", "k", "v", "a", "b"), ("mask",)),
-        Recurrence(ssm_update, ("hidden_states", "B", "C", "dt"), ("mask", "lengths"), True),
-    )
+    function: Recurrence(function, list(inspect.signature(function).parameters), *about)
+    for function, about in {
+        gated_delta_update: (("q", "k", "v", "a", "b"), ("mask",), False),
+        ssm_update: (("hidden_states", "B", "C", "dt"), ("mask", "lengths"), True),
+    }.items()
 }
 """Those whose state after each position can be had."""
 
 
-@dataclass(frozen=True)
-class _Update:
-    """A recurrence in a pass: what it was given, and the states that were kept, the last at least.
-
-    states: after each position, if it was run in steps.
-    """
+class _Update(NamedTuple):
+    """A call of a recurrence, and its states: after each step, or the last alone."""
 
     recurrence: Recurrence
     given: dict[str, Any]
     states: list[mx.array]
 
-    def after(self, num_positions: int) -> mx.array:
-        """State after the first positions of the pass."""
+    def after(self, num_positions: int, slot: mx.array) -> mx.array:
+        """The state after the first positions of the pass; `slot` is that after all of them."""
         if self.recurrence.in_steps:
             return self.states[num_positions - 1]
         return self.recurrence.run(self.given, 0, num_positions)[1]
 
-
-@dataclass
-class _Recording:
-    """What the recurrences and convolutions of one pass were given, each in order of their calls.
-
-    is_complete: whether all of it can be gone back on.
-    """
-
-    updates: list[_Update] = field(default_factory=list)
-    windows: list[mx.array] = field(default_factory=list)
-    is_complete: bool = True
-
-    def answer(self, function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
-        """A recurrence: in steps where it rounds otherwise, and its states or inputs kept."""
-        recurrence = RECURRENCES[function]
-        given = dict(zip(recurrence.parameters, args, strict=False)) | more
-        if any(given.get(name) is not None for name in recurrence.idle):
-            self.is_complete = False
-            return function(*args, **more)
-        if recurrence.in_steps:
-            output, states = recurrence.step_by_step(given)
-        else:
-            output, *states = function(*args, **more)
-        self.updates.append(_Update(recurrence, given, states))
-        return output, states[-1]
-
-    def convolve(self, module: nn.Module, window: mx.array, output: Any) -> None:
-        """A convolution, over the rows of its state and those of the pass."""
-        if isinstance(module, nn.Conv1d):
-            self.windows.append(window)
+    def fits(self, slot: mx.array, width: int) -> bool:
+        """True if a slot can hold the state of this call after a pass of this width."""
+        return self.states[-1] is slot
 
 
-class _Source(NamedTuple):
-    """Where the state in a slot of a cache comes from: which recurrence, or else convolution."""
+class _Convolution(NamedTuple):
+    """A call of a short convolution: rows [B, state + S, D] of its state and of the pass."""
 
-    is_update: bool
-    number: int
+    rows: mx.array
 
-    def after(self, recording: _Recording, num_positions: int, slot: mx.array) -> mx.array:
-        """The state after the first positions of the pass; `slot` is that after all of them."""
-        if self.is_update:
-            return recording.updates[self.number].after(num_positions)
-        rows = slice(num_positions, num_positions + slot.shape[1])
-        return mx.contiguous(recording.windows[self.number][:, rows])
+    def after(self, num_positions: int, slot: mx.array) -> mx.array:
+        return mx.contiguous(self.rows[:, num_positions : num_positions + slot.shape[1]])
 
-    def fits(self, recording: _Recording, width: int, slot: mx.array) -> bool:
-        """True if the slot holds what comes from here after a pass of this width."""
-        if self.is_update:
-            return recording.updates[self.number].states[-1] is slot
-        return recording.windows[self.number].shape[1] == width + slot.shape[1]
+    def fits(self, slot: mx.array, width: int) -> bool:
+        return self.rows.shape[1] == width + slot.shape[1]
+
+
+_Call = _Update | _Convolution
 
 
 class KeptStates(Snapshot):
-    """The way back of one cache, right after a pass: to the state after any of its positions.
-
-    Args:
-        recording: of that pass.
-        sources: where each slot comes from.
-        width: positions of the pass that the cache holds.
-    """
+    """The way back of one cache right after a pass of this width, by the call of each slot."""
 
     name = "choice of states"
 
-    def __init__(self, recording: _Recording, sources: Sequence[_Source], width: int) -> None:
+    def __init__(self, calls: Sequence[_Call], width: int) -> None:
         """All positions of the pass are in the cache."""
-        self.recording = recording
-        self.sources = sources
-        self.width = width
+        self.calls, self.width = calls, width
 
     def can_trim(self, cache: Any, back: int) -> bool:
-        """Any position of the pass can be gone back to."""
+        """True for any position of the pass."""
         return back < self.width
 
     def trim(self, cache: Any, back: int) -> int:
         """Put the states of an earlier position of the pass into the cache's slots."""
         self.width -= back
-        for slot, source in enumerate(self.sources):
-            cache[slot] = source.after(self.recording, self.width, cache[slot])
+        for slot, call in enumerate(self.calls):
+            cache[slot] = call.after(self.width, cache[slot])
         return back
 
 
 @dataclass(frozen=True)
 class RecurrentStates:
-    """What of a model's passes gives the states after each position.
+    """The calls of a model's passes that give the states after each position.
 
-    places: files and names of the recurrences. convolutions: of the model. sources: index among all
-    caches -> where its slots come from. counts: recurrences and convolutions that a pass calls.
+    places: of the recurrences. sources: index among all caches -> for each of its slots the number
+    of a call. kinds: types of the calls of a pass.
     """
 
     places: list[tuple[ModuleType, str]]
     convolutions: list[nn.Module]
-    sources: dict[int, list[_Source]]
-    counts: tuple[int, int]
+    sources: dict[int, list[int]]
+    kinds: list[type]
 
     def run(
         self, run: Callable[[], mx.array], caches: Sequence[Any], width: int
@@ -206,71 +155,81 @@ class RecurrentStates:
         """Run a pass over `width` positions on these caches, nested ones resolved.
 
         Returns:
-            Its logits, and the ways back of the recurrent caches by index; none where this pass was
-            not like the one that was watched.
+            Its logits, and ways back by index of a cache; none if it was not as the measured one.
         """
         if not all(type(caches[i]) is ArraysCache for i in self.sources):
             return run(), {}
-        with _recording(self.places, self.convolutions) as recording:
+        with _recording(self.places, self.convolutions) as calls:
             logits = run()
-        seen = len(recording.updates), len(recording.windows)
-        if not (recording.is_complete and seen == self.counts):
-            return logits, {}
-        pairs = (
-            (source, slot)
-            for index, sources in self.sources.items()
-            for source, slot in zip(sources, caches[index].cache, strict=True)
-        )
-        if not all(source.fits(recording, width, slot) for source, slot in pairs):
-            return logits, {}
-        ways = {i: KeptStates(recording, sources, width) for i, sources in self.sources.items()}
-        return logits, dict(ways)
+        ways: dict[int, Strategy] = {}
+        if [type(call) for call in calls] == self.kinds:
+            for index, numbers in self.sources.items():
+                chosen = [calls[number] for number in numbers]
+                pairs = zip(chosen, caches[index].cache, strict=True)
+                if not all(call.fits(slot, width) for call, slot in pairs):
+                    return logits, {}
+                ways[index] = KeptStates(chosen, width)
+        return logits, ways
 
 
 @contextmanager
 def _recording(
     places: list[tuple[ModuleType, str]], convolutions: list[nn.Module]
-) -> Iterator[_Recording]:
-    recording = _Recording()
-    with answering(places, recording.answer), watching(convolutions, recording.convolve):
-        yield recording
+) -> Iterator[list[_Call]]:
+    """The calls of a pass that states can be had from, in order; those with a mask are left out."""
+    calls: list[_Call] = []
 
+    def answer(function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
+        recurrence = RECURRENCES[function]
+        given = dict(zip(recurrence.parameters, args, strict=False)) | more
+        if any(given.get(name) is not None for name in recurrence.idle):
+            return function(*args, **more)
+        if recurrence.in_steps:
+            output, states = recurrence.step_by_step(given)
+        else:
+            output, *states = function(*args, **more)
+        calls.append(_Update(recurrence, given, states))
+        return output, states[-1]
 
-NUM_BEFORE, NUM_WATCHED = 2, 3
-"""Positions before and in the pass from which it is found whether and how states are chosen."""
+    def convolve(module: nn.Module, rows: mx.array, output: Any) -> None:
+        if isinstance(module, nn.Conv1d):  # watchers are told of all modules that anybody watches
+            calls.append(_Convolution(rows))
+
+    with answering(places, answer), watching(convolutions, convolve):
+        yield calls
 
 
 def _find(model: nn.Module) -> RecurrentStates | None:
-    """How this model's states are had; None if it has none, or not all of them can be had."""
+    """The calls that a model's states come from; None if it has none, or some are not found."""
     start = make_prompt_cache(model)
     recurrent = [i for i, c in enumerate(leaves(start)) if type(c) is ArraysCache]
-    places, convolutions = _places(model), _convolutions(model)
+    places = _places(model)
+    convolutions = [
+        m for m in model.modules() if isinstance(m, nn.Conv1d) and m.weight.shape[1] > 1
+    ]
     if not (recurrent and (places or convolutions)):
         return None
     tokens = mx.arange(1, 1 + NUM_BEFORE + NUM_WATCHED)[None]
     dtype = model(tokens[:, :NUM_BEFORE], cache=start).dtype
     single = copy.deepcopy(start)
-    with _recording(places, convolutions) as recording:
+    with _recording(places, convolutions) as calls:
         model(tokens[:, NUM_BEFORE:], cache=start)
-    states = {i: list(c.cache) for i, c in enumerate(leaves(start)) if i in recurrent}
-    found = {i: _sources(recording, slots) for i, slots in states.items()}
-    sources = {i: known for i, known in found.items() if known is not None}
-    if len(sources) < len(found) or not recording.is_complete:
+    slots = {i: list(c.cache) for i, c in enumerate(leaves(start)) if i in recurrent}
+    sources = {i: [_source(calls, slot) for slot in found] for i, found in slots.items()}
+    if any(UNKNOWN in numbers for numbers in sources.values()):
         return None
     for num_kept in range(1, NUM_WATCHED + 1):
         model(tokens[:, NUM_BEFORE + num_kept - 1, None], cache=single)
         reached = list(leaves(single))
-        for i, slots in states.items():
-            for source, slot, stepped in zip(sources[i], slots, reached[i].cache, strict=True):
-                chosen = source.after(recording, num_kept, slot)
-                if not _is_near(chosen, stepped, dtype):
+        for i in recurrent:
+            for number, slot, stepped in zip(sources[i], slots[i], reached[i].cache, strict=True):
+                if not _is_near(calls[number].after(num_kept, slot), stepped, dtype):
                     return None
-    counts = len(recording.updates), len(recording.windows)
-    return RecurrentStates(places, convolutions, sources, counts)
+    return RecurrentStates(places, convolutions, sources, [type(call) for call in calls])
 
 
 recurrent_states_of = PerModel(_find)
-"""How a loaded model's recurrent states are chosen among; None where positions are fed again."""
+"""How a loaded model's recurrent states are had; None where positions are fed again."""
 
 
 def ways_back(model: nn.Module) -> list[str]:
@@ -295,27 +254,14 @@ def _places(model: nn.Module) -> list[tuple[ModuleType, str]]:
     ]
 
 
-def _convolutions(model: nn.Module) -> list[nn.Module]:
-    """Those that reach over several positions."""
-    return [m for m in model.modules() if isinstance(m, nn.Conv1d) and m.weight.shape[1] > 1]
-
-
-def _sources(recording: _Recording, slots: Sequence[mx.array | None]) -> list[_Source] | None:
-    """Where each slot of a cache comes from, after the watched pass; None if one is not known."""
-    found = [_source(recording, slot) for slot in slots]
-    known = [source for source in found if source is not None]
-    return known if len(known) == len(found) else None
-
-
-def _source(recording: _Recording, slot: mx.array | None) -> _Source | None:
-    for i, update in enumerate(recording.updates):
-        if update.states[-1] is slot:
-            return _Source(True, i)
-    for i, window in enumerate(recording.windows):
-        end = window[:, NUM_WATCHED:]
-        if slot is not None and end.shape == slot.shape and mx.array_equal(end, slot):
-            return _Source(False, i)
-    return None
+def _source(calls: Sequence[_Call], slot: mx.array | None) -> int:
+    """Number of the call that filled a slot of a cache in the measured pass, or UNKNOWN."""
+    for i, call in enumerate(calls):
+        if slot is None or not call.fits(slot, NUM_WATCHED):
+            continue
+        if isinstance(call, _Update) or mx.array_equal(call.after(NUM_WATCHED, slot), slot):
+            return i
+    return UNKNOWN
 
 
 def _is_near(a: mx.array, b: mx.array, dtype: mx.Dtype) -> bool:

@@ -1,18 +1,17 @@
 """Going back: a model's caches as one, with a position that can be moved back.
 
-A pass over S positions appends S entries to every cache of the model; after the verdict the
-rejected ones must go. How each class of cache does that stands in `strategies`. All caches move
-together or not at all: an exception in the middle of a pass or of a rewind, Ctrl-C included, leaves
-them where they were.
+How each class of cache drops rejected entries stands in `strategies`. All caches move together or
+not at all: an exception in the middle of a pass or of a rewind, Ctrl-C included, leaves them where
+they were.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import is_
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -20,40 +19,27 @@ import mlx.nn as nn
 
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.recurrent_states import MOST_POSITIONS, RecurrentStates
-from specdec_mlx.target.strategies import (
-    Gathers,
-    Strategy,
-    leaves,
-    strategy_for,
-)
+from specdec_mlx.target.strategies import Gathers, Strategy, leaves, strategy_for
 from specdec_mlx.target.tree_passes import VIEWS, TreeRows, tree_pass
 
-
-@dataclass(frozen=True)
-class _Checkpoint:
-    """What caches were at a position; None where a cache needs nothing to go back."""
-
-    position: int
-    saved: list[Any]
+T = TypeVar("T")
 
 
 @dataclass
 class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
-    caches: the list that the model is called with, the caller's own; kept by identity, and its
-        entries may be replaced while it is used (kv_bits does).
-    position: positions fed since this object was made.
-    broken: why a cache is not where the others are, None if all are.
-    states: how recurrent states are chosen among after a short pass with a draft; None where what
-        was kept of it is fed again.
+    caches: the caller's own list, whose entries may be replaced (kv_bits does). broken: why a cache
+    is not where the others are, None if all are. states: how recurrent states are had after a short
+    pass with a draft; None where the kept positions are fed again.
     """
 
     caches: list[Any]
     position: int = 0
     broken: str | None = None
     states: RecurrentStates | None = None
-    _checkpoints: list[_Checkpoint] = field(default_factory=list)
+    _checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
+    """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
     _found_in: list[Any] = field(default_factory=list, compare=False)
     _chosen: dict[int, Strategy] = field(default_factory=dict)
@@ -62,17 +48,12 @@ class Rollback:
     def forward(
         self, model: nn.Module, tokens: mx.array, tree: TreeRows | None = None, **inputs: Any
     ) -> mx.array:
-        """One pass of a model; after an exception in it the caches are as before.
-
-        Args:
-            model: whose caches these are.
-            tokens: [S] token ids.
-            tree: how the rows hang together where they are no chain; see `takes_trees`.
-            inputs: what the model takes besides.
+        """One pass of a model over tokens [S], a chain or a tree; see `takes_trees`.
 
         Returns:
-            Logits [S, V], lazy.
+            Logits [S, V], lazy. After an exception the caches are as before.
         """
+        width = tokens.shape[0]
 
         def run() -> mx.array:
             if tree is not None:
@@ -80,30 +61,22 @@ class Rollback:
             logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
             return logits
 
+        def run_with_states() -> mx.array:
+            assert self.states is not None
+            logits, self._chosen = self.states.run(run, list(leaves(self.caches)), width)
+            return logits
+
         self._chosen = {}
-        before = self._saved()
-        width = tokens.shape[0]
-        try:
-            if self.states is not None and self._is_after_checkpoint() and width <= MOST_POSITIONS:
-                logits, self._chosen = self.states.run(run, list(leaves(self.caches)), width)
-            else:
-                logits = run()
-        except BaseException as error:
-            self._put_back(before, error)
-            raise
+        is_after_checkpoint = self._checkpoints and self._checkpoints[-1][0] == self.position
+        is_short = self.states is not None and is_after_checkpoint and width <= MOST_POSITIONS
+        logits = self._all_or_nothing(run_with_states if is_short else run)
         self.position += logits.shape[0]
         return logits
 
     def checkpoint(self) -> None:
-        """Remember this position as one to come back to; call it before a pass with a draft.
-
-        The two latest are kept, as many as there are passes under way at a time.
-        """
-        saved = [
-            strategy.save(cache) if strategy.must_restore else None
-            for cache, strategy in self._strategies()
-        ]
-        self._checkpoints = [*self._checkpoints[-1:], _Checkpoint(self.position, saved)]
+        """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
+        saved = [s.save(cache) if s.must_restore else None for cache, s in self._strategies()]
+        self._checkpoints = [*self._checkpoints[-1:], (self.position, saved)]
 
     def advance(self, num_positions: int) -> None:
         """Note a pass over `num_positions` that was not made by `forward`."""
@@ -125,10 +98,8 @@ class Rollback:
 
     def takes_trees(self) -> bool:
         """True if a pass over a tree can be made here, and a path of it kept."""
-        return all(
-            type(cache) in VIEWS and isinstance(strategy, Gathers)
-            for cache, strategy in self._strategies()
-        )
+        pairs = self._strategies()
+        return all(type(cache) in VIEWS and isinstance(s, Gathers) for cache, s in pairs)
 
     @property
     def end(self) -> int:
@@ -137,38 +108,26 @@ class Rollback:
         return max(offsets, default=self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
-        """Keep the first `position` positions, and those of the ones after them that are named.
+        """Keep some positions of a draft that began at `position`; see `rewind_to`.
 
-        Args:
-            position: where the draft began.
-            kept: indices of kept draft positions, ascending: `range(n)` for a chain, a path from
-                the root for a tree.
-
-        Returns:
-            The position reached, which may be an earlier checkpoint; see `rewind_to`.
-
-        Raises:
-            CacheRollbackError: a cache cannot drop rows from between others.
+        kept: their indices in the draft, ascending: `range(n)` for a chain, a path from the root
+        for a tree. Raises CacheRollbackError if a cache cannot drop rows from between others.
         """
         if self.position <= position:  # the pass was made on copies
             return self.position
         if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
-        state = self._strategies()
-        for layer, (cache, strategy) in enumerate(state):
-            if not isinstance(strategy, Gathers):
-                raise CacheRollbackError(
-                    f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of a "
-                    "draft and drop those between them. Draft chains with this kind of cache."
-                )
-        before = self._saved()
-        try:
-            for cache, strategy in state:
-                assert isinstance(strategy, Gathers)
+
+        def gather() -> None:
+            for layer, (cache, strategy) in enumerate(self._strategies()):
+                if not isinstance(strategy, Gathers):
+                    raise CacheRollbackError(
+                        f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of "
+                        "a draft and drop those between them. Draft chains with this kind of cache."
+                    )
                 strategy.gather(cache, self.position - position, kept)
-        except BaseException as error:
-            self._put_back(before, error)
-            raise
+
+        self._all_or_nothing(gather)
         self.position = position + len(kept)
         return self.position
 
@@ -179,23 +138,20 @@ class Rollback:
             The position reached; what lies between has to be fed again.
 
         Raises:
-            CacheRollbackError: a cache gave back another number of positions than was asked. All
-                caches are then as before.
+            CacheRollbackError: a cache cannot go back. All caches are then as before.
         """
         back = self.position - position
         if back <= 0:
             return self.position
-        before = self._saved()
-        try:
-            if all(strategy.can_trim(cache, back) for cache, strategy, _ in before):
-                dropped = [strategy.trim(cache, back) for cache, strategy, _ in before]
-            else:
-                back, dropped = self._return_to(self._last_checkpoint(position))
-            self._check(dropped, back)
-        except BaseException as error:
-            self._put_back(before, error)
-            raise
-        self.position -= back
+
+        def go_back() -> int:
+            pairs = self._strategies()
+            if all(strategy.can_trim(cache, back) for cache, strategy in pairs):
+                self._check([strategy.trim(cache, back) for cache, strategy in pairs], back)
+                return back
+            return self._return_to_checkpoint(position)
+
+        self.position -= self._all_or_nothing(go_back)
         return self.position
 
     def _strategies(self) -> list[tuple[Any, Strategy]]:
@@ -210,49 +166,43 @@ class Rollback:
             return self._found
         return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
 
-    def _is_after_checkpoint(self) -> bool:
-        return bool(self._checkpoints) and self._checkpoints[-1].position == self.position
+    def _all_or_nothing(self, change: Callable[[], T]) -> T:
+        """Put every cache back if a change of them raises; one that cannot be is noted."""
+        before = [(cache, s, s.save(cache)) for cache, s in self._strategies()]
+        try:
+            return change()
+        except BaseException as error:
+            self._chosen = {}
+            for cache, strategy, saved in before:
+                try:
+                    strategy.restore(cache, saved)
+                except CacheRollbackError as failure:
+                    self.broken = str(failure)
+                    error.add_note(self.broken)
+            raise
 
-    def _saved(self) -> list[tuple[Any, Strategy, Any]]:
-        """Every cache with its strategy, and all that is needed to put it back."""
-        return [(cache, s, s.save(cache)) for cache, s in self._strategies()]
-
-    def _put_back(self, before: list[tuple[Any, Strategy, Any]], error: BaseException) -> None:
-        """Put every cache back; one that cannot be is noted on the error."""
-        self._chosen = {}
-        for cache, strategy, saved in before:
-            try:
-                strategy.restore(cache, saved)
-            except CacheRollbackError as failure:
-                self.broken = str(failure)
-                error.add_note(self.broken)
-
-    def _return_to(self, checkpoint: _Checkpoint) -> tuple[int, list[int]]:
-        """Put back what was saved; how far back that is, and what each cache gave back."""
-        back = self.position - checkpoint.position
+    def _return_to_checkpoint(self, position: int) -> int:
+        """Go back to the last checkpoint at or before a position; return how far back that is."""
+        earlier = [(at, saved) for at, saved in self._checkpoints if at <= position]
+        if not earlier:
+            kinds = sorted({type(cache).__name__ for cache in leaves(self.caches)})
+            raise CacheRollbackError(
+                f"No way back from position {self.position} to {position}: {', '.join(kinds)} kept "
+                "no state from before it. Discard these caches and start from the prompt."
+            )
+        at, saved = earlier[-1]
+        back = self.position - at
         self._chosen = {}
         dropped = []
-        for (cache, strategy), saved in zip(self._strategies(), checkpoint.saved, strict=True):
+        for (cache, strategy), state in zip(self._strategies(), saved, strict=True):
             if strategy.must_restore:
-                strategy.restore(cache, saved)
-                dropped.append(back)
-            else:
-                dropped.append(strategy.trim(cache, back))
-        return back, dropped
+                strategy.restore(cache, state)
+            dropped.append(back if strategy.must_restore else strategy.trim(cache, back))
+        self._check(dropped, back)
+        return back
 
-    def _last_checkpoint(self, position: int) -> _Checkpoint:
-        for checkpoint in reversed(self._checkpoints):
-            if checkpoint.position <= position:
-                return checkpoint
-        kinds = sorted({type(cache).__name__ for cache in leaves(self.caches)})
-        raise CacheRollbackError(
-            f"No way back from position {self.position} to {position}: {', '.join(kinds)} kept no "
-            "state from before it. Discard these caches and start from the prompt."
-        )
-
-    def _check(self, dropped: list[int], back: int) -> None:
-        if all(got == back for got in dropped):
-            return
+    def _check(self, dropped: Sequence[int], back: int) -> None:
+        """Raise CacheRollbackError unless every cache dropped what was asked."""
         for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
             if got != back:
                 raise CacheRollbackError(
@@ -265,7 +215,7 @@ _refused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
 def refuse(caches: Sequence[Any], reason: str) -> None:
-    """Have these caches refused by every later generation: what they hold is not known."""
+    """Have these caches refused by every later generation: it is not known what they hold."""
     for cache in leaves(caches):
         with suppress(TypeError):  # of a class that cannot be referred to weakly
             _refused[cache] = reason

@@ -1,21 +1,4 @@
-"""How each cache class of mlx-lm goes back; the only file that knows a cache's insides.
-
-Each class has one strategy, looked up in `STRATEGIES`:
-
-- `Trim`: the offset moves back, nothing is copied. `TrimToPath`: of a tree the rows of the kept
-  path are moved together first.
-- `TrimRows`: the same, and the rows behind the offset are sliced off.
-- `Window`: a full rotating window is in temporal order right after a pass over several positions,
-  so its last rows are sliced off; further back only by the buffers saved before the pass.
-- `Chunks`: a pass that enters a new chunk drops the rows of the last one in front; to go back into
-  that chunk takes the buffers saved before the pass.
-- `Snapshot`: recurrent state cannot be shortened; what it was before the pass is put back, and the
-  positions that were kept are fed again, with the next pass. After a short pass of a recurrence
-  that `recurrent_states` knows its `KeptStates` stand in: going back is then a choice of states.
-- `Unknown`: a class that is not in the table; all of it is copied before a pass and put back.
-- `Asked`: the same, for a class that says that it can be trimmed: it is asked each time.
-- `SingleTokens`: nothing is known to work, so nothing is drafted.
-"""
+"""How each cache class of mlx-lm goes back: the only file that knows a cache's insides."""
 
 from __future__ import annotations
 
@@ -38,48 +21,41 @@ from mlx_lm.models.cache import (
 from specdec_mlx.errors import CacheRollbackError
 
 
-class Cache(Protocol):
-    """What every cache of mlx-lm offers; a strategy knows more about its own class."""
+class Strategy:
+    """How one class of cache goes back; as it is, by the cache's own `trim`.
 
-    @property
-    def state(self) -> Any:
-        """Its arrays, for `mx.eval`."""
-        ...
-
-    def is_trimmable(self) -> bool:
-        """True if `trim` works now."""
-        ...
-
-
-class Strategy(Protocol):
-    """How one class of cache goes back. `back` is a number of positions, always > 0.
-
-    name: for reports. must_restore: whether going back may need what `save` took before the pass;
-    if so it is kept until the verdict, else only while the pass is being built.
+    name: for reports. must_restore: True if going back may need what `save` took before the pass;
+    it is then kept until the verdict, else only while the pass is being built. `back` is a number
+    of positions, always > 0.
     """
 
-    name: str
-    must_restore: bool
+    name = "trim"
+    must_restore = False
 
     def save(self, cache: Any) -> Any:
         """All that `restore` needs, taken before a pass; no buffer is copied."""
-        ...
+        return vars(cache).copy()
 
     def restore(self, cache: Any, saved: Any) -> None:
         """Put the cache back exactly as it was when it was saved."""
-        ...
+        vars(cache).update(saved)
 
     def can_trim(self, cache: Any, back: int) -> bool:
         """True if the last `back` positions can be dropped in place."""
-        ...
+        return True
 
     def trim(self, cache: Any, back: int) -> int:
         """Drop the last `back` positions; return how many were dropped."""
-        ...
+        if cache.empty():  # made for a layer that has no attention, and never fed
+            return back
+        return int(cache.trim(back))
 
     def widest_pass(self, cache: Any) -> int | None:
         """Most positions that one pass may have and still be exact; None for any number."""
-        ...
+        return None
+
+
+Trim = Strategy
 
 
 @runtime_checkable
@@ -91,48 +67,19 @@ class Gathers(Protocol):
         ...
 
 
-class Trim:
-    """Move the offset back (KVCache and its like)."""
-
-    name = "trim"
-    must_restore = False
-
-    def save(self, cache: Any) -> Any:
-        return vars(cache).copy()
-
-    def restore(self, cache: Any, saved: Any) -> None:
-        vars(cache).update(saved)
-
-    def can_trim(self, cache: Any, back: int) -> bool:
-        return True
-
-    def trim(self, cache: Any, back: int) -> int:
-        if cache.empty():  # made for a layer that has no attention, and never fed
-            return back
-        return int(cache.trim(back))
-
-    def widest_pass(self, cache: Any) -> int | None:
-        return None
-
-
 class TrimToPath(Trim):
     """Keep some of the last rows, for caches that hold one row a position."""
 
     def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
         if not cache.empty():
-            begin = self.end(cache) - last
-            cache.keys, cache.values = (
-                _moved(rows, begin, kept) for rows in (cache.keys, cache.values)
-            )
+            begin = getattr(cache, "_idx", cache.offset) - last  # in a window rows are shifted
+            cache.keys = _moved(cache.keys, begin, kept)
+            cache.values = _moved(cache.values, begin, kept)
         self.trim(cache, last - len(kept))
-
-    def end(self, cache: Any) -> int:
-        """Index of the row behind the last one."""
-        return int(cache.offset)
 
 
 class TrimRows(Trim):
-    """Move the offset back and slice, for a cache that appends behind its last row."""
+    """Move the offset back and slice, for a cache that appends after its last row."""
 
     name = "trim rows"
 
@@ -144,10 +91,9 @@ class TrimRows(Trim):
 
 
 class SavedBuffers(Trim):
-    """Trim where that is enough; else put back what was there before the pass.
+    """Trim where that is enough; else put the buffers from before the pass back.
 
-    A full window makes a new buffer for each pass of several positions anyway; before it is full
-    the saved buffer costs a copy of it, at most.
+    A full window makes a new buffer for each pass anyway; before that, saving costs one copy.
     """
 
     must_restore = True
@@ -160,7 +106,7 @@ class SavedBuffers(Trim):
 
 
 class Window(SavedBuffers, TrimToPath):
-    """Slice the last rows off a rotating window, or put back what was there before the pass.
+    """A rotating window: in temporal order after a pass over several positions, so sliced then.
 
     With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full,
     so a pass may only fill it up, and single tokens follow.
@@ -184,15 +130,12 @@ class Window(SavedBuffers, TrimToPath):
             cache.values = cache.values[..., : cache._idx, :]
         return back
 
-    def end(self, cache: Any) -> int:
-        return int(cache._idx)
-
     def widest_pass(self, cache: Any) -> int | None:
         return None if cache.keep == 0 else max(1, cache.max_size - cache.offset)
 
 
 class Chunks(SavedBuffers):
-    """Trim, unless the pass dropped rows in front that an earlier chunk still needs."""
+    """Trim, unless the pass dropped rows of an earlier chunk that are needed again."""
 
     name = "trim within chunks"
 
@@ -203,7 +146,10 @@ class Chunks(SavedBuffers):
 
 
 class Snapshot(SavedBuffers):
-    """Put back the state from before the pass (recurrent state, whose slots are rebound)."""
+    """Put back recurrent state from before the pass; kept tokens are fed again with the next one.
+
+    After a short pass `recurrent_states` may know a way that feeds nothing again.
+    """
 
     name = "snapshot and replay"
 
@@ -215,7 +161,7 @@ class Snapshot(SavedBuffers):
 
 
 class Unknown(Snapshot):
-    """The same for a class that is not known: whatever it holds is copied, however deep."""
+    """A class that is not in the table: trimmed while it says that it can, else deep copies."""
 
     def save(self, cache: Any) -> Any:
         return copy.deepcopy(vars(cache))
@@ -223,12 +169,6 @@ class Unknown(Snapshot):
     def restore(self, cache: Any, saved: Any) -> None:
         vars(cache).clear()
         vars(cache).update(copy.deepcopy(saved))
-
-
-class Asked(Unknown):
-    """Trim while the cache itself says that it can, else put back the state from before."""
-
-    name = "trim if it says so, else snapshot and replay"
 
     def can_trim(self, cache: Any, back: int) -> bool:
         return bool(cache.is_trimmable())
@@ -238,7 +178,7 @@ class Asked(Unknown):
 
 
 class SingleTokens(Snapshot):
-    """Never draft: there is no known way back."""
+    """There is no known way back, so nothing is drafted."""
 
     name = "single tokens"
 
@@ -265,31 +205,22 @@ STRATEGIES: dict[type, Strategy] = {
 
 
 def strategy_for(cache: Any) -> Strategy:
-    """Strategy of a cache; a class that is not in the table is asked, once, what it can do."""
+    """Strategy of a cache; a class that is not in the table gets a general one, with its name."""
     kind = type(cache)
     if kind not in STRATEGIES:
-        STRATEGIES[kind] = _strategy_for_unknown(cache)
+        STRATEGIES[kind] = Unknown() if hasattr(cache, "__dict__") else SingleTokens()
+        if not hasattr(cache, "__dict__"):
+            warnings.warn(
+                f"specdec_mlx: {kind.__name__} has no known way back after a rejected draft, so "
+                "nothing is drafted. Register a strategy in "
+                "specdec_mlx.target.strategies.STRATEGIES to lift that.",
+                stacklevel=2,
+            )
     return STRATEGIES[kind]
 
 
-def _strategy_for_unknown(cache: Any) -> Strategy:
-    if hasattr(cache, "__dict__"):
-        return Asked() if cache.is_trimmable() else Unknown()
-    warnings.warn(
-        f"specdec_mlx: {type(cache).__name__} has no known way back after a rejected draft, so "
-        "nothing is drafted. Register a strategy in "
-        "specdec_mlx.target.strategies.STRATEGIES to lift that.",
-        stacklevel=2,
-    )
-    return SingleTokens()
-
-
 def _moved(rows: Any, begin: int, kept: Sequence[int]) -> Any:
-    """Rows [..., S, D] with some of those from `begin` on moved to the front of them, in order.
-
-    A new array, so that what was there before can be put back; where nobody holds on to it, MLX
-    writes in place.
-    """
+    """Rows [..., S, D], those kept of the ones from `begin` on moved to `begin`; a new array."""
     if not isinstance(rows, mx.array):  # quantized: packed values, scales, biases
         return type(rows)(_moved(part, begin, kept) for part in rows)
     skipped = sum(index == i for i, index in enumerate(kept))  # ascending: those lie in place
@@ -300,12 +231,10 @@ def _moved(rows: Any, begin: int, kept: Sequence[int]) -> Any:
 
 
 def saved_buffer(value: Any) -> Any:
-    """The same data under another name: writing through one array does not show in the other."""
+    """The data under another name: writing through one array does not show in the other."""
     if isinstance(value, mx.array):
         return value[...]
-    if isinstance(value, list):
-        return [saved_buffer(item) for item in value]
-    return value
+    return [saved_buffer(item) for item in value] if isinstance(value, list) else value
 
 
 def window_of(cache: Any) -> int | None:

@@ -1,16 +1,13 @@
 """Taps: what a drafter reads of the target's passes, off mlx-lm's own modules.
 
 Where to read is found by watching one short pass, whose numbers are never computed: the *head* is
-the last module that turns states into logits, `lm_head` or the embeddings where they are tied, and
-what it is called with is the state after the final norm; decoder layers are those of
-`model.layers`. Paths and names are not guessed, and nothing outlives a pass: quantizing a model or
-giving it adapters between two generations moves the taps with it.
+the last module that turns states into logits, `lm_head` or tied embeddings, and its input is the
+state after the final norm. A model may be quantized or given adapters between two generations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -22,21 +19,15 @@ from specdec_mlx.target.watching import watching
 from specdec_mlx.types import FeatureRows, Features, ReadsCache
 
 NUM_WATCHED = 7
-"""Positions of the pass that is watched. By its size their axis is told from others, such as the 2
-or 4 streams that some layers carry side by side."""
+"""Positions of the watched pass; no other axis, such as streams side by side, is as long."""
 
 
-class _Call(NamedTuple):
-    """A module that was called with `states` and returned `output`."""
-
-    module: nn.Module
-    states: Any
-    output: Any
+_Call = tuple[nn.Module, Any, Any]
+"""A module, the states that it was called with, and its output."""
 
 
-@dataclass(frozen=True)
-class _Tap:
-    """A module, and which axis of the states that are read there counts positions."""
+class _Tap(NamedTuple):
+    """A module, and the axis of positions of the states that are read there."""
 
     module: nn.Module
     axis: int
@@ -49,24 +40,13 @@ class _Tap:
 
 
 class Taps:
-    """What of a model's passes is read, and where.
-
-    Args:
-        model: a mlx-lm model, whose modules are not touched between passes.
-        wanted: what to read.
-        keys_values: reads one of the caches that the passes fill; see `FeatureRows`.
+    """The places where a model's passes are read; UnreadableError for what it does not show.
 
     features: rows of the latest pass, None before the first. num_rows: how many it has.
-
-    Raises:
-        UnreadableError: the model does not show something of it.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        wanted: Features,
-        keys_values: ReadsCache | None = None,
+        self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
     ) -> None:
         """Find the modules; nothing was read yet."""
         self._keys_values = keys_values if wanted.caches else None
@@ -90,16 +70,14 @@ class Taps:
         def note(module: nn.Module, states: Any, output: Any) -> None:
             inputs[id(module)], outputs[id(module)] = states, output
 
-        taps = [*self._layers.values(), *([self._head] if self._head else [])]
+        head, layers = self._head, self._layers
+        taps = [*layers.values(), *([head] if head else [])]
         with watching([tap.module for tap in taps], note):
             logits = run()
         self.num_rows = logits.shape[0]
         self.features = FeatureRows(
-            layers={
-                layer: tap.rows(_first(outputs[id(tap.module)]))
-                for layer, tap in self._layers.items()
-            },
-            head_input=self._head.rows(inputs[id(self._head.module)]) if self._head else None,
+            layers={i: tap.rows(_first(outputs[id(tap.module)])) for i, tap in layers.items()},
+            head_input=head.rows(inputs[id(head.module)]) if head else None,
             top_tokens=top_tokens(logits, self._num_top) if self._num_top else None,
             keys_values=self._keys_values,
         )
@@ -115,52 +93,52 @@ def top_tokens(logits: mx.array, number: int) -> mx.array:
 
 
 def _calls_of_one_pass(model: nn.Module) -> tuple[list[_Call], int]:
-    """Calls of all modules, in the order in which they ended, and V."""
+    """Calls of all modules, in the order of their ends, and V."""
     calls: list[_Call] = []
-    with watching(model.modules(), lambda *call: calls.append(_Call(*call))):
+    with watching(model.modules(), lambda *call: calls.append(call)):
         tokens = mx.zeros((1, NUM_WATCHED), mx.int32)
         logits = model(tokens, cache=make_prompt_cache(model))
     return calls, logits.shape[-1]
 
 
 def _head(calls: Sequence[_Call], vocab_size: int) -> _Tap:
-    """The last module that made logits of states: around adapters, and not what scales logits."""
+    """The last module that made logits of states: around adapters, before logits are scaled."""
     for module, states, output in reversed(calls):
         axis = _axis_of_positions(states)
         if axis is not None and isinstance(output, mx.array):
             before, after = states.shape[-1], output.shape[-1]
             if before != vocab_size == after and states.shape[:-1] == output.shape[:-1]:
                 return _Tap(module, axis)
-    raise UnreadableError(
-        "The input of this target's head cannot be read: no module makes its logits out of states. "
-        "Use a drafter that works on tokens, such as 'prompt-lookup'."
-    )
+    raise _unreadable("The input of this target's head", "no module makes its logits out of states")
 
 
 def _layer(calls: Sequence[_Call], layers: Sequence[nn.Module], index: int) -> _Tap:
     """A decoder layer, which has to be called as a module, once a pass."""
+    name = f"Layer {index} of this target"
     if not 0 <= index < len(layers):
         raise UnreadableError(
-            f"Layer {index} of this target cannot be read: it has layers 0 to {len(layers) - 1}. "
-            "Use a drafter that was trained for this target."
+            f"{name} cannot be read: it has layers 0 to {len(layers) - 1}. Use a drafter that was "
+            "trained for this target."
         )
-    outputs = [_first(call.output) for call in calls if call.module is layers[index]]
-    if len(outputs) == 1 and (axis := _axis_of_positions(outputs[0])) is not None:
-        return _Tap(layers[index], axis)
-    times = f"it is called {len(outputs)} times a pass" if len(outputs) != 1 else "it has no states"
-    raise UnreadableError(
-        f"Layer {index} of this target cannot be read: {times}. "
-        "Use a drafter that works on tokens, such as 'prompt-lookup'."
-    )
+    outputs = [_first(output) for module, _, output in calls if module is layers[index]]
+    if len(outputs) != 1:
+        raise _unreadable(name, f"it is called {len(outputs)} times a pass")
+    if (axis := _axis_of_positions(outputs[0])) is None:
+        raise _unreadable(name, "it has no states")
+    return _Tap(layers[index], axis)
+
+
+def _unreadable(name: str, reason: str) -> UnreadableError:
+    instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
+    return UnreadableError(f"{name} cannot be read: {reason}. {instead}")
 
 
 def _first(output: Any) -> Any:
-    """The states among what a layer returns; some return more behind them."""
     return output[0] if isinstance(output, tuple) else output
 
 
 def _axis_of_positions(states: Any) -> int | None:
-    """Which axis of what was seen of the watched pass counts positions; None if it has no such."""
+    """The axis of positions of a value seen in the watched pass; None if it has none."""
     if not isinstance(states, mx.array) or not mx.issubdtype(states.dtype, mx.floating):
         return None
     axes = [axis for axis, size in enumerate(states.shape[:-1]) if size == NUM_WATCHED]

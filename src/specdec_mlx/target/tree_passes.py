@@ -2,10 +2,9 @@
 
 The mask comes from the caches that the model is called with. For the pass each is replaced by a
 *view*, an object of a subclass that shares its state, whose mask lets a row see the text and its
-ancestors. Positions are a matter of the model's rope modules, and of scales by position that some
-attention is handed. A model's modules of both kinds are given, once, a class that reads depths
-while its thread is in a pass over a tree, and changes nothing else. Rotary embeddings take one
-offset for each row of a batch, so the rows are made a batch for that one operation.
+ancestors. Rope modules, and attention that is given a scale by position, get a class that reads
+depths while its thread is in a pass over a tree, and changes nothing else. Rotary embeddings take
+one offset for each row of a batch, so the rows are made a batch for that one operation.
 """
 
 from __future__ import annotations
@@ -28,13 +27,10 @@ from specdec_mlx.types.trees import chain, depths_of, path_to
 
 @dataclass(frozen=True, eq=False)
 class TreeRows:
-    """The rows of a pass, the pending tokens and the tree after them.
+    """Pending tokens and the tree after them: E rows on the caches already, T rows of a pass.
 
-    The first rows of all may be on the caches already, E of them: a tree may be fed in several
-    passes, level by level.
-
-    depths: [E + T] position of each row, from that of the first. sees: [T, E + T] whether a row of
-        the pass sees another one: itself and its ancestors.
+    depths: [E + T] position of each row, from that of the first. sees: [T, E + T] True where a row
+    of the pass sees another one: itself and its ancestors.
     """
 
     depths: mx.array
@@ -42,15 +38,8 @@ class TreeRows:
 
     @classmethod
     def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeRows:
-        """Rows of `num_pending` tokens and of a tree that continues the last.
-
-        Args:
-            num_pending: tokens before the tree, or 0 where what it continues is on the caches.
-            parents: [K] of the tree.
-            num_fed: how many of all these rows are on the caches, E.
-        """
-        shifted = [parent + num_pending for parent in parents]
-        of_rows = [*chain(num_pending), *shifted]
+        """Rows of `num_pending` tokens and of a tree, parents [K], after the last; E = num_fed."""
+        of_rows = [*chain(num_pending), *(parent + num_pending for parent in parents)]
         sees = [[False] * len(of_rows) for _ in of_rows[num_fed:]]
         for row in range(num_fed, len(of_rows)):
             for other in path_to(row, of_rows):
@@ -72,12 +61,10 @@ class TreeRows:
         return self.depths[self.num_fed :] - self.num_fed
 
     def mask(self, start: int, num_past: int, window: int | None) -> mx.array:
-        """What each row sees of a cache, [T, past + T] booleans.
+        """The rows of a cache that each row sees, [T, num_past + T] booleans.
 
-        Args:
-            start: position of the first row.
-            num_past: rows of the cache before the pass; they are the last ones before `start`.
-            window: positions that a row sees, itself included; None for all.
+        The cache holds the last `num_past` positions before `start`, that of the first row. window:
+        positions that a row sees, itself included; None for all.
         """
         own = self.sees
         if window is not None:
@@ -107,12 +94,12 @@ class GrowingRows:
 
 
 _pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
-"""What this thread makes a pass over; None for a chain."""
+"""The rows of the pass that is being built in this thread; None for a chain."""
 
 
 @contextmanager
 def pass_over(rows: TreeRows) -> Iterator[None]:
-    """While the model is called: what reads positions takes each row's own."""
+    """Have modules that read positions take each row's own while the model is called."""
     token = _pass_over.set(rows)
     try:
         yield
@@ -120,43 +107,17 @@ def pass_over(rows: TreeRows) -> Iterator[None]:
         _pass_over.reset(token)
 
 
-class _View:
-    """What the views of all classes add; they keep everything else in their cache's `__dict__`."""
-
-    __slots__ = ()
-    rows: TreeRows
-
-    def make_mask(self, N: int, **options: Any) -> mx.array:
+def _view_class(kind: type) -> type:
+    def make_mask(self: Any, N: int, **options: Any) -> mx.array:
         """See mlx-lm's; here always an array."""
-        start = vars(self)["offset"]
-        return self.rows.mask(start, start, options.get("window_size"))
+        size = getattr(self, "max_size", None)
+        num_past = self.offset if size is None else min(self.offset, size - 1)
+        return self.rows.mask(self.offset, num_past, options.get("window_size") or size)  # type: ignore[no-any-return]
+
+    return type(kind.__name__, (kind,), {"__slots__": ("rows",), "make_mask": make_mask})
 
 
-class _KV(_View, KVCache):  # type: ignore[misc]
-    __slots__ = ("rows",)
-
-
-class _Quantized(_View, QuantizedKVCache):  # type: ignore[misc]
-    __slots__ = ("rows",)
-
-
-class _Rotating(_View, RotatingKVCache):  # type: ignore[misc]
-    __slots__ = ("rows",)
-
-    def make_mask(self, N: int, **options: Any) -> mx.array:
-        start = self.offset
-        window = options.get("window_size") or self.max_size
-        return self.rows.mask(start, min(start, self.max_size - 1), window)
-
-
-BLOCKS = "index_block_size"
-"""What the layers of MiniMax M3 call the rows of a block."""
-
-VIEWS: dict[type, type] = {
-    KVCache: _KV,
-    QuantizedKVCache: _Quantized,
-    RotatingKVCache: _Rotating,
-}
+VIEWS = {kind: _view_class(kind) for kind in (KVCache, QuantizedKVCache, RotatingKVCache)}
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 
@@ -177,7 +138,7 @@ class _Later:
 
 
 def later(cache: Any, shift: int) -> Any:
-    """A cache in whose place one claims more positions; one of a model's own stays as it is."""
+    """A stand-in for a cache that claims more positions; one of a model's own stays as it is."""
     if isinstance(cache, CacheList):
         return CacheList(*(later(part, shift) for part in cache.caches))
     is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
@@ -185,29 +146,28 @@ def later(cache: Any, shift: int) -> Any:
 
 
 def view_of(cache: Any, rows: TreeRows) -> Any:
-    """What stands in a cache's place for one pass; what is written to it the cache has too."""
+    """A stand-in for a cache in one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
     if isinstance(cache, _Later):
         return _Later(view_of(cache.cache, rows), cache.shift)
-    kind = VIEWS[type(cache)]
-    view: Any = object.__new__(kind)
+    view: Any = object.__new__(VIEWS[type(cache)])
     view.__dict__ = vars(cache)
     view.rows = rows
     return view
 
 
 def chooses_blocks(model: nn.Module) -> bool:
-    """True if some layer attends to blocks of rows that it chooses by their scores.
+    """True if a layer attends to blocks of rows that it chooses by their scores (MiniMax M3).
 
-    Siblings shift what stands in a block. That shows only once a text is longer than the chosen
+    Siblings shift the rows of a block. That shows only once a text is longer than the chosen
     blocks, so it is read off the modules: no short measurement would find it.
     """
-    return any(getattr(module, BLOCKS, None) is not None for module in model.modules())
+    return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 
 
 def _teach_depths(model: nn.Module) -> None:
-    """Have a model's modules that read positions look whether a pass is over a tree."""
+    """Have the modules that read positions look if a pass is over a tree."""
     for module in model.modules():
         kind: Any = type(module)
         if is_rope(kind):
@@ -222,7 +182,7 @@ teach_depths = PerModel(_teach_depths)
 def tree_pass(
     model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeRows, **inputs: Any
 ) -> mx.array:
-    """Logits [S, V] of a pass over tokens [S] that hang together like this, lazy."""
+    """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
     teach_depths(model)
     views = [view_of(cache, rows) for cache in caches]
     with pass_over(rows):
@@ -237,13 +197,13 @@ def is_rope(kind: type) -> bool:
 
 
 def _parameters(kind: type) -> list[str]:
-    """Names of what a module is called with, after the module itself."""
+    """Names of a module's arguments, after the module itself."""
     return list(inspect.signature(kind.__call__).parameters)[1:]
 
 
 @functools.cache
 def _with_rows(kind: type) -> type:
-    """A rope's class, but that in a pass over a tree every row has its own position."""
+    """A rope's class, with a position for every row of a tree."""
     signature = inspect.signature(kind.__call__)
     first = list(signature.parameters)[:2]  # the module and what it turns
 
@@ -266,7 +226,7 @@ def _with_rows(kind: type) -> type:
 
 @functools.cache
 def _with_scale(kind: type) -> type:
-    """An attention's class, but that in a pass over a tree every row has its own depth's scale."""
+    """An attention's class, with the scale of its depth for every row of a tree."""
 
     def call(self: Any, x: mx.array, attn_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
         rows = _pass_over.get()

@@ -1,15 +1,14 @@
 """The target's side of a round: one pass over the pending tokens and the draft, and its verdict.
 
-With callables that are known to be pure (ours and mlx-lm's own) the pass, the distribution, the
-verdict and the next token are one lazy graph, read by one host synchronisation. A sampler or logits
-processor of the caller's may remember what it saw, so it is called row by row, as plain decoding
-would, and no further than the first rejected token.
+With pure callables (ours and mlx-lm's own) a round is one lazy graph, read by one host
+synchronisation. A sampler or logits processor of the caller's may remember what it saw, so it is
+called row by row, as plain decoding would, and no further than the first rejected token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,18 +41,17 @@ from specdec_mlx.types import (
 )
 
 NO_TOKENS = mx.array([], mx.uint32)
-NOTHING_KEPT = range(0)
 
 MASS_TOLERANCE = 1e-3
-"""How far a draft's distribution may be from summing to 1, in float32."""
+"""Most that a draft's distribution may be off from summing to 1, in float32."""
 
 
 @dataclass
 class LazyPass:
-    """A round as one graph; `results` is what `read` waits for, a few small arrays.
+    """A round as one graph; see `types.PendingPass`.
 
-    draft, num_fed, logprobs: see `types.PendingPass`. verdict: what the rule answered. is_sampled:
-    whether a sampler of the caller's drew the tokens, which may be any ids.
+    verdict: the rule's answer. results: the small arrays that `read` waits for. is_sampled: True if
+    a sampler of the caller's drew the tokens, which may be any ids.
     """
 
     draft: Draft
@@ -67,7 +65,7 @@ class LazyPass:
 
     @property
     def to_compute(self) -> list[mx.array]:
-        """What the device is to begin with."""
+        """The arrays that the device begins with."""
         return [*self.results.values(), self.logprobs]
 
     @property
@@ -81,52 +79,49 @@ class LazyPass:
         mx.eval(*self.results.values())
 
     def read(self) -> Outcome:
-        """What was kept and what is emitted; the only host synchronisation of a round."""
-        if not len(self.draft.tokens):
-            return self._read_token()
+        """The outcome; the only host synchronisation of a round."""
+        vocab_size = self.logprobs.shape[-1]
+        if not len(self.draft.tokens):  # every line of the host shows beside plain decoding
+            tokens, scales = read_all(self.results["target_tokens"], self.results["scales"])
+            _check_logits(scales, [0])
+            _check_next_token(tokens[0], vocab_size)
+            return Outcome(range(0), tokens)
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
-        check_drafted(numbers.get("drafted", ()), self.logprobs.shape[-1])
+        check_drafted(numbers.get("drafted", ()), vocab_size)
         _check_verdict(self.verdict, numbers, len(drafted))
         outcome = self.verdict.outcome(numbers, drafted)
         _check_logits(numbers["scales"], [0, *[i + 1 for i in outcome.kept]])
-        _check_next_token(outcome.tokens[-1], self.logprobs.shape[-1])
+        _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             _check_distribution(numbers["masses"], numbers["own"])
         if self.counterfactual is not None:
             self.counterfactual.record(np.array(numbers["chances"]), outcome.num_accepted)
         return outcome
 
-    def _read_token(self) -> Outcome:
-        """The same without a draft, where every line of the host shows beside plain decoding."""
-        tokens, scales = read_all(self.results["target_tokens"], self.results["scales"])
-        _check_logits(scales, [0])
-        _check_next_token(tokens[0], self.logprobs.shape[-1])
-        return Outcome(NOTHING_KEPT, tokens)
-
 
 @dataclass
 class RowByRowPass:
-    """A round whose rows go through callables of the caller's one at a time.
+    """A round whose rows go through callables of the caller's one at a time, in order.
 
-    choose: row index and the draft tokens before it -> the target's token [1], whether its logits
-    are not finite [1], its log-probabilities [1, V]; called once a row, in order.
+    logprobs: raw logits until it is read. position: of the round's first token in the text.
     """
 
     draft: Draft
     num_fed: int
     logprobs: mx.array
-    choose: Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]
+    distribution: NextToken
+    position: int
     features: FeatureRows | None = None
 
     @property
     def to_compute(self) -> list[mx.array]:
-        """What the device is to begin with."""
+        """The arrays that the device begins with."""
         return [self.logprobs]
 
     @cached_property
     def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
-        return self.choose(0, [])
+        return self._row(0, [])
 
     @property
     def next_token(self) -> mx.array:
@@ -138,38 +133,36 @@ class RowByRowPass:
         mx.eval(self.logprobs)
 
     def read(self) -> Outcome:
-        """What was kept and what is emitted."""
+        """The outcome."""
         drafted = to_list(self.draft.tokens)
         check_drafted(drafted, self.logprobs.shape[-1])
         tokens: list[int] = []
         rows: list[mx.array] = []
-        while not tokens or tokens == drafted[: len(tokens)]:
+        while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
-            chosen = self._first_row if row == 0 else self.choose(row, drafted[:row])
-            token, bad, logprobs = chosen
+            token, bad, logprobs = self._row(row, drafted[:row]) if row else self._first_row
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad:
                 raise _logits_error(row)
             tokens.append(token_id)
             rows.append(logprobs)
-            if row == len(drafted):
-                break
         _check_next_token(tokens[-1], self.logprobs.shape[-1])
         self.logprobs = mx.concatenate(rows)
         return Outcome(range(len(tokens) - 1), tokens)
+
+    def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
+        """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V]."""
+        logits = self.distribution.process_row(self.logprobs[row : row + 1], before)
+        scale = mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = self.distribution.draw(logits - scale, self.position + row)
+        return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
 
 
 class Verifier:
     """The target of a generation: see `types.Target`.
 
-    Args:
-        model_pass: the model and its caches.
-        next_token: how its tokens are drawn.
-        rule: what decides about drafts, by name or as an object.
-        counterfactual: an account to keep of what each rule would have accepted.
-
-    Raises:
-        ValueError: the rule or the account needs a distribution, and there is none.
+    rule: by name or as an object. counterfactual: an account to keep of the drafts that each rule
+    would have accepted. Raises ValueError if one of them needs a distribution and there is none.
     """
 
     def __init__(
@@ -201,7 +194,7 @@ class Verifier:
         return self.model_pass.rollback
 
     def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
-        """What a drafter may know of this target."""
+        """The target as a drafter may know it."""
         return DraftContext(
             sampling=self.distribution.sampling,
             noise=self.distribution.noise,
@@ -223,27 +216,21 @@ class Verifier:
     ) -> PendingPass:
         """Start a round: feed the pending tokens and the draft, and let the device run.
 
-        Args:
-            pending: tokens emitted but not yet in the caches, at least one.
-            draft: K tokens. A tree that cannot be verified as one here is cut to a chain; the
-                pass says what it verifies.
-            position: index of the round's first token among those generated.
-            embeddings: of the pending tokens, if the caller gave any.
-
-        Raises:
-            DraftError: before anything is fed, for what cannot be a draft for this target.
+        A tree that cannot be verified here is cut to a chain; the pass says what it verifies.
+        Raises DraftError, before anything is fed, for what cannot be a draft for this target.
         """
-        num_drafted = len(draft.tokens)
-        if num_drafted:
-            draft = self._checked(draft)
-            num_drafted = len(draft.tokens)
+        if num_drafted := len(draft.tokens):
+            check_draft(draft, self.vocab_size())
+            if draft.parents is not None and not self.takes_trees():
+                draft = draft.first_chain()
+                num_drafted = len(draft.tokens)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + num_drafted
         fed, rows = self._feed_all_but_last_pass(pending)
         drafted = NO_TOKENS
         if num_drafted:
             self.rollback.checkpoint()
-            drafted = self._clamped(draft)
+            drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents)
         if logits.shape[0] > num_drafted + 1:
@@ -262,16 +249,36 @@ class Verifier:
     ) -> LazyPass | RowByRowPass:
         """The round of a pass that was made, all of it lazy.
 
-        Args:
-            logits: [K+1, V], of the last pending token and the draft.
-            draft: K tokens.
-            drafted: [K] their ids, as they were fed.
-            position: index of the round's first token among those generated.
-            num_fed: positions of the pass.
+        logits: [K+1, V], of the last pending token and the draft. drafted: [K] ids that were fed.
         """
         if self.distribution.by_row:
-            return RowByRowPass(draft, num_fed, logits, self._chooser(logits, position))
-        return self._decide(logits, draft, drafted, position, num_fed)
+            return RowByRowPass(draft, num_fed, logits, self.distribution, position)
+        processed = self.distribution.process(logits, drafted, draft.parents)
+        rows = Rows(processed, self.distribution, position, draft.parents)
+        verdict: Verdict | Agreement | TreeVerdict
+        if not len(draft.tokens):
+            results = {"scales": rows.scales, "target_tokens": rows.tokens}
+            pass_ = LazyPass(NO_DRAFT, num_fed, rows.logprobs, Agreement(rows.tokens), results)
+            pass_.is_sampled = not rows.has_distribution
+            return pass_
+        as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
+        noise = RoundNoise(self.distribution.noise, position)
+        if draft.parents is None:
+            verdict = self.rule.decide(rows, as_ids, noise)
+        else:
+            assert self.tree_rule is not None, "a draft is cut to a chain without one"
+            verdict = self.tree_rule.decide_tree(rows, as_ids, noise)
+        results = {"scales": rows.scales, **verdict.arrays()}
+        q = as_ids.probs
+        if isinstance(draft.tokens, mx.array):
+            results["drafted"] = draft.tokens
+        if draft.logprobs is not None and q is not None:
+            results["masses"] = mx.sum(q, axis=-1)
+            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
+        if self.counterfactual is not None:
+            q = point_mass(drafted, rows.probs) if q is None else q
+            results["chances"] = chances(rows.probs, drafted, q)
+        return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
 
     def chain_of(self, draft: Draft) -> Draft:
         """A draft as a chain, of a tree the first one; DraftError for what cannot be a draft."""
@@ -281,8 +288,17 @@ class Verifier:
         return draft.first_chain()
 
     def drafted_ids(self, draft: Draft) -> mx.array:
-        """The ids of a draft's tokens, as they are fed."""
-        return self._clamped(draft) if len(draft) else NO_TOKENS
+        """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
+        if not len(draft):
+            return NO_TOKENS
+        ids = to_ids(draft.tokens)
+        is_known = not isinstance(draft.tokens, mx.array)
+        return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
+
+    def takes_trees(self) -> bool:
+        """True if rule, rows and model go with trees; the account of other rules does not."""
+        is_taken = self.tree_rule is not None and self.counterfactual is None
+        return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()
 
     def _feed_all_but_last_pass(
         self, pending: mx.array
@@ -298,73 +314,6 @@ class Verifier:
             pending = pending[room:]
         return pending, rows
 
-    def _checked(self, draft: Draft) -> Draft:
-        """A draft that can be verified here; DraftError for what is none."""
-        check_draft(draft, self.vocab_size())
-        return draft if draft.parents is None or self.takes_trees() else draft.first_chain()
-
-    def takes_trees(self) -> bool:
-        """True if rule, rows and model go with trees; the account of other rules does not."""
-        is_taken = self.tree_rule is not None and self.counterfactual is None
-        return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()
-
-    def _clamped(self, draft: Draft) -> mx.array:
-        """The draft's tokens as ids that exist: reading past the embeddings is a crash.
-
-        One that had to be changed is an error once it can be read, before it is emitted.
-        """
-        ids = to_ids(draft.tokens)
-        is_known = not isinstance(draft.tokens, mx.array)
-        return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
-
-    def _decide(
-        self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
-    ) -> LazyPass:
-        """Distribution, verdict and what is to be checked of a round, as one graph."""
-        processed = self.distribution.process(logits, drafted, draft.parents)
-        rows = Rows(processed, self.distribution, position, draft.parents)
-        if not len(draft.tokens):
-            return _undecided(rows, num_fed)
-        as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
-        noise = RoundNoise(self.distribution.noise, position)
-        verdict: Verdict | Agreement | TreeVerdict
-        if draft.parents is None:
-            verdict = self.rule.decide(rows, as_ids, noise)
-        else:
-            assert self.tree_rule is not None, "a draft is cut to a chain without one"
-            verdict = self.tree_rule.decide_tree(rows, as_ids, noise)
-        results = {"scales": rows.scales, **verdict.arrays()}
-        if isinstance(draft.tokens, mx.array):
-            results["drafted"] = draft.tokens
-        if draft.logprobs is not None and as_ids.probs is not None:
-            results["masses"] = mx.sum(as_ids.probs, axis=-1)
-            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
-        if self.counterfactual is not None:
-            results["chances"] = _chances(rows, as_ids)
-        return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
-
-    def _chooser(
-        self, logits: mx.array, position: int
-    ) -> Callable[[int, list[int]], tuple[mx.array, mx.array, mx.array]]:
-        """What `RowByRowPass` calls for each row of logits [K+1, V]."""
-
-        def choose(row: int, drafted: list[int]) -> tuple[mx.array, mx.array, mx.array]:
-            row_logits = self.distribution.process_row(logits[row : row + 1], drafted)
-            scale = mx.logsumexp(row_logits, axis=-1, keepdims=True)
-            logprobs = row_logits - scale
-            token = self.distribution.draw(logprobs, position + row)
-            return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logprobs
-
-        return choose
-
-
-def _undecided(rows: Rows, num_fed: int) -> LazyPass:
-    """A round without a draft: the target's own token, and no rule."""
-    verdict = Agreement(rows.tokens)
-    results = {"scales": rows.scales, "target_tokens": verdict.target_tokens}
-    is_sampled = not rows.has_distribution
-    return LazyPass(NO_DRAFT, num_fed, rows.logprobs, verdict, results, is_sampled=is_sampled)
-
 
 def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
     """Rows of all passes of a round; None if nobody asked."""
@@ -373,36 +322,27 @@ def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
 
 
 def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:
-    """Refuse what needs a distribution where only a sampler or processor is known."""
+    """Refuse a rule or an account that needs a distribution where there is none."""
     if needs_distribution(rule):
-        raise ValueError(
-            f"rule={rule.name!r} needs the target's distribution, and a sampler or processor of "
-            "your own gives none. Use rule='auto', and specdec_mlx.Sampling(...) as the sampler."
-        )
-    if counterfactual is not None:
-        raise ValueError(
-            "counterfactual=True needs the target's distribution, and a sampler or processor of "
-            "your own gives none. Use specdec_mlx.Sampling(...) as the sampler."
-        )
-
-
-def _chances(rows: Rows, draft: Draft) -> mx.array:
-    """What the account of the counterfactual needs; [K, columns]."""
-    probs, drafted = rows.probs, to_ids(draft.tokens)
-    q = point_mass(drafted, probs) if draft.probs is None else draft.probs
-    table: mx.array = chances(probs, drafted, q)
-    return table
+        needing, instead = f"rule={rule.name!r}", "rule='auto', and "
+    elif counterfactual is not None:
+        needing, instead = "counterfactual=True", ""
+    else:
+        return
+    raise ValueError(
+        f"{needing} needs the target's distribution, and a sampler or processor of your own gives "
+        f"none. Use {instead}specdec_mlx.Sampling(...) as the sampler."
+    )
 
 
 def _check_verdict(
     verdict: Verdict | Agreement | TreeVerdict, numbers: Mapping[str, Any], k: int
 ) -> None:
     """Raise VerdictError for a number of kept tokens, or nodes, that the draft does not have."""
-    if isinstance(verdict, TreeVerdict):  # what it keeps is read off the draft's own parents
+    if isinstance(verdict, TreeVerdict):  # its nodes are read off the draft's own parents
         return
     if isinstance(verdict, Agreement):
-        num_rows = len(numbers["target_tokens"])
-        if num_rows != k + 1:
+        if (num_rows := len(numbers["target_tokens"])) != k + 1:
             raise VerdictError(
                 f"The rule answered with {num_rows} tokens for a draft of {k}; "
                 "expected the target's own token at each of the K + 1 positions."
