@@ -63,8 +63,11 @@ class Drafting:
     session: None before `begin`, and without a drafter. part: key of the drafter of the latest
     draft, one of several under `FirstOf`; "" if there was none. features: what the session reads of
     the target, None if nothing. values: the draft length where it values drafts, once a session has
-    begun.
+    begun. is_shared: True if several ranks draft together. is_under_way: True once the pass of the
+    latest draft is launched.
     """
+
+    is_shared = False
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Drafting:
         self._groups: list[list[_Part]] = []
         self.has_cheap_part = False
         self.is_free = True
+        self.is_under_way = False
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
@@ -178,6 +182,10 @@ class Drafting:
         """Tell the session what was emitted."""
         if self.session is not None:
             self.session.observe(self.sequence.not_handed_out)
+
+    def agree_on_end(self) -> bool:
+        """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""
+        return True
 
     def close(self, end: int) -> None:
         """Tell the session that the first `end` tokens are all that the caller has."""
