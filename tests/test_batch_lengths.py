@@ -267,7 +267,6 @@ def rows_of_a_server(texts: list[RecordedText], cost: CostCurve) -> list[float]:
         pace=pace,
         vocab_size=narrow.VOCAB,
         texts=texts,
-        is_open=True,
     )
     for text in texts:
         batch.insert(Request(text.prompt, len(text.generated)))

@@ -32,7 +32,7 @@ from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
-from specdec_mlx.beams.guesses import BeamDrafting, FixedGuess
+from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.target.rollback import check_usable
@@ -395,7 +395,7 @@ def several_texts(coins: random.Random) -> None:
             assert len(texts[uid]) == request.max_tokens, (uid, told_of)
         if uid in ended and ended[uid].prompt_cache is not None:
             text = [*request.prompt, *texts[uid]]
-            cached = ended[uid].num_cached or (len(text) if batch._passes is None else 0)
+            cached = ended[uid].num_cached
             check_usable(ended[uid].prompt_cache)
             assert goes_on(name, ended[uid].prompt_cache, [*text[cached:], 9], [*held, *text, 9])
     if before:
@@ -421,7 +421,7 @@ def beams(coins: random.Random) -> None:
         rows = BeamRows(target(name), prompt, num_beams, prefill_step_size=4)
         context = DraftContext(sampling=sd.Sampling(), vocab_size=VOCAB)
         drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
-        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=FixedGuess(3))
+        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=GuessLength(3))
         return [beam.tokens for beam in found.run()]
 
     fired = False

@@ -76,49 +76,34 @@ def test_the_drafts_are_the_same_token_by_token(name: str) -> None:
         assert proposals(name, sd.ModelDrafter(model, drafter=guesser())) == drafts
 
 
-@in_one_test("rule", ["block", "rejection", "coupled"])
+LOOKING_BACK = make_logits_processors({3: 2.0}, repetition_penalty=1.8, repetition_context_size=12)
+DRAWN: dict[str, dict[str, Any]] = {
+    rule: {"sampler": sd.Sampling(0.7, top_k=5), "rule": rule}
+    for rule in ("block", "rejection", "coupled")
+} | {"greedy, with penalties": {"logits_processors": LOOKING_BACK}}
+
+
+@in_one_test("how", DRAWN)
 @in_one_test("name", ["llama", "mamba2"])
-def test_drafts_that_are_drawn_are_the_same_too(name: str, rule: str) -> None:
+def test_drafts_that_are_drawn_or_penalised_are_the_same_too(name: str, how: str) -> None:
     """Each is drawn from the same logits with the same noise, whatever was guessed."""
     model = draft_model(name)
-    options: dict[str, Any] = {"sampler": sd.Sampling(0.7, top_k=5), "rule": rule}
-    drafts = proposals(name, sd.ModelDrafter(model), **options)
+    drafts = proposals(name, sd.ModelDrafter(model), **DRAWN[how])
+    assert drafts != proposals(name, sd.ModelDrafter(model))
     for guesser in list(GUESSERS.values())[:2]:
-        assert proposals(name, sd.ModelDrafter(model, drafter=guesser()), **options) == drafts
-
-
-def context(model: nn.Module, **options: Any) -> DraftContext:
-    width = model(mx.array([[0]])).shape[-1]
-    return DraftContext(vocab_size=width, **options)
+        assert proposals(name, sd.ModelDrafter(model, drafter=guesser()), **DRAWN[how]) == drafts
 
 
 def test_the_distributions_are_those_that_the_tokens_were_drawn_from() -> None:
-    """Row by row what is handed over without guesses."""
-
+    """Row by row those of drafts without guesses."""
     model = draft_model("llama")
-    given = context(model, sampling=sd.Sampling(0.8), noise=Noise(5))
-    drafts = []
-    for drafter in (None, sd.PromptLookupDrafter(min_ngram=1)):
-        session = sd.ModelDrafter(model, drafter=drafter).begin(PROMPT, given)
-        drafts.append(session.propose(6))
-    plain, speculated = drafts
+    width = model(mx.array([[0]])).shape[-1]
+    given = DraftContext(vocab_size=width, sampling=sd.Sampling(0.8), noise=Noise(5))
+    guessers = (None, sd.PromptLookupDrafter(min_ngram=1))
+    drafters = [sd.ModelDrafter(model, drafter=guesser) for guesser in guessers]
+    plain, speculated = (drafter.begin(PROMPT, given).propose(6) for drafter in drafters)
     assert to_list(plain.tokens) == to_list(speculated.tokens)
-    assert plain.logprobs is not None
-    assert speculated.logprobs is not None
     assert mx.allclose(plain.logprobs, speculated.logprobs, atol=1e-5)
-
-
-def test_penalties_see_the_text_and_the_draft_before_them() -> None:
-    """Drafts with logits processors that look back are the same as well."""
-    model = draft_model("llama")
-    processors = make_logits_processors(
-        {3: 2.0}, repetition_penalty=1.8, repetition_context_size=12
-    )
-    drafts = proposals("llama", sd.ModelDrafter(model), logits_processors=processors)
-    assert drafts != proposals("llama", sd.ModelDrafter(model))
-    for guesser in list(GUESSERS.values())[:2]:
-        drafter = sd.ModelDrafter(model, drafter=guesser())
-        assert proposals("llama", drafter, logits_processors=processors) == drafts
 
 
 @in_one_test("length", [1, 2, 5, 9])
@@ -139,17 +124,13 @@ def test_passes_are_as_few_as_the_guesses_allow(length: int) -> None:
         assert model.num_passes == expected
 
 
-REPEATING = ("while", "assert", "if")
-"""Topics of Python's manual, which the lab's draft model writes on from."""
-
-
 @FULL
 def test_texts_that_repeat_take_at_most_seven_passes_for_ten_draft_tokens() -> None:
     """Passes of the lab's draft model, prompts and all, over its draft tokens."""
     pair = lab.load_pair()
     model = Counting(pair.draft)
     num_drafted = 0
-    for name in REPEATING:
+    for name in ("while", "assert", "if"):  # of Python's manual
         text = topics[name][:400]
         prompt = pair.tokenizer.encode(f"{text}\n{text}\n{text[:60]}")
         drafter = sd.ModelDrafter(model, drafter="prompt-lookup")
@@ -189,12 +170,9 @@ def test_it_has_a_key_of_its_own() -> None:
     assert len({key_of(drafter) for drafter in drafters}) == 4
     assert key_of(drafters[1]) == key_of(sd.ModelDrafter(model, drafter=sd.PromptLookupDrafter()))
     assert key_of(sd.ModelDrafter(model, drafter="none")) == key_of(drafters[0])
-
-
-def test_its_guesser_is_named_on_the_command_line_too() -> None:
-    drafter = sd.make_drafter("model:drafter=ngram", draft_model=draft_model("llama"))
-    assert drafter is not None
-    assert isinstance(drafter.begin(PROMPT, DraftContext()), SpeculatedSession)
+    named = sd.make_drafter("model:drafter=ngram", draft_model=model)
+    assert key_of(named) == key_of(drafters[3])
+    assert isinstance(named.begin(PROMPT, DraftContext()), SpeculatedSession)
 
 
 def test_a_guesser_that_costs_a_model_is_refused() -> None:

@@ -176,7 +176,7 @@ def speculate(
     account = Counterfactual() if counterfactual else None
     model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
     ranks = ranks_of(model, stream)
-    noise = shared_noise(ranks, seed, prompt, max_tokens, drafter is not None)
+    noise = shared_noise(ranks, seed)
     next_token = NextToken(sampler or Sampling(), logits_processors or (), noise)
     verifier = Verifier(model_pass, next_token, rule, account)
     check_ids(prompt, verifier.vocab_size())

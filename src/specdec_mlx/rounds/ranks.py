@@ -89,34 +89,12 @@ def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:
     return None if group is None else Ranks(group, stream)
 
 
-def shared_noise(
-    ranks: Ranks | None, seed: int | None, prompt: Sequence[int], max_tokens: int, drafts: bool
-) -> Noise:
-    """The noise of a generation: of rank 0's seed, once all ranks are seen to begin the same.
-
-    Args:
-        ranks: None for one machine.
-        seed: the caller's; None takes one from MLX's global random state.
-        prompt: [n] token ids.
-        max_tokens: tokens to emit.
-        drafts: True if there is a drafter.
-
-    Raises:
-        RankError: the ranks were called with different prompts or numbers; on all of them.
-    """
+def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
+    """The noise of a generation: of rank 0's seed, if there are several."""
     noise = noise_of(seed)
     if ranks is None:
         return noise
-    low, high = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
-    begins = [_checksum(prompt, 0), len(prompt), max_tokens % (1 << WORD), int(drafts)]
-    gathered = ranks.gather([*begins, low, high])
-    for rank, (*others, _, _) in enumerate(gathered):
-        if others != gathered[0][:-2]:
-            raise RankError(
-                f"Rank {rank} was called with another prompt, max_tokens or drafter than rank 0. "
-                "Call all ranks of a sharded model with the same arguments."
-            )
-    low, high = gathered[0][-2:]
+    low, high = ranks.gather([noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)])[0]
     return Noise(high << WORD | low)
 
 
@@ -166,7 +144,8 @@ class SharedDrafting(Drafting):
         self.is_alike = False
         self.is_lost = False
         self.first_end = 0
-        self._checksum = 0
+        called_with = self.sequence.max_tokens % (1 << WORD), drafter is not None
+        self._checksum = _checksum(called_with, 0)  # of these, and then of the text
         self._num_summed = 0
         self._everywhere = [
             key_of(part)
