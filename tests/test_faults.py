@@ -59,13 +59,14 @@ class Fault:
     at = 0
     after = False
     error: type[BaseException] = RuntimeError
-    num_calls = 0
     raised: BaseException | None = None
 
     @classmethod
-    def arm(cls, place: str, at: int, error: type[BaseException], *, after: bool) -> None:
-        cls.place, cls.at, cls.error, cls.after = place, at, error, after
-        cls.num_calls, cls.raised = 0, None
+    def arm(cls, coins: random.Random, places: Sequence[str]) -> None:
+        cls.place, cls.raised = coins.choice(places), None
+        most = {"layer": 40, "begin": 2, "close": 1, "callback": 5, "fork": 3}.get(cls.place, 8)
+        cls.error = coins.choice([RuntimeError, KeyboardInterrupt])
+        cls.at, cls.after = coins.randint(1, most), coins.random() < 0.5
 
     @classmethod
     def disarm(cls) -> str:
@@ -80,21 +81,15 @@ class Fault:
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if place != cls.place:
                 return call(*args, **kwargs)
-            cls.num_calls += 1
-            is_now = cls.num_calls == cls.at
-            if is_now and not cls.after:
-                cls.now()
-            result = call(*args, **kwargs)
-            if is_now and cls.after:
-                cls.now()
+            cls.at -= 1
+            is_now = cls.at == 0
+            result = None if is_now and not cls.after else call(*args, **kwargs)
+            if is_now:
+                cls.raised = cls.error("the fault")
+                raise cls.raised
             return result
 
         return guarded
-
-    @classmethod
-    def now(cls) -> None:
-        cls.raised = cls.error("the fault")
-        raise cls.raised
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -227,13 +222,6 @@ def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[i
     return [item.token for item in again] == plain(name, tuple(whole), 6)
 
 
-def arm(coins: random.Random, places: Sequence[str]) -> None:
-    place = coins.choice(places)
-    most = {"layer": 40, "begin": 2, "close": 1, "callback": 5, "fork": 3}.get(place, 8)
-    error = coins.choice([RuntimeError, KeyboardInterrupt])
-    Fault.arm(place, coins.randint(1, most), error, after=coins.random() < 0.5)
-
-
 # One text -----------------------------------------------------------------------------------------
 
 HEADS_HERE = ("eagle3", "medusa")
@@ -262,7 +250,7 @@ def one_text(way: str, coins: random.Random) -> None:
     caches += draft_caches
     fresh = coins.random() < 0.2
     model = tiny.build(name) if fresh else target(name)
-    arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
+    Fault.arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
     tokens: list[int] = []
     left_at = coins.randint(1, NUM_TOKENS) if coins.random() < 0.3 else -1
     error = run_one(
@@ -351,7 +339,7 @@ def several_texts(coins: random.Random) -> None:
         completes_caches=coins.random() < 0.5,
         on_error=coins.choice([None, lambda uid, error: told_of.append(uid)]),
     )
-    arm(coins, [p for p in PLACES if p != "callback" and (one or p not in DRAFTER)])
+    Fault.arm(coins, [p for p in PLACES if p != "callback" and (one or p not in DRAFTER)])
     requests = [
         Request(prompt, coins.randint(3, NUM_TOKENS), prompt_cache=lent if before else None)
         for prompt in PROMPTS
@@ -414,7 +402,7 @@ def beams(coins: random.Random) -> None:
     way = coins.choice(["none", "chains", "trees", "model"])
     one = None if way == "none" else drafter_of(way, name, coins, before=False)
     assert can_hold_rows(target(name))
-    arm(coins, ["layer", *DRAFTER] if one else ["layer"])
+    Fault.arm(coins, ["layer", *DRAFTER] if one else ["layer"])
     prompt = coins.choice(PROMPTS)
 
     def search(drafter: Any) -> list[tuple[int, ...]]:

@@ -139,10 +139,9 @@ def batch_stream_generate(
     seeded = (
         replace(request, seed=own) for request, own in zip(requests, _seeds(seed), strict=False)
     )
+    name = drafter if isinstance(drafter, str) else ""
     with wired_limit(model, [stream]):
-        for response in _respond(batch, seeded, tokenizer, num_samples):
-            response.drafter = drafter if isinstance(drafter, str) else ""
-            yield response
+        yield from _respond(batch, seeded, tokenizer, num_samples, name)
 
 
 def batch_generate(
@@ -160,11 +159,7 @@ def batch_generate(
     """Generate the same texts as `mlx_lm.batch_generate`, sooner.
 
     Args:
-        model: a loaded mlx-lm model.
-        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompts: each is text, token ids or chat messages.
-        prompt_caches: caches that each prompt continues; they are not changed.
-        max_tokens: most tokens of each text; one number, or one for each prompt.
+        model, tokenizer, prompts, prompt_caches, max_tokens: as in `batch_stream_generate`.
         verbose: print speeds, peak memory and the account.
         return_prompt_caches: return the caches of each text.
         return_token_ids: return the token ids of each text.
@@ -179,7 +174,7 @@ def batch_generate(
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
     started = time.perf_counter()
-    texts: dict[tuple[int, int], _Collected] = {}
+    texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
     for response in batch_stream_generate(
         model,
         tokenizer,
@@ -189,52 +184,36 @@ def batch_generate(
         return_prompt_caches=return_prompt_caches,
         **options,
     ):
-        place = response.index, response.sample
-        texts.setdefault(place, _Collected()).add(response, return_logprobs)
+        row, response.logprobs = response.logprobs, None  # a row is as large as the vocabulary
+        if return_logprobs:
+            response.logprobs = row[response.token].item()
+        texts.setdefault((response.index, response.sample), []).append(response)
     collected = [texts[place] for place in sorted(texts)]
-    result = SpeculativeBatchResponse(
-        [tokenizer.decode(text.tokens) for text in collected],
-        _stats(collected, time.perf_counter() - started),
-        [text.last.prompt_cache for text in collected] if return_prompt_caches else None,
-        [text.tokens for text in collected] if return_token_ids else None,
-        [text.logprobs for text in collected] if return_logprobs else None,
-        [text.last.stats for text in collected],
-    )
-    if verbose:
-        _print(result)
-    return result
-
-
-@dataclass
-class _Collected:
-    """A text so far: its tokens but for a stop token, and the latest response."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    last: BatchStreamResponse = field(init=False)
-
-    def add(self, response: BatchStreamResponse, with_logprobs: bool) -> None:
-        """Add a response; its row of log-probabilities is not kept."""
-        self.last = response
-        if response.finish_reason != "stop":
-            self.tokens.append(response.token)
-            if with_logprobs:
-                self.logprobs.append(response.logprobs[response.token].item())
-        response.logprobs = None
-
-
-def _stats(texts: Sequence[_Collected], wall_time: float) -> BatchStats:
-    """The batch's account, as mlx-lm keeps it."""
-    prompt_time = sum(text.last.stats.prefill_seconds for text in texts)
-    return BatchStats(
-        prompt_tokens=sum(text.last.prompt_tokens for text in texts),
+    lasts = [text[-1] for text in collected]
+    said = [[item for item in text if item.finish_reason != "stop"] for text in collected]
+    tokens = [[item.token for item in text] for text in said]
+    prompt_time = sum(last.stats.prefill_seconds for last in lasts)
+    wall_time = time.perf_counter() - started
+    stats = BatchStats(
+        prompt_tokens=sum(last.prompt_tokens for last in lasts),
         prompt_time=prompt_time,
-        generation_tokens=sum(text.last.generation_tokens for text in texts),
-        generation_steps=max((text.last.num_rounds for text in texts), default=0),
+        generation_tokens=sum(last.generation_tokens for last in lasts),
+        generation_steps=max((last.num_rounds for last in lasts), default=0),
         decode_time=max(0.0, wall_time - prompt_time),
         wall_time=wall_time,
         peak_memory=mx.get_peak_memory() / 1e9,
     )
+    result = SpeculativeBatchResponse(
+        list(map(tokenizer.decode, tokens)),
+        stats,
+        [last.prompt_cache for last in lasts] if return_prompt_caches else None,
+        tokens if return_token_ids else None,
+        [[item.logprobs for item in text] for text in said] if return_logprobs else None,
+        [last.stats for last in lasts],
+    )
+    if verbose:
+        _print(result)
+    return result
 
 
 def _print(result: SpeculativeBatchResponse) -> None:
@@ -264,7 +243,11 @@ class _Text:
 
 
 def _respond(
-    batch: BatchGeneration, requests: Iterator[Request], tokenizer: Any, num_samples: int
+    batch: BatchGeneration,
+    requests: Iterator[Request],
+    tokenizer: Any,
+    num_samples: int,
+    drafter: str,
 ) -> Generator[BatchStreamResponse, None, None]:
     """Detokenize each text, and let the next request in where there is a place."""
     texts: dict[int, _Text] = {}
@@ -300,6 +283,7 @@ def _respond(
                 finish_reason=row.finish_reason,
                 stats=token.stats,
                 origin=token.origin,
+                drafter=drafter,
                 index=text.place[0],
                 sample=text.place[1],
                 num_rounds=batch.num_rounds,

@@ -122,7 +122,7 @@ class SharedDrafting(Drafting):
 
     is_over: True once a rank was seen to leave or to fail; all end then. failure: what to raise
     here, for another rank's failure or this one's. first_end: prompt + tokens that rank 0's caller
-    has. is_alike: True if all ranks end at the same text. is_lost: True if they cannot be reached.
+    has. is_alike: True if all ranks have the same text. is_lost: True if they cannot be reached.
     """
 
     is_shared = True
@@ -144,9 +144,7 @@ class SharedDrafting(Drafting):
         self.is_alike = False
         self.is_lost = False
         self.first_end = 0
-        called_with = self.sequence.max_tokens % (1 << WORD), drafter is not None
-        self._checksum = _checksum(called_with, 0)  # of these, and then of the text
-        self._num_summed = 0
+        self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
             key_of(part)
             for part in all_drafters(drafter)
@@ -190,21 +188,16 @@ class SharedDrafting(Drafting):
         return self._received(first, draft, tokens)
 
     def _meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> Said:
-        """Tell the other ranks how this one goes on, and note what they say.
-
-        Args:
-            state: of this rank.
-            draft: rank 0's.
-            tokens: [K] its tokens on the host.
-
-        Returns:
-            Rank 0's message.
-        """
+        """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
         flags = draft.logprobs is not None, draft.parents is not None
         part = 0
         if flags == (True, False) and self.part in self._everywhere:
             part = 1 + self._everywhere.index(self.part)
-        said = Said(state, self.sequence.end, self._sum(), len(tokens), *flags, part, tokens)
+        sequence = self.sequence
+        known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
+        known += sequence.tokens[self._num_met :]
+        checksum, self._num_met = zlib.crc32(array("I", known).tobytes()), len(sequence.tokens)
+        said = Said(state, sequence.end, checksum, len(tokens), *flags, part, tokens)
         try:
             gathered = self.ranks.gather(said.numbers())
         except RuntimeError:
@@ -226,23 +219,12 @@ class SharedDrafting(Drafting):
         self.first_end = all_said[0].end
         self.is_over = self.failure is not None or any(one.state for one in all_said)
         if self.is_over:
-            self.sequence.max_tokens = self.sequence.num_generated
-            self.sequence.num_handed_out = self.first_end - self.sequence.prompt_length
+            sequence.max_tokens = sequence.num_generated
+            sequence.num_handed_out = self.first_end - sequence.prompt_length
         return all_said[0]
 
-    def _sum(self) -> int:
-        """Checksum of the text as far as it is known."""
-        new = self.sequence.tokens[self._num_summed :]
-        self._checksum = _checksum(new, self._checksum)
-        self._num_summed += len(new)
-        return self._checksum
-
     def _received(self, first: Said, own: Draft, tokens: Sequence[int]) -> Draft:
-        """The draft of rank 0's message, the same on every rank.
-
-        Where nobody asked for drafts on every rank a distribution is sent, since that is less than
-        a draft model's weights, which would have to be read once more, one rank after the other.
-        """
+        """The draft of rank 0's message, with what takes collectives of its own."""
         num_tokens, ids = first.num_tokens, list(first.tokens)
         is_first = self.ranks.is_first
         if num_tokens > MOST_TOKENS:
@@ -305,13 +287,9 @@ class SharedDrafting(Drafting):
             raise failure
 
     def agree_on_end(self) -> bool:
-        """End as the other ranks do; where they do not, have the caches refused from now on.
-
-        Returns:
-            True if the caches may be brought in order, which takes all ranks.
-        """
+        """True if all ranks end alike, and can bring caches in order; else these are refused."""
         error = sys.exception()
-        in_pass = self._num_summed == len(self.sequence.tokens)
+        in_pass = self._num_met == len(self.sequence.tokens)
         # MLX's own errors are plain ones; after one of them whoever sends something waits forever.
         self.is_lost |= in_pass and type(error) is RuntimeError
         try:
@@ -330,8 +308,3 @@ class SharedDrafting(Drafting):
         super().close(end)
         if self.keeps_cache and self.is_alike:
             mx.eval([cache.state for cache in self.target.rollback.caches])
-
-
-def _checksum(tokens: Sequence[int], start: int) -> int:
-    """CRC-32 of token ids, continued from `start`."""
-    return zlib.crc32(array("I", tokens).tobytes(), start)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,34 +31,21 @@ vocab_size_of = PerModel(_vocab_size)
 """V of a loaded model."""
 
 
+@dataclass(eq=False)
 class ModelPass:
     """The target model and its caches.
 
-    Args:
-        model: a mlx-lm model.
-        rollback: its caches.
-        options: when they are quantized.
-        probe: True to measure, once, if the model is exact for several positions at once.
-
-    taps: reads states of its passes, None for nothing. by_rows: True if the branches of a tree are
-    rows of a batch.
+    options: when they are quantized. probe: True to measure, once, if the model is exact for
+    several positions at once. taps: reads states of its passes, None for nothing. by_rows: True if
+    the branches of a tree are rows of a batch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rollback: Rollback,
-        options: CacheOptions | None = None,
-        *,
-        probe: bool = True,
-    ) -> None:
-        """Nothing is fed yet."""
-        self.model = model
-        self.rollback = rollback
-        self.options = options or CacheOptions()
-        self.probe = probe
-        self.taps: Taps | None = None
-        self.by_rows = False
+    model: nn.Module
+    rollback: Rollback
+    options: CacheOptions = field(default_factory=CacheOptions)
+    probe: bool = field(default=True, kw_only=True)
+    taps: Taps | None = field(default=None, init=False)
+    by_rows: bool = field(default=False, init=False)
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
