@@ -205,9 +205,7 @@ class BatchGeneration:
         return bool(self._reading) or (bool(self._waiting) and self._has_place)
 
     def _admit(self) -> None:
-        """Read on in prompts, as far as there are places: together if that is cheapest, or a step
-        of each, so that those that are written wait for a new prompt no longer than in mlx-lm.
-        """
+        """Read on in prompts, as far as there are places: a step of each between two rounds."""
         while self._waiting and self._has_place and len(self._reading) < MOST_AT_ONCE:
             uid, request = self._waiting.popleft()
             with self._alone(uid):
@@ -283,9 +281,7 @@ class BatchGeneration:
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each row, cut to one width where lengths are shared; the first token of a
-        text waits for none.
-        """
+        """A draft for each row that has its first token, cut to one width if lengths are shared."""
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
