@@ -71,9 +71,8 @@ def beam_search(
 ) -> BeamSearchResponse:
     """Search for the likeliest continuations of a prompt, several steps a pass.
 
-    The beams are those of a plain beam search: a step keeps the `num_beams` likeliest of all beams
-    with one token more, among which finished ones stay as they are. (Leviathan et al. 2023,
-    appendix A.4.)
+    The beams are those of a plain beam search (Leviathan et al. 2023, appendix A.4): a step keeps
+    the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
 
     Args:
         model: a loaded mlx-lm model.

@@ -1,13 +1,12 @@
 """The caches of several texts as the rows of one: slots that are filled together, and masked.
 
-A pass over several rows appends the same number of slots to each. A slot holds a position of its
-row's text, or nothing: the padding of a short row, and what was rejected. Rotary positions are
-given per row, and the mask lets a query see the slots of its own row that are in its window and not
-ahead of it. So going back by another number of positions in each row moves no key and no value; the
-empty slots are dropped when they have become many.
+A pass appends the same number of slots to each row. A slot holds a position of its row's text, or
+nothing: padding, or a rejected token. Rotary positions are given per row, and the mask lets a query
+see the slots of its own row and window. So rows go back by different numbers of positions without
+moving a key or a value, and the empty slots are dropped when they have become many.
 
-Recurrent states have no slots. A row that cannot stay where a pass took it gets back the state from
-before the pass, and what was kept of it is fed again with the row's next pass.
+Recurrent states have no slots. A row that goes back gets the state from before the pass, and what
+was kept of it is fed again with the row's next pass.
 """
 
 from __future__ import annotations
@@ -68,8 +67,7 @@ class Slots:
     def mask(self, num_queries: int, window: int | None) -> mx.array:
         """Slots that each query of the latest pass sees; boolean [rows, 1, S, slots].
 
-        Raises:
-            ValueError: for a model that masks anything but the tokens that it was given.
+        Raises ValueError for a model that masks anything but the tokens that it was given.
         """
         if num_queries != self._queries.shape[1]:
             raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
@@ -86,8 +84,8 @@ class Slots:
         """Empty the slots from each row's end on, and those that its next position cannot see.
 
         Returns:
-            How many slots at the back were dropped since they are empty in all rows, and the
-            indices of those [rows, n] to keep of the others, None for all.
+            How many slots were dropped at the back, where all rows are empty, and the indices of
+            those [rows, n] to keep of the others, None for all.
         """
         next_ones = np.array(ends, np.int32)[:, None]
         self.positions[self.positions >= next_ones] = EMPTY
@@ -256,11 +254,7 @@ class RowCaches:
         self.ends = [self.ends[row] for row in rows]
 
     def feed(self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
-        """One pass: the next tokens of each row, padded on the right.
-
-        Returns:
-            Logits [rows, S, V], lazy.
-        """
+        """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
         self._begin([len(text) for text in texts])
         logits: mx.array = model(_padded(texts), cache=self.caches)
         for cache, _ in self._before:  # the lengths that recurrent layers were told hold no longer

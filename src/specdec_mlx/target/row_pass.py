@@ -23,8 +23,7 @@ from specdec_mlx.types import Draft, PendingPass
 class RowPlace(Rollback):
     """A row's place in its text: it asks to go back, and all rows go at once.
 
-    base: positions of the caches that were there before the text. wanted: where it asked to go;
-    None if it stays.
+    base: positions of earlier texts in the caches. wanted: where it asked to go, None if it stays.
     """
 
     base: int = 0
@@ -62,10 +61,7 @@ class ToVerify(NamedTuple):
 
 @dataclass
 class RowPasses:
-    """The target of several texts at once: their caches, and the passes over all of them.
-
-    verifiers: of each row, how its tokens are drawn and its drafts judged.
-    """
+    """The target of several texts at once: caches and passes of all, and a verifier of each."""
 
     model: nn.Module
     caches: RowCaches
@@ -98,11 +94,7 @@ class RowPasses:
         self._move()
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
-        """Start a pass over all rows; one to be read for each.
-
-        Raises:
-            DraftError: before anything is fed, for what cannot be a draft for this target.
-        """
+        """Start a pass over all rows; raises DraftError before anything is fed."""
         both = zip(self.verifiers, rounds, strict=True)
         rounds = [round_._replace(draft=v.chain_of(round_.draft)) for v, round_ in both]
         drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
