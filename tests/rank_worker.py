@@ -78,7 +78,7 @@ def tokens(model: nn.Module, prompt: list[int], drafting: Any = None, **options:
 
 
 def plain(prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
-    """The same of the whole target."""
+    """Tokens of the whole target."""
     return tokens(pair().target, prompt, drafting, **options)
 
 

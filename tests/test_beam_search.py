@@ -184,7 +184,7 @@ def test_stop_tokens_finish_beams_that_stay() -> None:
 def test_a_beam_is_done_without_only_where_it_cannot_matter(
     logprobs: list[list[float]], scores: list[float], missing: int
 ) -> None:
-    """What is decided without its continuations is what they would have decided."""
+    """A decision without its continuations is the one that they would have brought."""
     beams = [Beam((i,), score) for i, score in enumerate(scores)]
     known = {(i,): list(enumerate(row)) for i, row in enumerate(logprobs)}
     whole = next_beams(beams, known, 2, frozenset())

@@ -1,11 +1,10 @@
-"""An exception at any call of anything: what the caller holds afterwards is what was handed out.
+"""After an exception at any call of anything the caller holds the text that was emitted.
 
-Each case is a random generation, drawn from its number: an architecture, a way to write (chains,
-trees, a draft model, heads, a batch, beams), and one call of the drafter, a processor, the sampler,
-the callback or a layer, prefill and probing included, that raises before or after its work; or the
-caller closes the generator, or throws into it. Afterwards the caller's caches go on as the text
-does that was handed out, the caches that were only lent are as they were, and the same model and
-drafter write the plain text once more.
+Each case is a random generation: an architecture, a way to write, and one call of the drafter, a
+processor, the sampler, the callback or a layer, prefill and probing included, that raises before or
+after its work; or the caller closes the generator, or throws into it. Afterwards the caller's
+caches go on as the emitted text does, caches that were only lent are as they were, and the same
+model and drafter write the plain text once more.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ class Fault:
 
     @classmethod
     def within(cls, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same callable, which may raise."""
+        """A callable that may raise."""
 
         @functools.wraps(call, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -183,7 +182,7 @@ class Oracles:
 
 
 def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> Any:
-    """What drafts in this way."""
+    """A drafter for this way to write."""
     if way == "model":
         return sd.ModelDrafter(tiny.build(name, seed=1), branches=coins.choice([1, 1, 2]))
     if way in HEADS:
@@ -217,7 +216,7 @@ def how(coins: random.Random) -> dict[str, Any]:
 
 
 def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether caches hold the first tokens of a text: it is continued as it would be."""
+    """True if caches hold the first tokens of a text: it is continued as it would be."""
     again = sd.speculate(target(name), [*text], max_tokens=6, prompt_cache=caches)
     return [item.token for item in again] == plain(name, tuple(whole), 6)
 
@@ -229,8 +228,7 @@ WAYS = ("none", "chains", "trees", "model", *HEADS_HERE)
 
 
 def raised_in(module: str, error: BaseException | None) -> bool:
-    """Whether an exception came through this module: `exactness` measures a model, where it is a
-    verdict; `ending` feeds what is missing at the end, where it is itself what says why not."""
+    """True if an exception came through `exactness`, where it is a verdict, or `ending`."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     return any(frame.filename.endswith(f"{module}.py") for frame in frames)
 
@@ -297,7 +295,7 @@ def one_text(way: str, coins: random.Random) -> None:
 
 
 def notes(error: BaseException | None) -> str:
-    """What an exception says."""
+    """An exception's message and notes."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -375,7 +373,7 @@ def several_texts(coins: random.Random) -> None:
         and place in ("begin", "propose", "observe", "sampler")
     ):
         assert (len(told_of), error) == (1, None)
-    assert not {*told_of} & {*ended}, "a text that failed was handed out as one that has ended"
+    assert not {*told_of} & {*ended}, "a text that failed came as one that has ended"
     for uid, request in enumerate(requests):
         whole = [*held, *request.prompt]
         assert texts[uid] == plain(name, tuple(whole))[: len(texts[uid])]

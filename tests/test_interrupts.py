@@ -1,4 +1,4 @@
-"""Whatever happens in the middle of a pass, the caches hold the text handed out, or are refused."""
+"""Whatever happens in the middle of a pass, caches hold the emitted text, or are refused."""
 
 from __future__ import annotations
 

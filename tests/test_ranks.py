@@ -38,7 +38,7 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two ranks found out in all jobs that always run, once for all of xdist's workers."""
+    """Results of two ranks in all jobs that always run, once for all of xdist's workers."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     kept = folder / "found-on-ranks.json"
@@ -94,7 +94,7 @@ def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.Mo
 
 
 class Split(nn.Module):
-    """What `pipeline` leaves of a model: where it stands, and among how many."""
+    """A model after `pipeline`, as far as it says among how many it is spread."""
 
     def __init__(self, size: int) -> None:
         super().__init__()

@@ -98,7 +98,7 @@ def drafters(coming: list[int]) -> dict[str, Any]:
 @given(request=REQUESTS, data=st.data())
 @settings(max_examples=12)
 def test_a_seed_is_a_text(request, data):
-    """The same tokens with every drafter, each at a draft length of its own."""
+    """With every drafter, each at a draft length of its own."""
     expected, _ = text(request, None, 0, "coupled")
     for name, drafter in drafters(expected).items():
         length = data.draw(st.sampled_from(LENGTHS), label=name)

@@ -59,7 +59,7 @@ def draft_model(name: str) -> nn.Module:
 def proposals(
     name: str, drafter: sd.ModelDrafter, **options: Any
 ) -> list[tuple[list[int], list[int]]]:
-    """What is proposed after which text, over a generation."""
+    """Texts, and the drafts that were proposed after them, over a generation."""
     recorder = Recorder(drafter)
     given = {"max_tokens": 32, "draft_length": 5, "seed": 3} | options
     list(sd.speculate(target(name), PROMPT, recorder, **given))
@@ -142,7 +142,7 @@ def test_texts_that_repeat_take_at_most_seven_passes_for_ten_draft_tokens() -> N
 
 @in_one_test("name", ["llama", "mamba2", "qwen3_next"])
 def test_the_callers_caches_are_in_step_for_a_second_turn(name: str) -> None:
-    """What is drafted on them is what the draft model would write after reading all of it."""
+    """Drafts on them are those of a draft model that has read all of it."""
     large, model = target(name), draft_model(name)
     caches = make_prompt_cache(large) + make_prompt_cache(model)
     drafter = sd.ModelDrafter(model, drafter="prompt-lookup:min_ngram=1")

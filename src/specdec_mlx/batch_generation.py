@@ -91,11 +91,11 @@ def batch_stream_generate(
         sampler: how tokens are drawn, greedy if None.
         logits_processors: mlx-lm's, for all texts.
         prompt_caches: caches that each prompt continues; they are not changed.
-        return_prompt_caches: hand out each text's caches with its last token.
+        return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
         prefill_step_size: most positions of a prompt in one pass.
         max_kv_size: positions after which caches rotate; the texts are then written one by one.
-        probe: measure once whether the model is exact for several positions at once.
+        probe: measure once if the model is exact for several positions at once.
         stream: MLX's stream to run on.
 
     Yields:

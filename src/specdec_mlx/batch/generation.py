@@ -88,7 +88,7 @@ class BatchGeneration:
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
     _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
-    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being handed out
+    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
     _num_inserted: int = 0
     _is_pipelined: bool = False
     _read_at: float = 0.0

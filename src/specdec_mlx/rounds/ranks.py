@@ -2,8 +2,8 @@
 
 What the target computes is equal on all ranks. Whatever a clock, a file, a memory or a random seed
 decides is not, so rank 0 alone drafts, and once a round the ranks meet: one small collective
-carries its draft, and from each rank whether it goes on. A rank that fails or leaves says so at the
-next meeting, and all end there.
+carries its draft and every rank's state. A rank that fails or leaves says so at the next meeting,
+and all end there.
 
 Rank 0's caller counts: the others get the tokens that it has taken, and caches end where it ended.
 """

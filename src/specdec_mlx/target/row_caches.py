@@ -286,12 +286,12 @@ class RowCaches:
         Returns:
             The ends that were reached; what lies between is to be fed again.
         """
-        behind = [wanted < end for wanted, end in zip(ends, self.ends, strict=True)]
-        if any(behind):
+        is_back = [wanted < end for wanted, end in zip(ends, self.ends, strict=True)]
+        if any(is_back):
             for cache, before in self._before:
                 pairs = zip(before, cache.cache, strict=True)
-                cache.cache = [_chosen(behind, old, new) for old, new in pairs]
-            reached = zip(self._began if self._before else ends, self.ends, behind, strict=True)
+                cache.cache = [_chosen(is_back, old, new) for old, new in pairs]
+            reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
             self.ends = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
             dropped, order = slots.tidy(self.ends)
@@ -311,7 +311,7 @@ class RowCaches:
 
 
 def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
-    """Token ids [rows, S] with zeros behind them; one array where the host knows them all."""
+    """Token ids [rows, S] padded with zeros; one array where the host knows them all."""
     width = max(map(len, texts))
     if any(isinstance(text, mx.array) for text in texts):
         rows = map(to_ids, texts)
@@ -332,7 +332,7 @@ def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) ->
 
 
 def _held(array: mx.array, num_rows: int, num_held: int, num_slots: int) -> mx.array:
-    """Keys or values [rows, heads, slots, d] of rows that hold `num_held`, with room behind.
+    """Keys or values [rows, heads, slots, d] of rows that hold `num_held`, with room after them.
 
     Where nothing is held, another cache's array tells their shape.
     """
