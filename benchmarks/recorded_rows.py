@@ -15,8 +15,7 @@ from typing import TypeVar, cast
 import mlx.nn as nn
 
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.pace import Pace
-from specdec_mlx.batch.rows import Passes, Request, Rounds, Row
+from specdec_mlx.batch.rows import Request, Rounds, Row
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
@@ -27,10 +26,10 @@ from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_pass import ToVerify
+from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.row_pass import OneByOne, RowPasses
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Drafter, PendingPass
+from specdec_mlx.types import Drafter
 
 Kind = TypeVar("Kind")
 
@@ -49,70 +48,36 @@ def groups_of(
     return [texts[start : start + num_rows] for start in spread(starts, count)]
 
 
-@dataclass
-class RecordedRows:
-    """Passes over recorded texts, which take no time; see `batch.rows.Passes`."""
+class RecordedRows(OneByOne):
+    """Passes over recorded texts, which take no time."""
 
-    targets: list[RecordedTarget] = field(default_factory=list)
-
-    def add(self, verifier: Verifier) -> None:
-        """Take over a text."""
-        self.targets.append(cast(RecordedTarget, verifier))
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
-        self.targets = [self.targets[row] for row in rows]
-
-    def read(self, texts: Sequence[Sequence[int]]) -> None:
-        """There is nothing to read."""
-
-    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
-        """A pass over all rows."""
-        return [
-            target.launch(round_.pending, round_.draft, round_.position)
-            for target, round_ in zip(self.targets, rounds, strict=True)
-        ]
-
-    def settle(self) -> None:
-        """Each row went back by itself."""
-
-    def extract(self, row: int) -> Rollback:
-        """There are no caches."""
-        return self.targets[row].rollback
-
-
-@dataclass
-class ModelledPace(Pace):
-    """Bills passes by a curve: rows are padded, so that a pass has rows times width positions.
-
-    total: seconds of all passes. num_passes: how many there were.
-    """
-
-    cost: CostCurve = field(kw_only=True)
-    total: float = 0.0
-    num_passes: int = 0
-
-    def was_read(self, current: Rounds, ahead: Rounds) -> None:
-        """A pass was read."""
-        width = max(round_.under_way.num_fed for _, round_ in current)
-        self.seconds, self.is_steady = self.cost(len(current) * width), True
-        self.total += self.seconds
-        self.num_passes += 1
+    is_together = True
 
 
 @dataclass
 class RecordedBatch(BatchGeneration):
     """`BatchGeneration` over recorded texts, which come in their order.
 
-    vocab_size: V, as recorded.
+    Passes are billed by a curve: rows are padded, so that one has rows times width positions.
+
+    vocab_size: V, as recorded. cost: c(m), in seconds. total: seconds of all passes.
     """
 
     vocab_size: int = field(kw_only=True)
     texts: Sequence[RecordedText] = field(kw_only=True)
+    cost: CostCurve = field(kw_only=True)
+    total: float = 0.0
 
-    def make_passes(self) -> Passes:
+    def make_passes(self) -> RowPasses:
         """Passes that know what comes."""
-        return RecordedRows()
+        return RecordedRows(self.model, RowCaches([]))
+
+    def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
+        """The curve's seconds."""
+        width = max(round_.under_way.num_fed for _, round_ in current)
+        seconds = self.cost(len(current) * width)
+        self.total += seconds
+        return seconds, True
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is generated."""
@@ -154,15 +119,14 @@ def replay_rows(
         The group as one text; plain seconds are those of one pass for a token of every text that
         has not ended.
     """
-    pace = ModelledPace(cost=cost)
     batch = RecordedBatch(
         memory,
         drafter,
         draft_length=length,
         max_rows=len(texts),
-        pace=pace,
         vocab_size=vocab_size,
         texts=texts,
+        cost=cost,
     )
     for text in texts:
         batch.insert(Request(text.prompt, len(text.generated)))
@@ -177,10 +141,10 @@ def replay_rows(
     return Modelled(
         category="+".join(sorted({text.category for text in texts})),
         tokens=sum(map(len, written)),
-        passes=pace.num_passes,
+        passes=batch.num_rounds,
         drafted=sum(account.drafted for account in stats.values()),
         accepted=accepted,
-        seconds=pace.total,
+        seconds=batch.total,
         plain_seconds=plain_seconds([len(text.generated) for text in texts], cost),
     )
 

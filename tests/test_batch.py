@@ -24,7 +24,8 @@ import narrow
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
+from counting import Counting
+from scripted import OracleDrafter, ScriptedSession
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
@@ -49,15 +50,18 @@ PROMPTS = [
 LENGTHS = [40, 12, 30, 1, 21, 7, 34, 26]
 """Some prompts and texts end before a window of 16 tokens, others lie across its end or past it."""
 
-ROWS = 3
-
 ARCHITECTURES = [
     *("qwen2", "gpt_oss", "gemma3_text", "qwen3_next", "lfm2", "falcon_h1", "deepseek_v3"),
     "ministral3",  # which scales queries by position, from 32 on
 ]
 
-ONE_BY_ONE = ["mamba", "llama4", "gemma2"]
-"""Recurrent without a mask; with caches of its own; with a mask for one text only."""
+ONE_BY_ONE: dict[str, dict[str, Any]] = {
+    "mamba": {},  # recurrent without a mask
+    "llama4": {},  # with caches of its own
+    "gemma2": {},  # with a mask for one text only
+    "internlm2": tiny.DYNAMIC,  # the base of its rope goes by the length, one for all rows
+    "internlm3": tiny.DYNAMIC,
+}
 
 
 @functools.cache
@@ -65,30 +69,28 @@ def model(name: str) -> nn.Module:
     return tiny.build(name)
 
 
+def said(target: nn.Module, prompt: Sequence[int], length: int, **options: Any) -> list[int]:
+    """The text of one prompt, alone."""
+    return [t.token for t in sd.speculate(target, prompt, max_tokens=length, **options)]
+
+
 @functools.cache
 def alone(name: str) -> list[list[int]]:
     """The greedy text of each prompt, by plain decoding."""
-    return [
-        [token.token for token in sd.speculate(model(name), prompt, max_tokens=length)]
-        for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
-    ]
+    return [said(model(name), *pair) for pair in zip(PROMPTS, LENGTHS, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class Oracles:
-    """An oracle for each prompt, wrong in a share of the positions."""
+    """An oracle for each prompt of an architecture, wrong in a share of the positions."""
 
-    texts: dict[tuple[int, ...], list[int]]
+    name: str = "qwen2"
     wrong: float = 0.4
 
-    @classmethod
-    def of(cls, name: str) -> Oracles:
-        return cls(dict(zip(map(tuple, PROMPTS), alone(name), strict=True)))
-
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        vocab_size = context.vocab_size or 0
-        text = self.texts[tuple(prompt)]
-        return OracleDrafter(text, vocab_size, self.wrong, len(prompt)).begin(prompt, context)
+        text = alone(self.name)[PROMPTS.index(list(prompt))]
+        drafter = OracleDrafter(text, context.vocab_size or 0, self.wrong, len(prompt))
+        return drafter.begin(prompt, context)
 
 
 def collected(rows: Iterator[RowToken], count: int) -> list[list[int]]:
@@ -99,54 +101,47 @@ def collected(rows: Iterator[RowToken], count: int) -> list[list[int]]:
     return texts
 
 
+def texts_of(batch: BatchGeneration, numbers: Sequence[int]) -> list[list[int]]:
+    """The texts of some of the prompts."""
+    for i in numbers:
+        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
+    return collected(batch.run(), len(numbers))
+
+
 def written(target: nn.Module, drafter: Drafter | None, **options: Any) -> list[list[int]]:
-    """All prompts' texts, a few at a time, greedy."""
-    batch = BatchGeneration(target, drafter, **{"max_rows": ROWS} | options)
-    for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
-        batch.insert(Request(prompt, length))
-    return collected(batch.run(), len(PROMPTS))
+    """All prompts' texts, three at a time, greedy."""
+    return texts_of(BatchGeneration(target, drafter, max_rows=3, **options), range(len(PROMPTS)))
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_each_greedy_text_is_what_it_is_alone(name: str) -> None:
     """Token by token, with drafts of which two in five tokens are wrong."""
-    batch = BatchGeneration(model(name))
-    assert batch._passes is not None, "these architectures are written row by row"
+    assert BatchGeneration(model(name))._passes.is_together
     for draft_length in (0, 1, 3, "auto"):
-        texts = written(model(name), Oracles.of(name), draft_length=draft_length)
+        texts = written(model(name), Oracles(name), draft_length=draft_length)
         assert texts == alone(name), draft_length
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     "drafter",
     [
         sd.PromptLookupDrafter(),
-        sd.NGramDrafter(),
         sd.NGramDrafter(stochastic=True),
         sd.SuffixDrafter(),
         sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
         sd.BestOf(sd.SuffixDrafter(), sd.NGramDrafter()),
+        sd.ModelDrafter(tiny.build("qwen2", seed=1)),
     ],
-    ids=["look-up", "n-gram", "drawn n-gram", "suffix", "first of", "best of"],
 )
 def test_every_drafter_leaves_the_texts_alone(drafter: Drafter) -> None:
-    """Of the built-in ones that work on tokens."""
+    """Each text has a session of its own, and so caches of the draft model."""
     assert written(model("qwen2"), drafter, draft_length=3) == alone("qwen2")
-
-
-def test_a_draft_model_drafts_for_each_row() -> None:
-    """Each text has a session, and so caches of the draft model, of its own."""
-    drafter = sd.ModelDrafter(tiny.build("qwen2", seed=1))
-    assert written(model("qwen2"), drafter, draft_length=2) == alone("qwen2")
 
 
 def test_right_drafts_save_passes() -> None:
     """Two texts of 40 tokens with drafts of four right ones take about 8 passes each, together."""
-    oracle = Oracles(dict(zip(map(tuple, PROMPTS), alone("qwen2"), strict=True)), wrong=0.0)
-    batch = BatchGeneration(model("qwen2"), oracle, draft_length=4)
-    for i in (0, 0):
-        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
-    assert collected(batch.run(), 2) == [alone("qwen2")[0]] * 2
+    batch = BatchGeneration(model("qwen2"), Oracles(wrong=0.0), draft_length=4)
+    assert texts_of(batch, [0, 0]) == [alone("qwen2")[0]] * 2
     assert batch.num_rounds <= 1 + 8
 
 
@@ -154,40 +149,22 @@ def test_right_drafts_save_passes() -> None:
 def test_empty_slots_may_be_dropped_at_any_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With room for two of them, they are dropped in nearly every round."""
     monkeypatch.setattr(row_caches, "MOST_EMPTY", 2)
-    assert written(model(name), Oracles.of(name), draft_length=4) == alone(name)
+    assert written(model(name), Oracles(name), draft_length=4) == alone(name)
 
 
-SAMPLED = [
-    (rule, drafter)
-    for rule in ("match", "coupled")
-    for drafter in (sd.PromptLookupDrafter(), sd.NGramDrafter(stochastic=True))
-]
-
-
-@pytest.mark.parametrize(("rule", "drafter"), SAMPLED)
+@pytest.mark.parametrize("rule", ["match", "coupled"])
+@pytest.mark.parametrize("drafter", [sd.PromptLookupDrafter(), sd.NGramDrafter(stochastic=True)])
 def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     """The target's own draws are keyed by the row's own seed and its own positions."""
     target, sampling = narrow.model(), sd.Sampling(temp=1.0)
-    batch = BatchGeneration(target, drafter, rule=rule, draft_length=3, max_rows=ROWS)
+    how: dict[str, Any] = {"rule": rule, "draft_length": 3}
+    batch = BatchGeneration(target, drafter, max_rows=3, **how)
     prompts = [[1, 2, 3, 1, 2], [0], [3, 3, 1], [2, 1] * 5]
+    expected = []
     for seed, prompt in enumerate(prompts):
         batch.insert(Request(prompt, 20 + seed, sampling, seed))
-    expected = [
-        [
-            token.token
-            for token in sd.speculate(
-                target,
-                prompt,
-                drafter,
-                max_tokens=20 + seed,
-                sampler=sampling,
-                seed=seed,
-                rule=rule,
-                draft_length=3,
-            )
-        ]
-        for seed, prompt in enumerate(prompts)
-    ]
+        one = said(target, prompt, 20 + seed, drafter=drafter, sampler=sampling, seed=seed, **how)
+        expected.append(one)
     assert collected(batch.run(), len(prompts)) == expected
 
 
@@ -203,13 +180,13 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
             batch.insert(Request(prompt, 2, sd.Sampling(temp=1.0), 2 * seed + row))
     texts = np.array(collected(batch.run(), 2 * num_pairs)).reshape(num_pairs, 2, 2)
     exacts = [two_tokens(target, prompt) for prompt in prompts]
-    for row, exact in enumerate(exacts):
-        assert chi_square_of(
-            texts[:, row, 0] * 4 + texts[:, row, 1], exact.ravel()
-        ) < chi_square.limit(15)
+    pairs = [(4 * texts[:, row, 0] + texts[:, row, 1], exacts[row]) for row in (0, 1)]
     seconds = np.outer(exacts[0].sum(axis=0), exacts[1].sum(axis=0))
-    pairs = texts[:, 0, 1] * 4 + texts[:, 1, 1]
-    assert chi_square_of(pairs, seconds.ravel()) < chi_square.limit(15)
+    for samples, exact in (*pairs, (4 * texts[:, 0, 1] + texts[:, 1, 1], seconds)):
+        expected = exact.ravel() * num_pairs
+        counts = np.bincount(samples, minlength=16)
+        statistic = ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+        assert statistic < chi_square.limit(15)
 
 
 def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
@@ -221,12 +198,6 @@ def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
 
     first = after(prompt)
     return np.stack([first[token] * after([*prompt, token]) for token in range(len(first))])
-
-
-def chi_square_of(samples: np.ndarray, exact: np.ndarray) -> float:
-    expected = exact * len(samples)
-    counts = np.bincount(samples, minlength=len(exact))
-    return float(((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum())
 
 
 @given(
@@ -251,7 +222,7 @@ def test_texts_may_come_and_go_at_any_time(
     """
     batch = BatchGeneration(
         model("qwen2"),
-        Oracles.of("qwen2"),
+        Oracles(),
         draft_length=draft_length,
         max_rows=max_rows,
         prefill_step_size=5,
@@ -280,9 +251,8 @@ def test_texts_may_come_and_go_at_any_time(
         arrive()
     for uid, (text, (i, length, _, leaves_after)) in enumerate(zip(texts, inserted, strict=True)):
         whole = alone("qwen2")[i][: min(length, LENGTHS[i])]
-        expected = whole if leaves_after is None else whole[:leaves_after]
-        assert text == expected
-        assert (reasons[uid] == "length") == (len(expected) == len(whole))
+        assert text == whole[:leaves_after]
+        assert (reasons[uid] == "length") == (len(text) == len(whole))
 
 
 LONG = [*BLOCK, 21] * 7
@@ -292,9 +262,7 @@ LONG = [*BLOCK, 21] * 7
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
 def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str) -> None:
     """Each of its steps keeps them waiting once; both texts are what they are alone."""
-    target = model(name)
-    expected = [t.token for t in sd.speculate(target, LONG, max_tokens=6)]
-    batch = BatchGeneration(target, prefill_step_size=5)
+    batch = BatchGeneration(model(name), prefill_step_size=5)
     batch.insert(Request(PROMPTS[0], 40))
     rows = batch.run()
     texts: list[list[int]] = [[next(rows).token.token], []]
@@ -303,13 +271,13 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str) -> No
     for row in rows:
         order.append(row.uid)
         texts[row.uid].append(row.token.token)
-    assert texts == [alone(name)[0], expected]
+    assert texts == [alone(name)[0], said(model(name), LONG, 6)]
     assert 9 <= order.index(1) <= 11
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next"])
 def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one padded pass, which leaves each text what it is alone."""
+    """In one padded pass, but where padding would take longer than passes of their own."""
     read: list[list[int]] = []
     real = RowPasses.read
 
@@ -318,21 +286,14 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
         real(passes, texts)
 
     monkeypatch.setattr(RowPasses, "read", note)
-    batch = BatchGeneration(model(name), Oracles.of(name), draft_length=2)
-    for i in (1, 5, 7):
-        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
-    assert collected(batch.run(), 3) == [alone(name)[i] for i in (1, 5, 7)]
+    batch = BatchGeneration(model(name), Oracles(name), draft_length=2)
+    assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
     assert read == [[6, 5, 4]]
-    assert batch.prompt_tokens == 7 + 6 + 5
-
-
-def test_prompts_of_very_different_length_are_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where padding would take longer than passes of their own."""
-    monkeypatch.setattr(RowPasses, "read", None)
-    batch = BatchGeneration(model("qwen2"))
-    batch.insert(Request(PROMPTS[7], 3))
-    batch.insert(Request(LONG, 3))
-    assert collected(batch.run(), 2)[0] == alone("qwen2")[7][:3]
+    batch = BatchGeneration(model(name))
+    for prompt in (PROMPTS[7], LONG):
+        batch.insert(Request(prompt, 3))
+    assert collected(batch.run(), 2)[0] == alone(name)[7][:3]
+    assert len(read) == 1
 
 
 @in_one_test("leaves", ["is removed", "with all others"])
@@ -340,12 +301,12 @@ def test_a_text_may_leave_while_its_prompt_is_read(leaves: str) -> None:
     """No token of it comes, its drafter's session is closed, and the others go on."""
     sessions: list[ScriptedSession] = []
 
-    class Noting(Oracles):
+    class Noting:
         def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
             sessions.append(ScriptedSession(lambda start, limit: []))
             return sessions[-1]
 
-    batch = BatchGeneration(model("qwen2"), Noting({}), prefill_step_size=5)
+    batch = BatchGeneration(model("qwen2"), Noting(), prefill_step_size=5)
     batch.insert(Request(PROMPTS[0], 40))
     rows = batch.run()
     text = [next(rows).token.token]
@@ -357,8 +318,7 @@ def test_a_text_may_leave_while_its_prompt_is_read(leaves: str) -> None:
         text += [row.token.token for row in rows]
     else:
         rows.close()
-    assert text == alone("qwen2")[0][: len(text)]
-    assert len(text) == (40 if leaves == "is removed" else 5)
+    assert text == alone("qwen2")[0][: 40 if leaves == "is removed" else 5]
     assert [session.closed_at is not None for session in sessions] == [True, True]
     assert batch.num_open == 0
 
@@ -366,100 +326,62 @@ def test_a_text_may_leave_while_its_prompt_is_read(leaves: str) -> None:
 def test_processors_and_stop_tokens_are_each_rows_own() -> None:
     """A repetition penalty sees its row's text alone; a stop token ends its row alone."""
     processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
+    penalised = said(model("qwen2"), PROMPTS[2], 25, logits_processors=processors)
     stop = alone("qwen2")[0][5]
     batch = BatchGeneration(
-        model("qwen2"), Oracles.of("qwen2"), draft_length=3, stop_tokens=frozenset({stop})
+        model("qwen2"), Oracles(), draft_length=3, stop_tokens=frozenset({stop})
     )
     batch.insert(Request(PROMPTS[0], 40))
     batch.insert(Request(PROMPTS[2], 25, logits_processors=processors))
-    texts = collected(batch.run(), 2)
-    first = alone("qwen2")[0]
-    assert texts[0] == first[: first.index(stop) + 1]
-    penalised = [
-        token.token
-        for token in sd.speculate(
-            model("qwen2"), PROMPTS[2], max_tokens=25, logits_processors=processors
-        )
+    expected = [
+        text[: text.index(stop) + 1] if stop in text else text
+        for text in (alone("qwen2")[0], penalised)
     ]
-    end = penalised.index(stop) + 1 if stop in penalised else None
-    assert texts[1] == penalised[:end]
+    assert collected(batch.run(), 2) == expected
 
 
 def test_a_sampler_of_the_callers_is_asked_row_by_row() -> None:
     """It may remember what it saw, so it sees each position once, in order."""
-    target = model("qwen2")
     own = lambda logprobs: mx.argmax(logprobs, axis=-1)  # noqa: E731 (an opaque callable)
-    batch = BatchGeneration(target, Oracles.of("qwen2"), draft_length=3)
+    batch = BatchGeneration(model("qwen2"), Oracles(), draft_length=3)
     for prompt, length in zip(PROMPTS[:3], LENGTHS, strict=False):
         batch.insert(Request(prompt, length, own))
     assert collected(batch.run(), 3) == alone("qwen2")[:3]
 
 
-@pytest.mark.parametrize("name", ONE_BY_ONE)
+@in_one_test("name", ONE_BY_ONE)
 def test_what_cannot_be_rows_is_written_one_by_one(name: str) -> None:
     """It is said once for a loaded model, and the texts are the same."""
-    target = tiny.build(name)
+    target = tiny.build(name, **ONE_BY_ONE[name])
     with pytest.warns(UserWarning, match="one by one"):
         texts = written(target, sd.PromptLookupDrafter())
-    assert texts == alone(name)
+    assert texts == [said(target, *pair) for pair in zip(PROMPTS, LENGTHS, strict=True)]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         BatchGeneration(target)
 
 
-@pytest.mark.parametrize("name", ["internlm2", "internlm3"])
-def test_ropes_whose_base_is_by_the_length_are_written_one_by_one(name: str) -> None:
-    """They take one length for all rows; each text is what it is alone, past that length too."""
-    target = tiny.build(name, **tiny.DYNAMIC)
-    plain = [
-        [token.token for token in sd.speculate(target, prompt, max_tokens=length)]
-        for prompt, length in zip(PROMPTS, LENGTHS, strict=True)
-    ]
-    with pytest.warns(UserWarning, match="one by one"):
-        assert written(target, sd.PromptLookupDrafter()) == plain
-
-
-@dataclass(frozen=True)
-class Reader:
-    """A drafter that reads the target, as heads do."""
-
-    features: Features = field(default_factory=lambda: Features(layers=(0,)))
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        session = ScriptedDrafter(lambda start, limit: []).begin(prompt, context)
-        session.see = lambda rows: None  # type: ignore[attr-defined]
-        return session
-
-
 def test_a_drafter_that_reads_the_target_goes_one_by_one() -> None:
-    """There are no rows of several texts for it to see."""
+    """Its session sees each position of a text, in order, but for the last."""
+    seen: dict[int, int] = {}
+
+    class Session(ScriptedSession):
+        def see(self, rows: Any) -> None:
+            seen[id(self)] = seen.get(id(self), 0) + rows.layers[0].shape[0]
+
+    @dataclass(frozen=True)
+    class Reader:
+        features: Features = field(default_factory=lambda: Features(layers=(0,)))
+
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
+            sessions.append(Session(lambda start, limit: []))
+            return sessions[-1]
+
+    sessions: list[Session] = []
     with pytest.warns(UserWarning, match="Reader reads the target's states"):
         assert written(model("qwen2"), Reader(), draft_length=2) == alone("qwen2")
-
-
-def test_what_a_drafter_raises_comes_after_what_was_accepted() -> None:
-    """As in a single generation; the caches of the others are nobody's."""
-
-    class Broken(ScriptedSession):
-        def propose(self, limit: int) -> Draft:
-            if len(self.observed) >= 3:
-                raise RuntimeError("no more")
-            return Draft([])
-
-    class Breaking:
-        def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-            return Broken(lambda start, limit: [])
-
-    texts: list[list[int]] = [[], []]
-    batch = BatchGeneration(model("qwen2"), Breaking(), draft_length=2)
-    for i in (0, 2):
-        batch.insert(Request(PROMPTS[i], 20))
-    with pytest.raises(RuntimeError, match="no more"):
-        for row in batch.run():
-            texts[row.uid].append(row.token.token)
-    assert min(map(len, texts)) >= 3
-    for text, i in zip(texts, (0, 2), strict=True):
-        assert text == alone("qwen2")[i][: len(text)]
+    lengths = [len(prompt) + n - 1 for prompt, n in zip(PROMPTS, LENGTHS, strict=True)]
+    assert [seen[id(session)] for session in sessions] == lengths
 
 
 @dataclass(frozen=True)
@@ -493,6 +415,20 @@ class FailingSession(ScriptedSession):
             raise RuntimeError("no more")
 
 
+@in_one_test("when", ["propose", "observe"])
+def test_what_a_drafter_raises_comes_after_what_was_accepted(when: str) -> None:
+    """As in a single generation."""
+    texts: list[list[int]] = [[], []]
+    batch = BatchGeneration(model("qwen2"), Failing(PROMPTS[0], when), draft_length=2)
+    for i in (0, 2):
+        batch.insert(Request(PROMPTS[i], 20))
+    with pytest.raises(RuntimeError, match="no more"):
+        for row in batch.run():
+            texts[row.uid].append(row.token.token)
+    assert min(map(len, texts)) >= 3
+    assert texts == [alone("qwen2")[i][: len(text)] for text, i in zip(texts, (0, 2), strict=True)]
+
+
 @in_one_test("when", ["begin", "propose", "draft", "observe", "logits"])
 def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
     """If somebody is told; the others, later ones too, are what they are alone."""
@@ -513,10 +449,10 @@ def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
         batch.insert(Request(PROMPTS[i], 20, logits_processors=processors))
     texts = collected(batch.run(), 3)
     assert list(errors) == [1]
-    assert texts[0] == alone("qwen2")[0][:20]
-    assert texts[2] == alone("qwen2")[4][:20]
-    assert texts[1] == alone("qwen2")[2][: len(texts[1])]
     assert len(texts[1]) < 8
+    lengths = [20, len(texts[1]), 20]
+    expected = [alone("qwen2")[i][:n] for i, n in zip((0, 2, 4), lengths, strict=True)]
+    assert texts == expected
 
 
 WORDS = ["the cat the cat sat", "a", "in the thing on the thing on the", "hello"]
@@ -547,22 +483,20 @@ def test_batch_generate_is_mlx_lms_with_one_argument_more(drafter: str | None) -
     assert len(ours.speculation) == len(prompts)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "qwen3_next", "mamba"])
+@pytest.mark.filterwarnings("ignore:specdec_mlx")
 def test_returned_caches_go_on_where_the_text_ended(name: str) -> None:
     """A second turn on them is what it is on caches of a text that was written alone."""
-    target, texts = model(name), alone(name)
-    batch = BatchGeneration(target, Oracles.of(name), draft_length=3, returns_caches=True)
+    target = model(name)
+    batch = BatchGeneration(target, Oracles(name), draft_length=3, returns_caches=True)
     for prompt, length in zip(PROMPTS[:3], LENGTHS, strict=False):
         batch.insert(Request(prompt, length))
     caches = {row.uid: row.prompt_cache for row in batch.run() if row.finish_reason}
     again = BatchGeneration(target, sd.PromptLookupDrafter(), draft_length=2)
     for uid in range(3):
         again.insert(Request([4, 44], 12, prompt_cache=caches[uid]))
-    expected = [
-        [t.token for t in sd.speculate(target, [*prompt, *text, 4, 44], max_tokens=12)]
-        for prompt, text in zip(PROMPTS[:3], texts, strict=False)
-    ]
-    assert collected(again.run(), 3) == expected
+    texts = [[*prompt, *text] for prompt, text in zip(PROMPTS[:3], alone(name), strict=False)]
+    assert collected(again.run(), 3) == [said(target, [*text, 4, 44], 12) for text in texts]
 
 
 def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
@@ -587,17 +521,10 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
     assert [texts[i] for i in range(4)] == expected
 
 
-def test_wrong_numbers_of_tokens_are_refused() -> None:
-    """Before anything is computed."""
-    target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    with pytest.raises(ValueError, match="max_tokens=0"):
-        sd.batch_generate(target, tokenizer, WORDS, max_tokens=[3, 0, 3, 3])
-
-
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2", "mamba"])
 @pytest.mark.filterwarnings("ignore:specdec_mlx")
 def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
-    """Each is what it is alone; the prompt is read once, also behind caches that were given."""
+    """Each is what it is alone; the prompt is read once, also after caches that were given."""
     target, prompt, earlier = model(name), PROMPTS[4], PROMPTS[1]
     given = make_prompt_cache(target)
     target(mx.array([earlier]), cache=given)
@@ -606,93 +533,55 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
     fed = Counting(target)
     stream = mx.default_stream(mx.default_device())
     requests = list(samples_of(fed, request, 3, CacheOptions(None, 8), stream))
-    assert sum(fed.positions) <= len(prompt), "once, and not three times"
+    assert fed.num_passes <= 1 + 4, "read once, and not three times"
     batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), draft_length=3)
+    expected = []
     for seed, sample in enumerate(requests):
         batch.insert(dataclasses.replace(sample, seed=seed))
-    expected = [
-        [
-            token.token
-            for token in sd.speculate(
-                target,
-                prompt,
-                max_tokens=15,
-                sampler=sampling,
-                seed=seed,
-                prompt_cache=copy.deepcopy(given),
-            )
-        ]
-        for seed in range(3)
-    ]
+        cache = copy.deepcopy(given)
+        expected.append(said(target, prompt, 15, sampler=sampling, seed=seed, prompt_cache=cache))
     assert collected(batch.run(), 3) == expected
     assert expected[0] != expected[1]
-
-
-class Counting(nn.Module):
-    """A model that notes how many positions it was fed."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-        self.positions: list[int] = []
-
-    @property
-    def layers(self) -> list[Any]:
-        return self.inner.layers  # type: ignore[no-any-return]
-
-    def make_cache(self) -> Any:
-        return make_prompt_cache(self.inner)
-
-    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
-        self.positions.append(ids.shape[1])
-        return self.inner(ids, cache=cache)
 
 
 def test_samples_come_prompt_by_prompt_with_a_seed_each() -> None:
     """`num_samples` texts of each prompt, those of the seeds counted through."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    prompts = WORDS[:2]
-    several = sd.batch_generate(
-        *(target, tokenizer, prompts),
+    several = sd.batch_stream_generate(
+        *(target, tokenizer, WORDS[:2]),
         max_tokens=12,
         temp=1.0,
         seed=7,
         drafter="ngram",
         num_samples=3,
-        return_token_ids=True,
     )
-    alone = [
-        sd.generate(target, tokenizer, prompt, max_tokens=12, temp=1.0, seed=7 + 3 * i + sample)
-        for i, prompt in enumerate(prompts)
-        for sample in range(3)
-    ]
-    ends = tokenizer.eos_token_ids
-    assert several.token_ids == [
-        [token for token in text.tokens if token not in ends] for text in alone
-    ]
-    places = {
-        (response.index, response.sample)
-        for response in sd.batch_stream_generate(
-            target, tokenizer, prompts, max_tokens=2, num_samples=3, temp=1.0
+    texts: dict[tuple[int, int], str] = {}
+    for response in several:
+        place = response.index, response.sample
+        texts[place] = texts.get(place, "") + response.text
+    assert texts == {
+        (i, sample): sd.generate(
+            target, tokenizer, prompt, max_tokens=12, temp=1.0, seed=7 + 3 * i + sample
         )
+        for i, prompt in enumerate(WORDS[:2])
+        for sample in range(3)
     }
-    assert places == {(i, sample) for i in range(2) for sample in range(3)}
-    with pytest.raises(ValueError, match="num_samples=0"):
-        sd.batch_generate(target, tokenizer, prompts, num_samples=0)
+
+
+@in_one_test("wrong", [{"num_samples": 0}, {"max_tokens": [3, 0, 3, 3]}])
+def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
+    """Before anything is computed."""
+    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
+        sd.batch_generate(tiny_text.model(), tiny_text.tokenizer(), WORDS, **wrong)
 
 
 def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
     """Its first tokens count: as positions of its noise, and among the most wanted."""
-    target, sampling = narrow.model(), sd.Sampling(temp=1.0)
-    prompt = [1, 2, 3, 1, 2]
-    whole = [
-        token.token
-        for token in sd.speculate(target, prompt, max_tokens=20, sampler=sampling, seed=5)
-    ]
+    target, sampling, prompt = narrow.model(), sd.Sampling(temp=1.0), [1, 2, 3, 1, 2]
+    whole = said(target, prompt, 20, sampler=sampling, seed=5)
     own = RowDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
     batch = BatchGeneration(target)
-    for said in (1, 7, 19):
-        batch.insert(
-            Request([*prompt, *whole[:said]], 20, sampling, 5, num_said=said, drafting=own)
-        )
-    assert collected(batch.run(), 3) == [whole[said:] for said in (1, 7, 19)]
+    for num_said in (1, 7, 19):
+        text = [*prompt, *whole[:num_said]]
+        batch.insert(Request(text, 20, sampling, 5, num_said=num_said, drafting=own))
+    assert collected(batch.run(), 3) == [whole[num_said:] for num_said in (1, 7, 19)]

@@ -19,7 +19,6 @@ import scripted
 import specdec_mlx as sd
 from benchmarks import batches
 from benchmarks.recorded_rows import (
-    ModelledPace,
     RecordedBatch,
     groups_of,
     plain_seconds,
@@ -258,19 +257,17 @@ def test_right_drafts_are_taken_where_positions_are_free() -> None:
 
 def rows_of_a_server(texts: list[RecordedText], cost: CostCurve) -> list[float]:
     """How much later than in a plain batch each text ended, in plain passes; texts may come."""
-    pace = ModelledPace(cost=cost)
     batch = RecordedBatch(
         nn.Module(),
         Guesses(texts, 1000),
         max_rows=len(texts),
-        pace=pace,
+        cost=cost,
         vocab_size=narrow.VOCAB,
         texts=texts,
-        is_open=True,
     )
     for text in texts:
         batch.insert(Request(text.prompt, len(text.generated)))
-    ended = {token.uid: pace.total for token in batch.run()}
+    ended = {token.uid: batch.total for token in batch.run()}
     return [ended[row] / cost(len(texts)) - len(text.generated) for row, text in enumerate(texts)]
 
 

@@ -19,14 +19,13 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx.beams.guesses import (
     BeamDrafting,
-    FixedGuess,
     GuessLength,
     guess_length_for,
     paths_of,
 )
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.beams.steps import Beam, next_beams
-from specdec_mlx.lab.pair import Pair, load_pair
+from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 
@@ -41,31 +40,22 @@ def model(name: str) -> nn.Module:
     return tiny.build(name)
 
 
-@functools.cache
-def lab() -> Pair:
-    return load_pair()
-
-
 Found = list[tuple[tuple[int, ...], float]]
 
 
 def plain_search(
-    target: nn.Module,
-    prompt: Sequence[int],
-    num_beams: int,
-    num_steps: int,
-    stop_tokens: frozenset[int] = frozenset(),
+    target: nn.Module, num_beams: int, stop_tokens: frozenset[int] = frozenset()
 ) -> list[Found]:
     """The beams of each step, by a pass over the whole text of each beam, without caches."""
     beams: Found = [((), 0.0)]
     steps = []
-    for _ in range(num_steps):
+    for _ in range(STEPS):
         candidates: Found = []
         for tokens, logprob in beams:
             if tokens and tokens[-1] in stop_tokens:
                 candidates.append((tokens, logprob))
                 continue
-            logits = target(mx.array([[*prompt, *tokens]]))[0, -1].astype(mx.float32)
+            logits = target(mx.array([[*PROMPT, *tokens]]))[0, -1].astype(mx.float32)
             row = np.array(logits - mx.logsumexp(logits)).astype(np.float64)
             candidates += [((*tokens, token), logprob + row[token]) for token in range(len(row))]
         beams = sorted(candidates, key=lambda beam: -beam[1])[:num_beams]
@@ -77,7 +67,7 @@ def plain_search(
 
 @functools.cache
 def expected(name: str, num_beams: int) -> list[Found]:
-    return plain_search(model(name), PROMPT, num_beams, STEPS)
+    return plain_search(model(name), num_beams)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,18 +75,16 @@ class BeamOracle:
     """Guesses the beams of the coming steps as a tree, wrong in every `wrong`th node."""
 
     steps: list[Found]
-    prompt: Sequence[int]
     wrong: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleSession:
-        return OracleSession(self, list(prompt[len(self.prompt) :]))
+        return OracleSession(self, list(prompt[len(PROMPT) :]))
 
 
 @dataclass
 class OracleSession:
     oracle: BeamOracle
     text: list[int]
-    cheap = True
 
     def propose(self, limit: int) -> Draft:
         here = tuple(self.text)
@@ -119,17 +107,13 @@ def searched(
     target: nn.Module,
     num_beams: int,
     drafter: Drafter | None,
-    draft_length: int,
     stop_tokens: frozenset[int] = frozenset(),
-    prompt: Sequence[int] = PROMPT,
-    num_steps: int = STEPS,
 ) -> BeamSearch:
-    """A search that has come to its end."""
-    rows = BeamRows(target, prompt, num_beams, prefill_step_size=4)
+    """A search that has come to its end, with guesses of three steps."""
+    rows = BeamRows(target, PROMPT, num_beams, prefill_step_size=4)
     context = DraftContext(sampling=sd.Sampling(), vocab_size=vocab_size_of(target))
-    drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
-    length = FixedGuess(draft_length)
-    search = BeamSearch(rows, num_beams, num_steps, stop_tokens, drafting, length)
+    drafting = drafter and BeamDrafting(drafter, PROMPT, context, rows.stream)
+    search = BeamSearch(rows, num_beams, STEPS, stop_tokens, drafting, GuessLength(3))
     search.run()
     return search
 
@@ -146,11 +130,11 @@ def assert_same(beams: Sequence[Beam], found: Found) -> None:
 def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> None:
     """With no guesses, with right ones, and with a third of them wrong."""
     steps = expected(name, num_beams)
-    plain = searched(model(name), num_beams, None, 0)
+    plain = searched(model(name), num_beams, None)
     assert_same(plain.beams, steps[-1])
     assert plain.num_passes == plain.num_steps == STEPS
     for wrong in (0, 3):
-        guessing = searched(model(name), num_beams, BeamOracle(steps, PROMPT, wrong), 3)
+        guessing = searched(model(name), num_beams, BeamOracle(steps, wrong))
         assert_same(guessing.beams, steps[-1])
         assert guessing.num_steps == STEPS
         assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
@@ -168,16 +152,16 @@ def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> Non
 )
 def test_every_drafter_leaves_the_beams_alone(drafter: Drafter) -> None:
     """Of the built-in ones that work on tokens."""
-    assert_same(searched(model("qwen2"), 3, drafter, 3).beams, expected("qwen2", 3)[-1])
+    assert_same(searched(model("qwen2"), 3, drafter).beams, expected("qwen2", 3)[-1])
 
 
 @in_one_test("name", ["qwen2", "qwen3_next"])
 def test_a_draft_model_goes_two_ways_where_a_beam_does(name: str) -> None:
     """The target itself guesses each beam's greedy continuation, of a copy of its session too."""
     drafter = sd.ModelDrafter(model(name))
-    search = searched(model(name), 3, drafter, 3)
+    search = searched(model(name), 3, drafter)
     assert_same(search.beams, expected(name, 3)[-1])
-    assert searched(model(name), 1, drafter, 3).num_passes == STEPS // 4
+    assert searched(model(name), 1, drafter).num_passes == STEPS // 4
 
 
 def test_stop_tokens_finish_beams_that_stay() -> None:
@@ -185,10 +169,10 @@ def test_stop_tokens_finish_beams_that_stay() -> None:
     target, num_beams = model("qwen2"), 3
     steps = expected("qwen2", num_beams)
     stop = frozenset({steps[2][0][0][-1], steps[4][1][0][-1]})
-    found = plain_search(target, PROMPT, num_beams, STEPS, stop)
+    found = plain_search(target, num_beams, stop)
     assert any(tokens[-1] in stop for tokens, _ in found[-1])
-    for drafter in (None, BeamOracle(found, PROMPT), BeamOracle(steps, PROMPT)):
-        assert_same(searched(target, num_beams, drafter, 3, stop).beams, found[-1])
+    for drafter in (None, BeamOracle(found), BeamOracle(steps)):
+        assert_same(searched(target, num_beams, drafter, stop).beams, found[-1])
 
 
 @given(
@@ -200,7 +184,7 @@ def test_stop_tokens_finish_beams_that_stay() -> None:
 def test_a_beam_is_done_without_only_where_it_cannot_matter(
     logprobs: list[list[float]], scores: list[float], missing: int
 ) -> None:
-    """What is decided without its continuations is what they would have decided."""
+    """A decision without its continuations is the one that they would have brought."""
     beams = [Beam((i,), score) for i, score in enumerate(scores)]
     known = {(i,): list(enumerate(row)) for i, row in enumerate(logprobs)}
     whole = next_beams(beams, known, 2, frozenset())
@@ -218,24 +202,20 @@ def test_a_tree_is_guessed_path_by_path() -> None:
     assert paths_of(Draft(), 2) == []
 
 
-REPEATING = """class TestCase(unittest.TestCase):
-    def test_one(self):
-        self.assertEqual(function(1), 1)
-
-    def test_two(self):
-        self.assertEqual(function(2), 2)
-
-    def test_three(self):
-"""
-
-
 def test_a_repeating_text_takes_fewer_passes() -> None:
     """Look-up on the lab target, and its draft model: the same beams, and passes are saved."""
-    target, draft, tokenizer = lab()
-    plain = sd.beam_search(target, tokenizer, REPEATING, 3, 30)
+    target, draft, tokenizer = load_pair()
+    tests = [
+        f"    def test_{name}(self):\n        self.assertEqual(function({i}), {i})\n\n"
+        for i, name in enumerate(("one", "two"), start=1)
+    ]
+    prompt = "".join(
+        ("class TestCase(unittest.TestCase):\n", *tests, "    def test_three(self):\n")
+    )
+    plain = sd.beam_search(target, tokenizer, prompt, 3, 30)
     assert plain.num_passes == plain.num_steps == 30
     for how in ({"drafter": "prompt-lookup"}, {"draft_model": draft}):
-        sooner = sd.beam_search(target, tokenizer, REPEATING, 3, 30, draft_length=4, **how)
+        sooner = sd.beam_search(target, tokenizer, prompt, 3, 30, draft_length=4, **how)
         assert [beam.tokens for beam in sooner.beams] == [beam.tokens for beam in plain.beams]
         assert sooner.num_steps == plain.num_steps
         assert sooner.num_passes <= 0.85 * plain.num_passes
@@ -249,9 +229,7 @@ def test_the_automatic_length_leaves_the_beams_alone_and_learns() -> None:
     for _ in range(2):
         auto = sd.beam_search(target, tokenizer, prompt, 2, 40, drafter="prompt-lookup")
         assert [beam.tokens for beam in auto.beams] == [beam.tokens for beam in plain.beams]
-    length = guess_length_for(target, 2, "auto")
-    assert isinstance(length, GuessLength)
-    assert length.length.prices.most > 0
+    assert guess_length_for(target, 2, "auto").auto.prices.most > 0
 
 
 def test_beams_come_as_texts_ranked_by_score() -> None:

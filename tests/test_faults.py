@@ -1,11 +1,10 @@
-"""An exception at any call of anything: what the caller holds afterwards is what was handed out.
+"""After an exception at any call of anything the caller holds the text that was emitted.
 
-Each case is a random generation, drawn from its number: an architecture, a way to write (chains,
-trees, a draft model, heads, a batch, beams), and one call of the drafter, a processor, the sampler,
-the callback or a layer, prefill and probing included, that raises before or after its work; or the
-caller closes the generator, or throws into it. Afterwards the caller's caches go on as the text
-does that was handed out, the caches that were only lent are as they were, and the same model and
-drafter write the plain text once more.
+Each case is a random generation: an architecture, a way to write, and one call of the drafter, a
+processor, the sampler, the callback or a layer, prefill and probing included, that raises before or
+after its work; or the caller closes the generator, or throws into it. Afterwards the caller's
+caches go on as the emitted text does, caches that were only lent are as they were, and the same
+model and drafter write the plain text once more.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
-from specdec_mlx.beams.guesses import BeamDrafting, FixedGuess
+from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.target.rollback import check_usable
@@ -59,13 +58,14 @@ class Fault:
     at = 0
     after = False
     error: type[BaseException] = RuntimeError
-    num_calls = 0
     raised: BaseException | None = None
 
     @classmethod
-    def arm(cls, place: str, at: int, error: type[BaseException], *, after: bool) -> None:
-        cls.place, cls.at, cls.error, cls.after = place, at, error, after
-        cls.num_calls, cls.raised = 0, None
+    def arm(cls, coins: random.Random, places: Sequence[str]) -> None:
+        cls.place, cls.raised = coins.choice(places), None
+        most = {"layer": 40, "begin": 2, "close": 1, "callback": 5, "fork": 3}.get(cls.place, 8)
+        cls.error = coins.choice([RuntimeError, KeyboardInterrupt])
+        cls.at, cls.after = coins.randint(1, most), coins.random() < 0.5
 
     @classmethod
     def disarm(cls) -> str:
@@ -74,27 +74,21 @@ class Fault:
 
     @classmethod
     def within(cls, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same callable, which may raise."""
+        """A callable that may raise."""
 
         @functools.wraps(call, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
             if place != cls.place:
                 return call(*args, **kwargs)
-            cls.num_calls += 1
-            is_now = cls.num_calls == cls.at
-            if is_now and not cls.after:
-                cls.now()
-            result = call(*args, **kwargs)
-            if is_now and cls.after:
-                cls.now()
+            cls.at -= 1
+            is_now = cls.at == 0
+            result = None if is_now and not cls.after else call(*args, **kwargs)
+            if is_now:
+                cls.raised = cls.error("the fault")
+                raise cls.raised
             return result
 
         return guarded
-
-    @classmethod
-    def now(cls) -> None:
-        cls.raised = cls.error("the fault")
-        raise cls.raised
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -188,7 +182,7 @@ class Oracles:
 
 
 def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> Any:
-    """What drafts in this way."""
+    """A drafter for this way to write."""
     if way == "model":
         return sd.ModelDrafter(tiny.build(name, seed=1), branches=coins.choice([1, 1, 2]))
     if way in HEADS:
@@ -222,16 +216,9 @@ def how(coins: random.Random) -> dict[str, Any]:
 
 
 def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[int]) -> bool:
-    """Whether caches hold the first tokens of a text: it is continued as it would be."""
+    """True if caches hold the first tokens of a text: it is continued as it would be."""
     again = sd.speculate(target(name), [*text], max_tokens=6, prompt_cache=caches)
     return [item.token for item in again] == plain(name, tuple(whole), 6)
-
-
-def arm(coins: random.Random, places: Sequence[str]) -> None:
-    place = coins.choice(places)
-    most = {"layer": 40, "begin": 2, "close": 1, "callback": 5, "fork": 3}.get(place, 8)
-    error = coins.choice([RuntimeError, KeyboardInterrupt])
-    Fault.arm(place, coins.randint(1, most), error, after=coins.random() < 0.5)
 
 
 # One text -----------------------------------------------------------------------------------------
@@ -241,8 +228,7 @@ WAYS = ("none", "chains", "trees", "model", *HEADS_HERE)
 
 
 def raised_in(module: str, error: BaseException | None) -> bool:
-    """Whether an exception came through this module: `exactness` measures a model, where it is a
-    verdict; `ending` feeds what is missing at the end, where it is itself what says why not."""
+    """True if an exception came through `exactness`, where it is a verdict, or `ending`."""
     frames = traceback.extract_tb(error.__traceback__ if error else None)
     return any(frame.filename.endswith(f"{module}.py") for frame in frames)
 
@@ -262,7 +248,7 @@ def one_text(way: str, coins: random.Random) -> None:
     caches += draft_caches
     fresh = coins.random() < 0.2
     model = tiny.build(name) if fresh else target(name)
-    arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
+    Fault.arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
     tokens: list[int] = []
     left_at = coins.randint(1, NUM_TOKENS) if coins.random() < 0.3 else -1
     error = run_one(
@@ -309,7 +295,7 @@ def one_text(way: str, coins: random.Random) -> None:
 
 
 def notes(error: BaseException | None) -> str:
-    """What an exception says."""
+    """An exception's message and notes."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
@@ -351,7 +337,7 @@ def several_texts(coins: random.Random) -> None:
         completes_caches=coins.random() < 0.5,
         on_error=coins.choice([None, lambda uid, error: told_of.append(uid)]),
     )
-    arm(coins, [p for p in PLACES if p != "callback" and (one or p not in DRAFTER)])
+    Fault.arm(coins, [p for p in PLACES if p != "callback" and (one or p not in DRAFTER)])
     requests = [
         Request(prompt, coins.randint(3, NUM_TOKENS), prompt_cache=lent if before else None)
         for prompt in PROMPTS
@@ -387,7 +373,7 @@ def several_texts(coins: random.Random) -> None:
         and place in ("begin", "propose", "observe", "sampler")
     ):
         assert (len(told_of), error) == (1, None)
-    assert not {*told_of} & {*ended}, "a text that failed was handed out as one that has ended"
+    assert not {*told_of} & {*ended}, "a text that failed came as one that has ended"
     for uid, request in enumerate(requests):
         whole = [*held, *request.prompt]
         assert texts[uid] == plain(name, tuple(whole))[: len(texts[uid])]
@@ -395,7 +381,7 @@ def several_texts(coins: random.Random) -> None:
             assert len(texts[uid]) == request.max_tokens, (uid, told_of)
         if uid in ended and ended[uid].prompt_cache is not None:
             text = [*request.prompt, *texts[uid]]
-            cached = ended[uid].num_cached or (len(text) if batch._passes is None else 0)
+            cached = ended[uid].num_cached
             check_usable(ended[uid].prompt_cache)
             assert goes_on(name, ended[uid].prompt_cache, [*text[cached:], 9], [*held, *text, 9])
     if before:
@@ -414,14 +400,14 @@ def beams(coins: random.Random) -> None:
     way = coins.choice(["none", "chains", "trees", "model"])
     one = None if way == "none" else drafter_of(way, name, coins, before=False)
     assert can_hold_rows(target(name))
-    arm(coins, ["layer", *DRAFTER] if one else ["layer"])
+    Fault.arm(coins, ["layer", *DRAFTER] if one else ["layer"])
     prompt = coins.choice(PROMPTS)
 
     def search(drafter: Any) -> list[tuple[int, ...]]:
         rows = BeamRows(target(name), prompt, num_beams, prefill_step_size=4)
         context = DraftContext(sampling=sd.Sampling(), vocab_size=VOCAB)
         drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
-        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=FixedGuess(3))
+        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=GuessLength(3))
         return [beam.tokens for beam in found.run()]
 
     fired = False

@@ -12,8 +12,10 @@ import os
 import threading
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -21,23 +23,13 @@ from on_ranks import WORKER, free_ports, jobs_on_ranks, on_ranks, ranks, wait_fo
 from selection import FULL, in_one_test
 from specdec_mlx import generate, lab
 from specdec_mlx.draft_length.store import tuning_path
-from specdec_mlx.rounds import ranks as rounds_of_ranks
+from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.target.ranks import group_of
 
 JOBS = (
-    "texts",
-    "block",
-    "heads",
-    "every_rank",
-    "every_rank_fails",
-    "families",
-    "pipelined",
-    "failures",
-    "leaving",
-    "recurrent",
-    "arguments",
+    *("texts", "block", "heads", "every_rank", "every_rank_fails", "families", "pipelined"),
+    *("failures", "leaving", "recurrent", "arguments"),
 )
-SLOW_JOBS = ("many_texts", "more_texts", "more_families")
 SENTENCES = (
     "The following statements are executed in the order in which they are written. An assignment "
     "statement evaluates the expression list and assigns the result. The following statements are "
@@ -46,7 +38,7 @@ SENTENCES = (
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """What two ranks found out in all jobs that always run, once for all of xdist's workers."""
+    """Results of two ranks in all jobs that always run, once for all of xdist's workers."""
     folder = tmp_path_factory.getbasetemp()
     folder = folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder
     kept = folder / "found-on-ranks.json"
@@ -68,12 +60,12 @@ def agree(results: list[Any], job: str) -> None:
 
 @in_one_test("job", JOBS)
 def test_ranks_do_alike_what_one_machine_does(found: list[Any], job: str) -> None:
-    """Texts, ends, errors and caches of two ranks are those of one; `rank_worker.py` says which."""
+    """Texts, ends, errors and caches of two ranks; see `rank_worker.py`."""
     agree(found, job)
 
 
 @FULL
-@pytest.mark.parametrize("job", SLOW_JOBS)
+@pytest.mark.parametrize("job", ["many_texts", "more_families"])
 def test_twenty_prompts_and_every_family_are_as_on_one_machine(job: str, tmp_path: Path) -> None:
     """Greedy and sampled texts of 20 prompts, and of a tiny model of each family with `shard`."""
     agree(jobs_on_ranks([job], tmp_path), job)
@@ -94,28 +86,15 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
     assert "RuntimeError" in said
 
 
-def test_a_model_that_is_whole_meets_nobody() -> None:
-    """Ranks that each run a model of their own, as for an evaluation, have nothing to share."""
-    model = lab.load_pair().target
-    assert group_of(model) is None
-    assert rounds_of_ranks.ranks_of(model, None) is None
-
-
 def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pass costs otherwise on two machines than on one: they have files of their own."""
-    import mlx.core as mx
-
-    class Two:
-        def size(self) -> int:
-            return 2
-
     alone = tuning_path("model")
-    monkeypatch.setattr(mx.distributed, "init", Two)
+    monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
     assert tuning_path("model") != alone
 
 
 class Split(nn.Module):
-    """What `pipeline` leaves of a model: where it stands, and among how many."""
+    """A model after `pipeline`, as far as it says among how many it is spread."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -123,9 +102,10 @@ class Split(nn.Module):
 
 
 def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
-    """Its layers name no group, but it says how many share them."""
+    """Its layers name no group, but it says how many share them; whole models meet nobody."""
     assert group_of(Split(2)) is not None
     assert group_of(Split(1)) is None
+    assert ranks_of(lab.load_pair().target, None) is None
 
 
 @FULL

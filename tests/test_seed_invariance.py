@@ -22,16 +22,12 @@ from selection import FULL
 
 NUM_TOKENS = 16
 LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
+VOCAB_SIZE = tiny.CONFIGS["llama"]["vocab_size"]
 
 
 @cache
 def target() -> nn.Module:
     return tiny.build("llama")
-
-
-@cache
-def vocab_size() -> int:
-    return int(target()(mx.array([[0]])).shape[-1])
 
 
 @cache
@@ -46,29 +42,29 @@ def noisy_copy() -> nn.Module:
     return model
 
 
-@st.composite
-def requests(draw: st.DrawFn) -> dict[str, Any]:
-    """Prompt, seed and how to sample: any filter, XTC, a penalty that looks back."""
-    few_tokens = st.integers(0, 5)  # so that look-ups find something
-    return {
-        "prompt_tokens": draw(st.lists(few_tokens, min_size=1, max_size=12)),
-        "seed": draw(st.integers(-(2**70), 2**70)),
-        "sampler": {
-            "temp": draw(st.sampled_from([0.3, 0.8, 1.0, 1.5])),
-            "top_p": draw(st.sampled_from([0.0, 0.9])),
-            "min_p": draw(st.sampled_from([0.0, 0.05])),
-            "top_k": draw(st.sampled_from([0, 4])),
-            "xtc_probability": draw(st.sampled_from([0.0, 0.5])),
-        },
-        "penalty": draw(st.sampled_from([None, 1.3])),
+REQUESTS = st.fixed_dictionaries(
+    {
+        # few tokens, so that look-ups find something
+        "prompt_tokens": st.lists(st.integers(0, 5), min_size=1, max_size=12),
+        "seed": st.integers(-(2**70), 2**70),
+        "sampler": st.builds(
+            sd.Sampling,
+            temp=st.sampled_from([0.3, 0.8, 1.0, 1.5]),
+            top_p=st.sampled_from([0.0, 0.9]),
+            min_p=st.sampled_from([0.0, 0.05]),
+            top_k=st.sampled_from([0, 4]),
+            xtc_probability=st.sampled_from([0.0, 0.5]),
+        ),
+        "penalty": st.sampled_from([None, 1.3]),
     }
+)
+"""Prompt, seed and how to sample: any filter, XTC, a penalty that looks back."""
 
 
 def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple[list[int], Any]:
     """Tokens of a generation, and its stats."""
     options = dict(request)
     penalty = options.pop("penalty", None)
-    sampling = sd.Sampling(**options.pop("sampler"))
     items = list(
         sd.speculate(
             target(),
@@ -77,7 +73,6 @@ def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple
             rule=rule,
             max_tokens=NUM_TOKENS,
             tuning=sd.Tuning(),
-            sampler=sampling,
             logits_processors=penalty and make_logits_processors(None, penalty),
             **options,
         )
@@ -95,15 +90,15 @@ def drafters(coming: list[int]) -> dict[str, Any]:
         "model": sd.ModelDrafter(noisy_copy()),
         "model, flatter": sd.ModelDrafter(noisy_copy(), draft_temp=2.0),
         "model, greedy": sd.ModelDrafter(noisy_copy(), greedy=True),
-        "always wrong": always_wrong(coming, vocab_size()),
-        "oracle": OracleDrafter(coming, vocab_size()),
+        "always wrong": always_wrong(coming, VOCAB_SIZE),
+        "oracle": OracleDrafter(coming, VOCAB_SIZE),
     }
 
 
-@given(request=requests(), data=st.data())
+@given(request=REQUESTS, data=st.data())
 @settings(max_examples=12)
 def test_a_seed_is_a_text(request, data):
-    """The same tokens with every drafter, each at a draft length of its own."""
+    """With every drafter, each at a draft length of its own."""
     expected, _ = text(request, None, 0, "coupled")
     for name, drafter in drafters(expected).items():
         length = data.draw(st.sampled_from(LENGTHS), label=name)
@@ -114,7 +109,7 @@ def test_a_seed_is_a_text(request, data):
 
 
 @FULL
-@given(request=requests(), length=st.sampled_from(LENGTHS))
+@given(request=REQUESTS, length=st.sampled_from(LENGTHS))
 @settings(max_examples=12)
 def test_point_masses_need_no_coupled_rule(request, length):
     """Under "auto", what is accepted is the target's own draw, from the noise of its position."""
@@ -126,7 +121,7 @@ def test_point_masses_need_no_coupled_rule(request, length):
 
 def test_other_rules_have_other_texts():
     """A control: drawn drafts under rejection or block give another text for the seed."""
-    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampler": {"temp": 1.0}}
+    request = {"prompt_tokens": [3, 1, 2], "seed": 1, "sampler": sd.Sampling(temp=1.0)}
     expected, _ = text(request, None, 0, "coupled")
     model = drafters(expected)["model"]
     for rule in ("rejection", "block", "auto"):

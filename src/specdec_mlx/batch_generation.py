@@ -13,11 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
-from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.batch.rows import Request
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
@@ -33,7 +32,7 @@ from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 class BatchStreamResponse(SpeculativeResponse):
     """The response for one token of one of several texts.
 
-    index: which of the prompts it belongs to. sample: which of its texts. num_rounds: passes over
+    index: of its prompt. sample: of its text, among those of the prompt. num_rounds: passes over
     all rows so far. prompt_cache: with a text's last token, its caches, if they were asked for.
     """
 
@@ -48,18 +47,6 @@ class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
     """mlx-lm's batch response. speculation: the account of each text."""
 
     speculation: list[SpeculationStats] = field(default_factory=list)
-
-
-@dataclass
-class _Text:
-    """One text as far as it has come. started: when its first token came."""
-
-    index: int
-    sample: int
-    detokenizer: Any
-    num_prompt: int
-    num_tokens: int = 0
-    started: float = 0.0
 
 
 def batch_stream_generate(
@@ -105,11 +92,11 @@ def batch_stream_generate(
         sampler: how tokens are drawn, greedy if None.
         logits_processors: mlx-lm's, for all texts.
         prompt_caches: caches that each prompt continues; they are not changed.
-        return_prompt_caches: hand out each text's caches with its last token.
+        return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
         prefill_step_size: most positions of a prompt in one pass.
         max_kv_size: positions after which caches rotate; the texts are then written one by one.
-        probe: measure once whether the model is exact for several positions at once.
+        probe: measure once if the model is exact for several positions at once.
         stream: MLX's stream to run on.
 
     Yields:
@@ -123,11 +110,9 @@ def batch_stream_generate(
     options = CacheOptions(max_kv_size, prefill_step_size)
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
         raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
-    chosen = choose_drafter(drafter, draft_model, model)
-    how = choose_sampler(sampler, temp)
     batch = BatchGeneration(
         model,
-        chosen,
+        choose_drafter(drafter, draft_model, model),
         rule=rule,
         draft_length=draft_length,
         stop_tokens=frozenset(tokenizer.eos_token_ids),
@@ -139,23 +124,25 @@ def batch_stream_generate(
         returns_caches=return_prompt_caches,
         stream=stream,
     )
+    how, processors = choose_sampler(sampler, temp), logits_processors or ()
     columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
-    of_prompts = (
-        Request(encode(tokenizer, prompt), wanted, how, None, logits_processors or (), cache)
-        for prompt, wanted, cache in columns
-    )
-    texts = (
-        text
-        for request in of_prompts
-        for text in samples_of(model, request, num_samples, options, stream)
-    )
     requests = (
-        replace(request, seed=own_seed)
-        for request, own_seed in zip(texts, _seeds(seed), strict=False)
+        request
+        for prompt, wanted, cache in columns
+        for request in samples_of(
+            model,
+            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache),
+            num_samples,
+            options,
+            stream,
+        )
     )
+    seeded = (
+        replace(request, seed=own) for request, own in zip(requests, _seeds(seed), strict=False)
+    )
+    name = drafter if isinstance(drafter, str) else ""
     with wired_limit(model, [stream]):
-        name = drafter if isinstance(drafter, str) else ""
-        yield from _respond(batch, requests, tokenizer, num_samples, name)
+        yield from _respond(batch, seeded, tokenizer, num_samples, name)
 
 
 def batch_generate(
@@ -173,11 +160,7 @@ def batch_generate(
     """Generate the same texts as `mlx_lm.batch_generate`, sooner.
 
     Args:
-        model: a loaded mlx-lm model.
-        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompts: each is text, token ids or chat messages.
-        prompt_caches: caches that each prompt continues; they are not changed.
-        max_tokens: most tokens of each text; one number, or one for each prompt.
+        model, tokenizer, prompts, prompt_caches, max_tokens: as in `batch_stream_generate`.
         verbose: print speeds, peak memory and the account.
         return_prompt_caches: return the caches of each text.
         return_token_ids: return the token ids of each text.
@@ -185,15 +168,15 @@ def batch_generate(
         options: `drafter`, `draft_model` and all that `batch_stream_generate` takes besides.
 
     Returns:
-        mlx-lm's response, with the account of each text in `speculation`; several samples of a
-        prompt stand one behind the other.
+        mlx-lm's response, with the account of each text in `speculation`; the samples of a prompt
+        stand together.
 
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
     started = time.perf_counter()
-    texts: dict[tuple[int, int], _Collected] = {}
-    responses = batch_stream_generate(
+    texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
+    for response in batch_stream_generate(
         model,
         tokenizer,
         prompts,
@@ -201,54 +184,37 @@ def batch_generate(
         prompt_caches=prompt_caches,
         return_prompt_caches=return_prompt_caches,
         **options,
-    )
-    for response in responses:
-        place = response.index, response.sample
-        texts.setdefault(place, _Collected()).add(response, return_logprobs)
+    ):
+        row, response.logprobs = response.logprobs, None  # a row is as large as the vocabulary
+        if return_logprobs:
+            response.logprobs = row[response.token].item()
+        texts.setdefault((response.index, response.sample), []).append(response)
     collected = [texts[place] for place in sorted(texts)]
-    result = SpeculativeBatchResponse(
-        [tokenizer.decode(text.tokens) for text in collected],
-        _stats(collected, time.perf_counter() - started),
-        [text.last.prompt_cache for text in collected] if return_prompt_caches else None,
-        [text.tokens for text in collected] if return_token_ids else None,
-        [text.logprobs for text in collected] if return_logprobs else None,
-        [text.last.stats for text in collected],
-    )
-    if verbose:
-        _print(result)
-    return result
-
-
-@dataclass
-class _Collected:
-    """A text as far as it has come: its tokens but for a stop token, and the latest response."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    last: BatchStreamResponse = field(init=False)
-
-    def add(self, response: BatchStreamResponse, with_logprobs: bool) -> None:
-        """Add a response; its row of log-probabilities is not kept."""
-        self.last = response
-        if response.finish_reason != "stop":
-            self.tokens.append(response.token)
-            if with_logprobs:
-                self.logprobs.append(response.logprobs[response.token].item())
-        response.logprobs = None
-
-
-def _stats(texts: Sequence[_Collected], wall_time: float) -> BatchStats:
-    """What the batch did, as mlx-lm counts it."""
-    prompt_time = sum(text.last.stats.prefill_seconds for text in texts)
-    return BatchStats(
-        prompt_tokens=sum(text.last.prompt_tokens for text in texts),
+    lasts = [text[-1] for text in collected]
+    said = [[item for item in text if item.finish_reason != "stop"] for text in collected]
+    tokens = [[item.token for item in text] for text in said]
+    prompt_time = sum(last.stats.prefill_seconds for last in lasts)
+    wall_time = time.perf_counter() - started
+    stats = BatchStats(
+        prompt_tokens=sum(last.prompt_tokens for last in lasts),
         prompt_time=prompt_time,
-        generation_tokens=sum(text.last.generation_tokens for text in texts),
-        generation_steps=max((text.last.num_rounds for text in texts), default=0),
+        generation_tokens=sum(last.generation_tokens for last in lasts),
+        generation_steps=max((last.num_rounds for last in lasts), default=0),
         decode_time=max(0.0, wall_time - prompt_time),
         wall_time=wall_time,
         peak_memory=mx.get_peak_memory() / 1e9,
     )
+    result = SpeculativeBatchResponse(
+        list(map(tokenizer.decode, tokens)),
+        stats,
+        [last.prompt_cache for last in lasts] if return_prompt_caches else None,
+        tokens if return_token_ids else None,
+        [[item.logprobs for item in text] for text in said] if return_logprobs else None,
+        [last.stats for last in lasts],
+    )
+    if verbose:
+        _print(result)
+    return result
 
 
 def _print(result: SpeculativeBatchResponse) -> None:
@@ -256,21 +222,31 @@ def _print(result: SpeculativeBatchResponse) -> None:
     stats = result.stats
     drafted = sum(account.drafted for account in result.speculation)
     accepted = sum(account.accepted for account in result.speculation)
-    print(
-        f"[batch_generate] Prompt: {stats.prompt_tokens} tokens, "
-        f"{stats.prompt_tps:.3f} tokens-per-sec\n"
-        f"[batch_generate] Generation: {stats.generation_tokens} tokens, "
-        f"{stats.generation_tps:.3f} tokens-per-sec\n"
-        f"[batch_generate] Peak memory: {stats.peak_memory:.3f} GB\n"
-        f"[batch_generate] Speculation: {accepted} of {drafted} draft tokens accepted, "
-        f"{stats.generation_steps} passes"
-    )
+    for line in (
+        f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {stats.peak_memory:.3f} GB",
+        f"Speculation: {accepted} of {drafted} draft tokens accepted, "
+        f"{stats.generation_steps} passes",
+    ):
+        print(f"[batch_generate] {line}")
+
+
+@dataclass
+class _Text:
+    """A text that is being written. started: when its first token came."""
+
+    place: tuple[int, int]
+    detokenizer: Any
+    num_prompt: int
+    num_tokens: int = 0
+    started: float = 0.0
 
 
 def _respond(
     batch: BatchGeneration,
     requests: Iterator[Request],
-    tokenizer: TokenizerWrapper,
+    tokenizer: Any,
     num_samples: int,
     drafter: str,
 ) -> Generator[BatchStreamResponse, None, None]:
@@ -281,59 +257,53 @@ def _respond(
         while batch.num_open < batch.max_rows and (request := next(requests, None)) is not None:
             uid = batch.insert(request)
             place = divmod(uid, num_samples)
-            texts[uid] = _Text(*place, tokenizer.detokenizer, len(request.prompt))
+            texts[uid] = _Text(place, tokenizer.detokenizer, len(request.prompt))
 
     let_in()
-    with closing(batch.run()) as tokens:
-        for token in tokens:
-            yield _response(texts[token.uid], token, batch, drafter)
-            if token.finish_reason is not None:
-                del texts[token.uid]
+    with closing(batch.run()) as rows:
+        for row in rows:
+            text, token = texts[row.uid], row.token
+            text.num_tokens += 1
+            text.started = text.started or time.perf_counter()
+            if row.finish_reason != "stop":
+                text.detokenizer.add_token(token.token)
+            if row.finish_reason is not None:
+                text.detokenizer.finalize()
+            prompt_seconds = token.stats.prefill_seconds
+            seconds = time.perf_counter() - text.started
+            yield BatchStreamResponse(
+                text=text.detokenizer.last_segment,
+                token=token.token,
+                logprobs=token.logprobs,
+                from_draft=token.from_draft,
+                prompt_tokens=text.num_prompt,
+                prompt_tps=text.num_prompt / prompt_seconds if prompt_seconds else 0.0,
+                generation_tokens=text.num_tokens,
+                generation_tps=text.num_tokens / seconds if seconds else 0.0,
+                peak_memory=mx.get_peak_memory() / 1e9,
+                finish_reason=row.finish_reason,
+                stats=token.stats,
+                origin=token.origin,
+                drafter=drafter,
+                index=text.place[0],
+                sample=text.place[1],
+                num_rounds=batch.num_rounds,
+                prompt_cache=row.prompt_cache,
+            )
+            if row.finish_reason is not None:
+                del texts[row.uid]
                 let_in()
 
 
-def _response(
-    text: _Text, row: RowToken, batch: BatchGeneration, drafter: str
-) -> BatchStreamResponse:
-    """The response for one token of a text."""
-    text.num_tokens += 1
-    text.started = text.started or time.perf_counter()
-    token, is_end = row.token, row.finish_reason == "stop"
-    if not is_end:
-        text.detokenizer.add_token(token.token)
-    if row.finish_reason is not None:
-        text.detokenizer.finalize()
-    prompt_seconds, seconds = token.stats.prefill_seconds, time.perf_counter() - text.started
-    return BatchStreamResponse(
-        text=text.detokenizer.last_segment,
-        token=token.token,
-        logprobs=token.logprobs,
-        from_draft=token.from_draft,
-        prompt_tokens=text.num_prompt,
-        prompt_tps=text.num_prompt / prompt_seconds if prompt_seconds else 0.0,
-        generation_tokens=text.num_tokens,
-        generation_tps=text.num_tokens / seconds if seconds else 0.0,
-        peak_memory=mx.get_peak_memory() / 1e9,
-        finish_reason=row.finish_reason,
-        stats=token.stats,
-        origin=token.origin,
-        drafter=drafter,
-        index=text.index,
-        sample=text.sample,
-        num_rounds=batch.num_rounds,
-        prompt_cache=row.prompt_cache,
-    )
-
-
 def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
-    """One number for each prompt. Raises ValueError for a number that is none of tokens."""
+    """A number for each prompt; ValueError for what is no number of tokens."""
     if isinstance(given, Iterable) and not isinstance(given, str):
         return [max_tokens_of(number, 1) for number in given]
     return repeat(max_tokens_of(given, 1))
 
 
 def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
-    """One seed for each text."""
+    """A seed for each text."""
     if given is None:
         return repeat(None)
     if isinstance(given, Iterable) and not isinstance(given, str):

@@ -29,7 +29,7 @@ from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import bring_caches_to, close_all
 from specdec_mlx.rounds.pipeline import Pipeline
-from specdec_mlx.rounds.ranks import SharedDrafting, ranks_of, run_on_ranks, shared_noise
+from specdec_mlx.rounds.ranks import SharedDrafting, ranks_of, shared_noise
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
@@ -176,7 +176,7 @@ def speculate(
     account = Counterfactual() if counterfactual else None
     model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
     ranks = ranks_of(model, stream)
-    noise = shared_noise(ranks, seed, prompt, max_tokens, drafter is not None)
+    noise = shared_noise(ranks, seed)
     next_token = NextToken(sampler or Sampling(), logits_processors or (), noise)
     verifier = Verifier(model_pass, next_token, rule, account)
     check_ids(prompt, verifier.vocab_size())
@@ -192,9 +192,8 @@ def speculate(
     generation = Generation(
         verifier, sequence, drafting, stats, stream, prefill_step_size, on_progress, prompt_cache
     )
-    if isinstance(drafting, SharedDrafting):
-        return run_on_ranks(generation, drafting, context)
-    return generation.run(context)
+    tokens = generation.run(context)
+    return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
 
 @dataclass
@@ -227,20 +226,21 @@ class Generation:
         try:
             self.drafting.begin(context)
             self.prefill()
-            if self.drafting.session is not None:
-                yield from self.first_token()
-            current = self.verify(self.propose())
+            current = self.verify(NO_DRAFT)
+            waits = self.drafting.is_shared or self.drafting.session is not None
             while current is not None:
-                following = ahead = self.pipeline.verify_ahead(current)
+                following = ahead = None if waits else self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
                 self.roll_back(current, outcome)
                 try:
                     self.observe(current, outcome)
-                    following = self.stay_ahead(ahead) or self.verify(self.propose())
+                    if not waits:  # as for the first token: it is handed out before any drafting
+                        following = self.stay_ahead(ahead) or self.verify(self.propose())
                 except Exception as error:  # of the drafter; what was accepted is emitted first
                     self.failure = error
                 yield from self.emit(current, outcome, following)
-                current = following
+                current = following or self.verify(self.propose())
+                waits = self.drafting.is_shared
         finally:
             self.finish()
 
@@ -263,17 +263,6 @@ class Generation:
         self.stats.prefill_seconds = perf_counter() - started
         self.clock.start()
 
-    def first_token(self) -> Iterator[Token]:
-        """Hand out the token after the prompt, before a drafter is asked for anything."""
-        current = self.verify(NO_DRAFT)
-        if current is not None:
-            outcome = self.accept(current, None)
-            try:
-                self.observe(current, outcome)
-            except Exception as error:  # of the drafter; the token is handed out first
-                self.failure = error
-            yield from self.emit(current, outcome, None)
-
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
         self.clock.draft_begins()
@@ -290,6 +279,7 @@ class Generation:
         embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
             under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
+        self.drafting.is_under_way = True
         return self.clock.launched(under_way, part=self.drafting.part)
 
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
@@ -335,7 +325,7 @@ class Generation:
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
-        self.stats.other_seconds += self.clock.other_seconds(following)
+        self.stats.other_seconds += self.clock.other_seconds()
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
         started = perf_counter()
@@ -360,11 +350,12 @@ class Generation:
 
     def finish(self) -> None:
         """Bring the caches to prompt + tokens handed out; after a failed prefill, as before it."""
-        end = self.sequence.end if self.is_prefilled else 0
         self.drafting.features = None
         with mx.stream(self.stream):
+            caches = self.callers_cache if self.drafting.agree_on_end() else None
+            end = self.sequence.end if self.is_prefilled else 0
             close_all(
-                lambda: bring_caches_to(end, self.target, self.callers_cache, self.feed),
+                lambda: bring_caches_to(end, self.target, caches, self.feed),
                 lambda: self.drafting.close(end),
             )
 

@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from time import perf_counter
@@ -21,21 +21,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.batch.pace import Pace
-from specdec_mlx.batch.reading import Reading
-from specdec_mlx.batch.rows import (
-    Passes,
-    Request,
-    Rounds,
-    Row,
-    RowDrafting,
-    RowToken,
-    shared_drafts,
-)
+from specdec_mlx.batch.rows import Request, Rounds, Row, RowDrafting, RowToken
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.loop import Generation, Token
+from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.ending import close_all
 from specdec_mlx.rounds.sequence import SequenceState
@@ -52,7 +42,8 @@ from specdec_mlx.target.inputs import (
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_pass import RowPasses, ToVerify, wait_for
+from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.row_pass import OneByOne, RowPasses, ToVerify, passes_over
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.types import (
     NO_DRAFT,
@@ -64,6 +55,9 @@ from specdec_mlx.types import (
     all_drafters,
 )
 
+MOST_AT_ONCE = 8
+"""Prompts that are read at the same time, as in mlx-lm's batches."""
+
 
 @dataclass
 class BatchGeneration:
@@ -72,9 +66,8 @@ class BatchGeneration:
     model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
     `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
     end a text. max_rows: texts written at a time; more of them wait. returns_caches: True to hand
-    out a text's caches with its last token; completes_caches: with all of it fed. is_open: True if
-    more texts may come at any time. on_error: told of a text, by its uid, that cannot go on, while
-    the others do; None to raise what happened.
+    out a text's caches with its last token; completes_caches: with all of it fed. on_error: called
+    with the uid and the error of a text that cannot go on, while the others do; None to raise it.
     """
 
     model: nn.Module
@@ -89,42 +82,41 @@ class BatchGeneration:
     probe: bool = True
     returns_caches: bool = False
     completes_caches: bool = True
-    is_open: bool = False
     on_error: Callable[[int, Exception], None] | None = None
     stream: Any = generation_stream
-    pace: Pace = field(default_factory=Pace)
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
     num_rounds: int = 0
     _waiting: deque[tuple[int, Request]] = field(default_factory=deque)
+    _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
-    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being handed out
+    _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
     _num_inserted: int = 0
     _is_pipelined: bool = False
+    _read_at: float = 0.0
+    _away: float = 0.0
+    _uids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """See whether the texts can be rows of one batch."""
+        """See if the texts can be rows of one batch."""
         self._passes = self.make_passes()
-        self._reading = Reading(self.stream)
         self._shared: SharedLength | None = None
-        if self._passes is not None and self.draft_length == "auto":
+        if self._passes.is_together and self.draft_length == "auto":
             self._shared = SharedLength(tuning_for(self.model))
 
-    def make_passes(self) -> Passes | None:
-        """The passes over all rows; None where texts have to be written one by one."""
-        reading = [part for part in all_drafters(self.drafter) if isinstance(part, ReadsTarget)]
-        if reading:
-            warnings.warn(
-                f"specdec_mlx: {type(reading[0]).__name__} reads the target's states, which it "
-                "cannot of several texts at once. They are written one by one.",
-                stacklevel=4,
-            )
-            return None
+    def make_passes(self) -> RowPasses:
+        """The passes over all rows, or over one text after the other."""
+        for part in all_drafters(self.drafter):
+            if isinstance(part, ReadsTarget):
+                warnings.warn(
+                    f"specdec_mlx: {type(part).__name__} reads the target's states, which it "
+                    "cannot of several texts at once. They are written one by one.",
+                    stacklevel=4,
+                )
+                return OneByOne(self.model, RowCaches([]))
         with mx.stream(self.stream):
-            return RowPasses.of(self.model, self.max_kv_size)
+            return passes_over(self.model, self.max_kv_size)
 
     def insert(self, request: Request) -> int:
-        """Add a text; the uid that its tokens come with."""
+        """Add a text; returns the uid that its tokens come with."""
         uid = self._num_inserted
         self._num_inserted += 1
         self._waiting.append((uid, request))
@@ -133,126 +125,152 @@ class BatchGeneration:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of the caches of all rows."""
-        return self._passes.caches.num_bytes if isinstance(self._passes, RowPasses) else 0
+        return self._passes.caches.num_bytes
 
     @property
     def num_open(self) -> int:
         """Texts that are being written, and those that wait."""
-        return len(self._rows) + len(self._reading.rows) + len(self._waiting)
+        return len(self._rows) + len(self._reading) + len(self._waiting)
 
     def remove(self, uid: int) -> None:
         """Take a text out; none of its tokens comes after those of the round that is under way."""
         self._waiting = deque(waiting for waiting in self._waiting if waiting[0] != uid)
-        for row in (*self._rows, *self._reading.rows, *self._leaving):
+        for row in (*self._rows, *self._reading, *self._leaving):
             if row.uid == uid:
                 row.finish_reason = "removed"
 
     def run(self) -> Generator[RowToken, None, None]:
         """Write all texts; the tokens of a round come row by row."""
         try:
-            yield from self._run_alone() if self._passes is None else self._run_rows(self._passes)
+            yield from self._run()
         finally:
-            left = [*self._rows, *self._reading.rows]
-            self._rows, self._reading.rows = [], []
-            if self._passes is not None and left:
-                self._passes = self.make_passes()  # what the old ones hold is not known
+            left = [*self._rows, *self._reading]
+            self._rows, self._reading = [], []
+            if left:
+                self._passes.verifiers = []
+                if self._passes.is_together:  # what the old ones hold is not known
+                    self._passes = self.make_passes()
                 with mx.stream(self.stream):
                     close_all(*(row.generation.finish for row in left))
 
-    def _run_rows(self, passes: Passes) -> Generator[RowToken, None, None]:
+    def _run(self) -> Generator[RowToken, None, None]:
         """The algorithm of `loop`, with one pass for all rows."""
         current: Rounds = []
         while True:
             if not current:
-                self._admit(passes)
+                self._admit()
                 while not self._rows and self.num_open:
-                    self._admit(passes)
+                    self._admit()
                 if not self._rows:
                     return
-                current = self._verify(passes, self._propose())
-            ahead = self._verify_ahead(passes, current)
+                current = self._verify(self._propose())
+            ahead = self._verify_ahead(current)
             outcomes = self._accept(current, ahead)
             with mx.stream(self.stream):
-                passes.settle()
+                self._passes.settle()
             following, failure = ahead, None
             try:
-                for row, _ in outcomes:
+                for (row, round_), outcome in zip(current, outcomes, strict=True):
                     with self._alone(row.uid, row):
-                        row.generation.drafting.observe()
-                self._leave(passes)
-                following = self._follow(passes, ahead)
+                        row.generation.observe(round_, outcome)
+                self._leave()
+                following = self._follow(ahead)
             except Exception as error:  # of a drafter; what was accepted is emitted first
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
-            self.pace.away = perf_counter() - handed_over
+            self._away = perf_counter() - handed_over
             if failure is not None:
                 raise failure
-            current = self._still_there(passes, following)
+            self._leave()  # some may have been taken out meanwhile
+            current = [pair for pair in following if pair[0].finish_reason is None]
 
-    def _follow(self, passes: Passes, ahead: Rounds) -> Rounds:
+    def _follow(self, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             self._is_pipelined = not self._would_draft()
             return [pair for pair in ahead if pair[0].finish_reason is None]
         if not self._rows or self._may_join:
             return []
-        return self._verify(passes, self._propose())
+        return self._verify(self._propose())
 
     @property
     def _has_place(self) -> bool:
-        return len(self._rows) + len(self._reading.rows) < self.max_rows
+        most = self.max_rows if self._passes.is_together else 1
+        return len(self._rows) + len(self._reading) < most
 
     @property
     def _may_join(self) -> bool:
         """True if a text waits for a place that is there, or is being read."""
-        return bool(self._reading.rows) or (bool(self._waiting) and self._has_place)
+        return bool(self._reading) or (bool(self._waiting) and self._has_place)
 
-    def _admit(self, passes: Passes) -> None:
-        """Read on in the prompts of those that wait, as far as there are places."""
-        while self._waiting and self._has_place and self._reading.has_room:
+    def _admit(self) -> None:
+        """Read on in prompts, as far as there are places: a step of each between two rounds."""
+        while self._waiting and self._has_place and len(self._reading) < MOST_AT_ONCE:
             uid, request = self._waiting.popleft()
             with self._alone(uid):
-                self._reading.begin(self.begin_row(uid, request))
-        if not self._rows:
-            slope = (tuning_for(self.model).prior(5) - 1.0) / 4
-            self._rows = self._note_read(self._reading.read_together(passes, slope))
-        self._rows += self._note_read(self._reading.go_on(passes, self._alone))
+                row = self.begin_row(uid, request)
+                row.generation.drafting.begin(row.context)
+                self._reading.append(row)
+        if not self._rows and len(self._reading) > 1:
+            self._read_together()
+        for row in list(self._reading):
+            with self._alone(row.uid, row), mx.stream(self.stream):
+                if row.finish_reason is not None:
+                    self._reading.remove(row)
+                    row.generation.drafting.close(0)
+                elif row.read_on():
+                    self._passes.add(row.verifier)
+                    self._reading.remove(row)
+                    self._rows.append(row)
 
-    def _note_read(self, rows: list[Row]) -> list[Row]:
-        """Count the prompts of rows that were read."""
-        self.prompt_tokens += sum(row.generation.sequence.prompt_length for row in rows)
-        self.prompt_seconds += sum(row.generation.stats.prefill_seconds for row in rows)
-        return rows
+    def _read_together(self) -> None:
+        """Read new, short prompts in one padded pass, where that costs less than a pass of each.
+
+        Padding costs as much as other tokens, and every prompt that is read alone a pass more.
+        """
+        started, count = perf_counter(), len(self._reading)
+        prompts = [row.generation.sequence.tokens[:-1] for row in self._reading]
+        longest = max(map(len, prompts))
+        slope = (tuning_for(self.model).prior(5) - 1.0) / 4  # cost of a position, in plain passes
+        is_cheapest = (longest * count - sum(map(len, prompts))) * slope <= count - 1
+        are_short = all(prompts) and longest < self.prefill_step_size
+        if not (is_cheapest and are_short and all(row.is_new for row in self._reading)):
+            return
+        with mx.stream(self.stream):
+            for row in self._reading:
+                self._passes.add(row.verifier)
+            self._passes.read(prompts)
+        for row in self._reading:
+            row.generation.prefill()
+            row.generation.stats.prefill_seconds = (perf_counter() - started) / count
+        self._rows, self._reading = self._reading, []
 
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
         own = request.drafting or RowDrafting(self.drafter, self.rule)
         prompt = check_prompt(request.prompt, None, own.drafter)
-        given = request.prompt_cache
-        if self._passes is None or request.num_read < len(prompt) - 1:  # else a row is a copy
-            given = copy.deepcopy(given)
+        given, num_said = request.prompt_cache, request.num_said
+        if not self._passes.is_together or request.num_read < len(prompt) - 1:
+            given = copy.deepcopy(given)  # else a row is a copy
         options = CacheOptions(self.max_kv_size, self.prefill_step_size)
-        caches, _ = split_cache(self.model, given, options)
+        rollback = Rollback(split_cache(self.model, given, options)[0], request.num_read)
         probe = self.probe and own.drafter is not None
-        rollback = Rollback(caches, request.num_read)
         model_pass = ModelPass(self.model, rollback, options, probe=probe)
-        noise = noise_of(request.seed)
-        next_token = NextToken(request.sampler or Sampling(), request.logits_processors, noise)
+        how, noise = request.sampler or Sampling(), noise_of(request.seed)
+        next_token = NextToken(how, request.logits_processors, noise)
         verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
         context = replace(verifier.draft_context(self.tokenizer, None), target_caches=None)
         check_fits(own.drafter, context)
-        num_said, wanted = request.num_said, request.max_tokens
-        sequence = SequenceState(prompt, len(prompt) - num_said, wanted, None, num_said)
+        begun = len(prompt) - num_said
+        sequence = SequenceState(prompt, begun, request.max_tokens, None, num_said)
         length = self.draft_length_of_row(own.draft_length)
-        drafting = Drafting(
+        side = Drafting(
             own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream
         )
-        stats = request.stats or SpeculationStats()
-        generation = Generation(
-            verifier, sequence, drafting, stats, self.stream, self.prefill_step_size
-        )
+        stats, step_size = request.stats or SpeculationStats(), self.prefill_step_size
+        generation = Generation(verifier, sequence, side, stats, self.stream, step_size)
         return Row(uid, generation, verifier, context, request.matcher)
 
     def draft_length_of_row(self, own: int | str | DraftLength | None = None) -> DraftLength:
@@ -263,9 +281,7 @@ class BatchGeneration:
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each row; the first token of a text waits for none."""
-        if self._shared is not None:
-            self._shared.resize(len(self._rows))
+        """A draft for each row that has its first token, cut to one width if lengths are shared."""
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
@@ -274,11 +290,25 @@ class BatchGeneration:
                     proposed = row.generation.propose()
                     draft = proposed if self.on_error is None else row.verifier.chain_of(proposed)
             drafts.append(draft)
-        return drafts if self._shared is None else shared_drafts(self._shared, self._rows, drafts)
+        if self._shared is not None:
+            self._share(self._shared, drafts)
+        return drafts
+
+    def _share(self, shared: SharedLength, drafts: list[Draft]) -> None:
+        """Cut the drafts, in place, of the rows without a length of their own."""
+        shared.resize(len(self._rows))
+        places, rows = [], []
+        for i, row in enumerate(self._rows):
+            drafting = row.generation.drafting
+            if isinstance(drafting.length, RowLength):
+                places.append(i)
+                rows.append((drafting.length, drafting.part, drafts[i]))
+        for i, draft in zip(places, shared.share(rows) if rows else (), strict=True):
+            drafts[i] = draft
 
     @contextmanager
     def _alone(self, uid: int, row: Row | None = None) -> Iterator[None]:
-        """What goes wrong with one text ends it alone, if there is somebody to be told."""
+        """An error in this block ends one text alone, if there is an `on_error`."""
         try:
             yield
         except Exception as error:
@@ -289,15 +319,14 @@ class BatchGeneration:
             if row is not None:
                 row.finish_reason = "removed"
 
-    def _verify(self, passes: Passes, drafts: Sequence[Draft]) -> Rounds:
+    def _verify(self, drafts: Sequence[Draft]) -> Rounds:
         """Start the pass over all rows' pending tokens and drafts."""
         self._is_pipelined = not any(map(len, drafts))
         to_verify = []
         for row, draft in zip(self._rows, drafts, strict=True):
-            generation = row.generation
-            pending = generation.sequence.tokens[generation.target.rollback.position :]
-            to_verify.append(ToVerify(pending, draft, generation.sequence.num_generated))
-        return self._launch(passes, to_verify, is_ahead=False)
+            sequence, start = row.generation.sequence, row.generation.target.rollback.position
+            to_verify.append(ToVerify(sequence.tokens[start:], draft, sequence.num_generated))
+        return self._launch(to_verify, is_ahead=False)
 
     def _would_draft(self) -> bool:
         """True if there would be a draft now, were no pass ahead of it."""
@@ -309,34 +338,34 @@ class BatchGeneration:
                     return True
         return False
 
-    def _verify_ahead(self, passes: Passes, current: Rounds) -> Rounds:
+    def _verify_ahead(self, current: Rounds) -> Rounds:
         """Start the pass after this one before its tokens are known, where nothing is drafted.
 
         A draft that is found while it runs begins one token later. That costs its row a part of a
         token; to wait for it would cost all rows the host's time in every pass.
         """
-        may_not = self._may_join or not self._is_pipelined
-        if may_not or not all(row.may_run_ahead(round_) for row, round_ in current):
+        may_run = self._is_pipelined and not self._may_join
+        if not (may_run and all(row.may_run_ahead(round_) for row, round_ in current)):
             return []
-        tokens, to_verify = [], []
+        to_verify = []
         with mx.stream(self.stream):
             for row, round_ in current:
                 with self._alone(row.uid, row):  # a sampler of the caller's draws it now
-                    tokens.append(round_.under_way.next_token)
-            if len(tokens) < len(current):
-                return []
-            for (row, _), token in zip(current, tokens, strict=True):
-                row.verifier.extend_history(token)
-                position = row.generation.sequence.num_generated + 1
-                to_verify.append(ToVerify(token, NO_DRAFT, position))
-        return self._launch(passes, to_verify, is_ahead=True)
+                    token = round_.under_way.next_token
+                    position = row.generation.sequence.num_generated + 1
+                    to_verify.append(ToVerify(token, NO_DRAFT, position))
+        if len(to_verify) < len(current):
+            return []
+        for (row, _), (token, _, _) in zip(current, to_verify, strict=True):
+            row.verifier.extend_history(token)
+        return self._launch(to_verify, is_ahead=True)
 
-    def _launch(self, passes: Passes, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
+    def _launch(self, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
         """One pass for all rows."""
         for row in self._rows:
             row.generation.clock.launch_begins()
         with mx.stream(self.stream):
-            under_way = passes.launch(to_verify)
+            under_way = self._passes.launch(to_verify)
         self.num_rounds += 1
         rounds = []
         for row, pass_ in zip(self._rows, under_way, strict=True):
@@ -345,13 +374,14 @@ class BatchGeneration:
             rounds.append((row, round_))
         return rounds
 
-    def _accept(self, current: Rounds, ahead: Rounds) -> list[tuple[Row, Outcome]]:
+    def _accept(self, current: Rounds, ahead: Rounds) -> list[Outcome]:
         """Wait for the pass; what was kept of each draft, and the token after, join the texts."""
         with mx.stream(self.stream):
-            wait_for([round_.under_way for _, round_ in current])
-        self.pace.was_read(current, ahead)
+            for _, round_ in current:
+                round_.under_way.wait()
+        seconds, is_steady = self.time_of_pass(current, ahead)
         next_of = {row.uid: round_ for row, round_ in ahead}
-        lengths = [row.length for row, _ in current]
+        lengths = [row.generation.drafting.length for row, _ in current]
         outcomes = []
         for row, round_ in current:
             outcome = Outcome(range(0), [])
@@ -360,47 +390,51 @@ class BatchGeneration:
                 if row.finish_reason is None:
                     row.cut_at(self.stop_tokens, outcome)
                 row.generation.roll_back(round_, outcome)
-            outcomes.append((row, outcome))
+            outcomes.append(outcome)
         if self._shared is not None:
-            width = max(len(round_.draft) for _, round_ in current)
-            tokens = [len(outcome.tokens) for _, outcome in outcomes]
+            width = max(round_.num_drafted for _, round_ in current)
+            tokens = [len(outcome.tokens) for outcome in outcomes]
             rows = [*zip(lengths, tokens, strict=True)]
-            self._shared.record(width, rows, self.pace.seconds, steady=self.pace.is_steady)
+            self._shared.record(width, rows, seconds, steady=is_steady)
         return outcomes
 
-    def _leave(self, passes: Passes) -> None:
+    def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
+        """Seconds from one reading to the next, and True if they are those of one pass.
+
+        That is, with the rows of the pass before, and a caller who was not busy for most of it.
+        """
+        now = perf_counter()
+        seconds, self._read_at = now - self._read_at, now
+        before, self._uids = self._uids, [row.uid for row, _ in current]
+        in_step = all(round_.is_ahead == bool(ahead) for _, round_ in current)
+        return seconds, before == self._uids and in_step and self._away < seconds / 2
+
+    def _leave(self) -> None:
         """Take out the rows that end with the tokens that are known."""
         staying = [i for i, row in enumerate(self._rows) if row.finish_reason is None]
+        if len(staying) == len(self._rows):
+            return
         for i, row in enumerate(self._rows):
             if self.returns_caches and row.finish_reason in ("stop", "length"):
                 with self._alone(row.uid, row), mx.stream(self.stream):
-                    alone = passes.extract(i)
-                    if self.completes_caches:
-                        row.complete(alone)
-                    row.prompt_cache, row.num_cached = alone.caches, alone.position
-        if len(staying) < len(self._rows):
-            with mx.stream(self.stream):
-                passes.keep(staying)
-            self._leaving = [row for row in self._rows if row.finish_reason is not None]
-            self._rows = [self._rows[i] for i in staying]
-            close_all(*(partial(self._finish, row) for row in self._leaving))
+                    row.keep_caches(self._passes.extract(i), complete=self.completes_caches)
+        with mx.stream(self.stream):
+            self._passes.keep(staying)
+        self._leaving = [row for row in self._rows if row.finish_reason is not None]
+        self._rows = [self._rows[i] for i in staying]
 
-    def _finish(self, row: Row) -> None:
-        """End a row that has left."""
-        with self._alone(row.uid, row):
-            row.generation.finish()
+        def finish(row: Row) -> None:
+            with self._alone(row.uid, row):
+                row.generation.finish()
 
-    def _still_there(self, passes: Passes, following: Rounds) -> Rounds:
-        """The pass under way, without the rows that were taken out while tokens were handed out."""
-        self._leave(passes)
-        return [pair for pair in following if pair[0].finish_reason is None]
+        close_all(*(partial(finish, row) for row in self._leaving))
 
     def _emit(
-        self, current: Rounds, outcomes: list[tuple[Row, Outcome]], following: Rounds
+        self, current: Rounds, outcomes: Sequence[Outcome], following: Rounds
     ) -> Iterator[RowToken]:
         """Hand out the tokens of a round, while the next one is under way."""
         next_of = {row.uid: round_ for row, round_ in following}
-        for (row, round_), (_, outcome) in zip(current, outcomes, strict=True):
+        for (row, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)
             for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
                 if row.finish_reason == "removed":
@@ -409,34 +443,3 @@ class BatchGeneration:
                 reason = None if left else row.finish_reason
                 caches = row.prompt_cache if reason else None
                 yield RowToken(row.uid, token, reason, caches, row.num_cached)
-
-    def _run_alone(self) -> Generator[RowToken, None, None]:
-        """The texts one by one, each by the loop."""
-        while self._waiting:
-            uid, request = self._waiting.popleft()
-            with self._alone(uid):
-                self._rows = [self.begin_row(uid, request)]
-            if not self._rows:
-                continue
-            row = self._rows[0]
-            if self.returns_caches:
-                row.prompt_cache = row.generation.callers_cache = [*row.verifier.rollback.caches]
-            last: RowToken | None = None
-            with closing(row.generation.run(row.context)) as tokens:
-                while (token := self._next_of(row, tokens)) is not None:
-                    if last is not None:
-                        yield last
-                    is_stop = token.token in self.stop_tokens
-                    last = RowToken(row.uid, token, "stop" if is_stop else None)
-                    if is_stop or row.finish_reason == "removed":
-                        break
-            self._rows = []
-            self._note_read([row])
-            self.num_rounds += row.generation.stats.target_passes
-            if last is not None and row.finish_reason != "removed":
-                yield RowToken(uid, last.token, last.finish_reason or "length", row.prompt_cache)
-
-    def _next_of(self, row: Row, tokens: Iterator[Token]) -> Token | None:
-        with self._alone(row.uid, row):
-            return next(tokens, None)
-        return None

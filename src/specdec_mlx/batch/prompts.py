@@ -18,7 +18,7 @@ from specdec_mlx.target.model_pass import vocab_size_of
 
 @dataclass
 class PromptReading:
-    """A prompt that is being read, but for its last token, which its texts begin with.
+    """A prompt that is being read, but for its last token.
 
     prompt: [n] token ids. caches: the target's, which hold the first `num_read` of them, and what
     was there before. stream: MLX's stream to run on. seconds: that it took so far.
@@ -37,7 +37,7 @@ class PromptReading:
         return len(self.prompt) - 1 - self.num_read
 
     def read(self, most: int) -> int:
-        """Read the next part, of at most so many tokens; how many it were."""
+        """Read the next part, of at most so many tokens; returns how many."""
         size = min(self.num_left, most)
         started = perf_counter()
         if size > 0:
@@ -57,23 +57,12 @@ class PromptReading:
 
 
 def samples_of(
-    model: nn.Module,
-    request: Request,
-    num_samples: int,
-    options: CacheOptions,
-    stream: Any,
+    model: nn.Module, request: Request, num_samples: int, options: CacheOptions, stream: Any
 ) -> Iterator[Request]:
     """Several texts of one prompt, which is read once, when the first of them is asked for.
 
-    Args:
-        model: the target.
-        request: of one text.
-        num_samples: how many texts; of a single one the prompt is left to be read with it.
-        options: how the caches are made and filled.
-        stream: MLX's stream to run on.
-
-    Raises:
-        PromptError: for what cannot be a prompt of this model.
+    The prompt of a single text is left to be read with it. Raises PromptError for what cannot be a
+    prompt of this model.
     """
     if num_samples == 1:
         yield request
@@ -84,6 +73,4 @@ def samples_of(
     reading = PromptReading(model, prompt, caches, stream)
     reading.read_all(options.prefill_step_size)
     for _ in range(num_samples):
-        yield replace(
-            request, prompt=prompt, prompt_cache=reading.caches, num_read=reading.num_read
-        )
+        yield replace(request, prompt=prompt, prompt_cache=caches, num_read=reading.num_read)

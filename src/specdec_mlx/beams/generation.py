@@ -27,8 +27,8 @@ from specdec_mlx.types import DraftContext, Drafter, ReadsTarget, all_drafters
 class BeamText:
     """One continuation of the prompt.
 
-    text, tokens: a stop token is among the tokens alone. logprob: the sum of the log-probabilities
-    of the tokens. score: what it is ranked by. finish_reason: "stop" or "length".
+    text, tokens: a stop token is among the tokens alone. logprob: sum of the log-probabilities of
+    the tokens. score: its rank's. finish_reason: "stop" or "length".
     """
 
     text: str
@@ -40,10 +40,10 @@ class BeamText:
 
 @dataclass
 class BeamSearchResponse:
-    """What a beam search found.
+    """Result of a beam search.
 
     beams: the best first. num_passes: passes of the model after the prompt. num_steps: steps of the
-    search, for each of which a plain beam search makes a pass.
+    search; a plain beam search makes a pass for each.
     """
 
     beams: list[BeamText]
@@ -72,9 +72,8 @@ def beam_search(
 ) -> BeamSearchResponse:
     """Search for the likeliest continuations of a prompt, several steps a pass.
 
-    The beams are those of a plain beam search: a step keeps the `num_beams` likeliest of all beams
-    with one token more, among which finished ones stay as they are. (Leviathan et al. 2023,
-    appendix A.4.)
+    The beams are those of a plain beam search (Leviathan et al. 2023, appendix A.4): a step keeps
+    the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
 
     Args:
         model: a loaded mlx-lm model.
@@ -115,27 +114,21 @@ def beam_search(
     )
     drafting = None
     if chosen is not None:
-        _check_reads_nothing(chosen)
+        for part in all_drafters(chosen):
+            if isinstance(part, ReadsTarget):
+                raise UnreadableError(
+                    f"{type(part).__name__} reads the target's states, which it cannot of several "
+                    "beams at once. Give a draft model, or a drafter that looks tokens up."
+                )
         check_fits(chosen, context)
         drafting = BeamDrafting(chosen, tokens, context, stream)
     with wired_limit(model, [stream]):
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)
-        search = BeamSearch(
-            rows, num_beams, max_tokens, frozenset(tokenizer.eos_token_ids), drafting, length
-        )
+        stop_tokens = frozenset(tokenizer.eos_token_ids)
+        search = BeamSearch(rows, num_beams, max_tokens, stop_tokens, drafting, length)
         found = [_as_text(tokenizer, beam, length_penalty) for beam in search.run()]
     found.sort(key=lambda beam: -beam.score)
     return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
-
-
-def _check_reads_nothing(drafter: Drafter) -> None:
-    """Raise UnreadableError for a drafter that needs the target's states."""
-    reading = [part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
-    if reading:
-        raise UnreadableError(
-            f"{type(reading[0]).__name__} reads the target's states, which it cannot of several "
-            "beams at once. Give a draft model, or a drafter that looks tokens up."
-        )
 
 
 def _as_text(tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float) -> BeamText:

@@ -1,4 +1,4 @@
-"""What a drafter guesses of a beam search: for each beam, how it goes on."""
+"""A drafter's guesses of a beam search: how each beam goes on, and how far to guess."""
 
 from __future__ import annotations
 
@@ -24,9 +24,6 @@ from specdec_mlx.types.trees import children_of, path_to
 class BeamDrafting:
     """A session of the drafter for each beam.
 
-    Where a beam goes on in two ways, one of them takes the session over, and the other has a copy
-    of it, or a new one that begins with the whole text.
-
     prompt: token ids. stream: MLX's stream to run on.
     """
 
@@ -38,32 +35,30 @@ class BeamDrafting:
     """By the generated tokens that a session has observed."""
 
     def follow(self, beams: Sequence[Beam]) -> None:
-        """Bring the sessions to these beams; those of other beams are dropped."""
-        before, self._sessions = self._sessions, {}
-        taken: set[Tokens] = set()
-        sources = [(beam.tokens, _longest_prefix(beam.tokens, before)) for beam in beams]
-        originals = []
-        for tokens, source in sources:
-            if source is None or source in taken:
-                self._sessions[tokens] = self._copied(tokens, source, before)
-            else:
-                taken.add(source)
-                originals.append((tokens, source))
-        for tokens, source in originals:  # after the copies of them
-            session = self._sessions[tokens] = before[source]
-            if len(tokens) > len(source):
-                session.observe(tokens[len(source) :])
+        """Bring the sessions to these beams; those of other beams are dropped.
 
-    def _copied(
-        self, tokens: Tokens, source: Tokens | None, before: dict[Tokens, DraftSession]
-    ) -> DraftSession:
-        """A session of its own for a beam."""
-        original = None if source is None else before[source]
-        if source is None or not isinstance(original, Forks):
-            return begin_session(self.drafter, [*self.prompt, *tokens], self.context)
-        session = original.fork()
-        session.observe(tokens[len(source) :])
-        return session
+        The first beam that goes on from another takes its session over. The others have a copy of
+        it, or a new one that begins with the whole text.
+        """
+        before, self._sessions = self._sessions, {}
+        heirs: dict[Tokens, Tokens] = {}
+        for tokens in (beam.tokens for beam in beams):
+            begun = [known for known in before if tokens[: len(known)] == known]
+            source = max(begun, key=len, default=None)
+            if source is not None and source not in heirs:
+                heirs[source] = tokens
+                continue
+            original = None if source is None else before[source]
+            if source is None or not isinstance(original, Forks):
+                text = [*self.prompt, *tokens]
+                self._sessions[tokens] = begin_session(self.drafter, text, self.context)
+            else:
+                copied = self._sessions[tokens] = original.fork()
+                copied.observe(tokens[len(source) :])
+        for source, tokens in heirs.items():  # after the copies
+            self._sessions[tokens] = before[source]
+            if len(tokens) > len(source):
+                before[source].observe(tokens[len(source) :])
 
     def guesses(self, beam: Beam, limit: int) -> list[Tokens]:
         """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
@@ -85,25 +80,19 @@ def paths_of(draft: Draft, limit: int) -> list[Tokens]:
     return list(dict.fromkeys(tuple(tokens[node] for node in path[:limit]) for path in paths))
 
 
-def _longest_prefix(tokens: Tokens, sessions: dict[Tokens, DraftSession]) -> Tokens | None:
-    """The longest of the texts that sessions have observed with which these tokens begin."""
-    begun = [known for known in sessions if tokens[: len(known)] == known]
-    return max(begun, key=len, default=None)
-
-
 @dataclass
 class GuessLength:
-    """How many steps of a beam search to guess: as many as pay, by measured cost and acceptance.
+    """How many steps of a beam search to guess: a fixed number, or as many as pay.
 
-    The rule of several rows with one draft length, where all rows are accepted together: a step
-    counts once, and a pass costs what it costs with all its rows.
+    All rows are accepted together: a step counts once, and a pass costs as much as all its rows.
     """
 
-    length: Auto
+    fixed: int = 0
+    auto: Auto | None = None
 
     def limit(self) -> int:
         """Steps to guess now."""
-        return self.length.limit("", cheap=False)
+        return self.fixed if self.auto is None else self.auto.limit("", cheap=False)
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
         """Learn from a pass.
@@ -111,48 +100,27 @@ class GuessLength:
         Args:
             num_guessed: steps of the longest guess.
             num_steps: steps that it brought.
-            seconds: from the reading of the pass before.
-            steady: whether it had the rows of the one before it.
+            seconds: since the pass before was read.
+            steady: True if it had the rows of the one before it.
         """
-        right = min(num_steps - 1, num_guessed)
-        round_ = RoundRecord(
-            num_guessed, right, num_steps, 1 + num_guessed, (), seconds, steady=steady
-        )
-        self.length.record(round_)
+        right, fed = min(num_steps - 1, num_guessed), 1 + num_guessed
+        if self.auto is not None:
+            round_ = RoundRecord(num_guessed, right, num_steps, fed, (), seconds, steady=steady)
+            self.auto.record(round_)
 
-
-@dataclass(frozen=True)
-class FixedGuess:
-    """Always so many steps."""
-
-    length: int
-
-    def limit(self) -> int:
-        """The fixed number."""
-        return self.length
-
-    def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
-        """Learn nothing."""
-
-
-NO_GUESS = FixedGuess(0)
-"""A step a pass."""
 
 _learned: PerModel[dict[int, GuessLength]] = PerModel(lambda model: {})
 
 
-def guess_length_for(
-    model: nn.Module, num_beams: int, choice: int | str
-) -> GuessLength | FixedGuess:
+def guess_length_for(model: nn.Module, num_beams: int, choice: int | str) -> GuessLength:
     """How many steps to guess; "auto" goes on with what was learned with so many beams.
 
     Raises:
         ValueError: for anything but "auto" or an int >= 0.
     """
     if choice != "auto":
-        return FixedGuess(whole("draft_length", choice, 0, ", or 'auto'"))
+        return GuessLength(whole("draft_length", choice, 0, ", or 'auto'"))
     learned = _learned(model)
     if num_beams not in learned:
-        tuning = Tuning.for_model(model)
-        learned[num_beams] = GuessLength(Auto(tuning))
+        learned[num_beams] = GuessLength(auto=Auto(Tuning.for_model(model)))
     return learned[num_beams]

@@ -1,9 +1,9 @@
 """Beam search with a drafter: several steps a pass, and the beams of a plain beam search.
 
-For each beam the drafter guesses how it goes on, and one pass of the target over all guesses says
-which continuations of each guessed position are the likeliest. The search then goes step by step,
-and on with the same pass as long as the beams of a step were guessed, or cannot matter (Leviathan
-et al. 2023, appendix A.4). Each guess is a row of a batch.
+For each beam the drafter guesses how it goes on, and one pass of the target over all guesses tells
+the likeliest continuations of each guessed position. The search then goes step by step, and on with
+the same pass as long as the beams of a step were guessed, or cannot matter (Leviathan et al. 2023,
+appendix A.4). Each guess is a row of a batch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.beams.guesses import NO_GUESS, BeamDrafting, FixedGuess, GuessLength
+from specdec_mlx.batch.prompts import PromptReading
+from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.steps import Beam, Continuations, Tokens, next_beams
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.target.row_caches import RowCaches
@@ -47,7 +48,7 @@ class BeamRows:
     stream: Any = generation_stream
     caches: RowCaches = field(init=False)
     _row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
-    """Which row holds the prompt and these tokens but for the last of them."""
+    """The row that holds the prompt and these tokens but for the last of them."""
 
     def __post_init__(self) -> None:
         """Read the prompt but for its last token; RowsError where rows cannot be held."""
@@ -59,52 +60,35 @@ class BeamRows:
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "
                     "one text, or use a model that specdec_mlx.batch_generate writes together."
                 )
-            end = len(self.prompt) - 1
-            for start in range(0, end, self.prefill_step_size):
-                chunk = self.prompt[start : min(end, start + self.prefill_step_size)]
-                self.model(mx.array([chunk]), cache=alone)
-                mx.eval([cache.state for cache in alone])
-            rows.add(alone, end)
+            PromptReading(self.model, self.prompt, alone, self.stream).read_all(
+                self.prefill_step_size
+            )
+            rows.add(alone, len(self.prompt) - 1)
         self.caches = rows
 
     def verify(self, guesses: Sequence[Guess]) -> dict[Tokens, Continuations]:
         """One pass: the likeliest continuations of each beam, and of it with each guessed token."""
         with mx.stream(self.stream):
             self.caches.keep([self._row_of[guess.beam] for guess in guesses])
-            fed = [self._to_feed(row, guess) for row, guess in enumerate(guesses)]
-            widths = [len(tokens) for tokens in fed]
-            padded = np.zeros((len(fed), max(widths)), np.uint32)
-            for into, tokens in zip(padded, fed, strict=True):
-                into[: len(tokens)] = tokens
-            self.caches.begin(widths)
-            logits = self.model(mx.array(padded), cache=self.caches.caches)
-            self.caches.finish()
-            flat, places = [], []
-            self._row_of = {}
-            for row, guess in enumerate(guesses):
+            texts = [[*self.prompt, *guess.beam, *guess.tokens] for guess in guesses]
+            fed = [text[end:] for text, end in zip(texts, self.caches.ends, strict=True)]
+            logits = self.caches.feed(self.model, fed)
+            places: dict[Tokens, tuple[int, int]] = {}
+            for row, (guess, tokens) in enumerate(zip(guesses, fed, strict=True)):
+                first = len(tokens) - len(guess.tokens) - 1
                 for n in range(len(guess.tokens) + 1):
-                    path = (*guess.beam, *guess.tokens[:n])
-                    if path not in self._row_of:
-                        self._row_of[path] = row
-                        first = widths[row] - len(guess.tokens) - 1
-                        flat.append(row * padded.shape[1] + first + n)
-                        places.append(path)
-            tops = likeliest(logits.reshape(-1, logits.shape[-1])[mx.array(flat)], self.num_top)
+                    places.setdefault((*guess.beam, *guess.tokens[:n]), (row, first + n))
+            self._row_of = {path: row for path, (row, _) in places.items()}
+            rows, columns = (mx.array(indices) for indices in zip(*places.values(), strict=True))
+            tops = likeliest(logits[rows, columns], self.num_top)
         return dict(zip(places, tops, strict=True))
 
-    def _to_feed(self, row: int, guess: Guess) -> list[int]:
-        """What a row lacks of its text, and the guess."""
-        end, num_prompt = self.caches.ends[row], len(self.prompt)
-        before = self.prompt[end:] if end < num_prompt else []
-        return [*before, *guess.beam[max(0, end - num_prompt) :], *guess.tokens]
-
     def keep(self, beams: Sequence[Beam]) -> None:
-        """Take back what is not part of these beams, of which the last tokens were never fed."""
-        parents = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
+        """Take back all that is not part of these beams; their last tokens were never fed."""
+        self._row_of = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
         end = len(self.prompt) + len(beams[0].tokens) - 1
         with mx.stream(self.stream):
             self.caches.go_back([min(end, reached) for reached in self.caches.ends])
-        self._row_of = parents
 
 
 def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
@@ -138,8 +122,8 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
 class BeamSearch:
     """A beam search under way.
 
-    rows: the target. num_beams: beams that are kept. max_tokens: steps, at most. drafting: None for
-    a plain search, a step a pass. length: how many steps to guess.
+    rows: the target. num_beams: beams that are kept. max_tokens: most steps. drafting: None for a
+    plain search, a step a pass. length: how many steps to guess.
     """
 
     rows: BeamRows
@@ -147,7 +131,7 @@ class BeamSearch:
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     drafting: BeamDrafting | None = None
-    length: GuessLength | FixedGuess = NO_GUESS
+    length: GuessLength = field(default_factory=GuessLength)
     beams: list[Beam] = field(default_factory=lambda: [Beam()])
     num_passes: int = 0
     num_steps: int = 0
@@ -156,48 +140,47 @@ class BeamSearch:
 
     def run(self) -> list[Beam]:
         """The beams, the likeliest first, when all are finished or as long as they may be."""
-        while self._open() and self.num_steps < self.max_tokens:
-            guesses = self._guesses()
+        while (beams := self._open()) and self.num_steps < self.max_tokens:
+            guesses = self._guesses(beams)
             num_steps = self._advance(self.rows.verify(guesses))
             self.num_passes += 1
-            self.num_steps += num_steps
             self._record(guesses, num_steps)
-            if self._open():
-                self.rows.keep(self._open())
+            if left := self._open():
+                self.rows.keep(left)
         return self.beams
 
     def _open(self) -> list[Beam]:
         return [beam for beam in self.beams if not beam.is_finished]
 
-    def _guesses(self) -> list[Guess]:
-        """The rows of the next pass: for each open beam what is guessed of it, or nothing."""
+    def _guesses(self, beams: Sequence[Beam]) -> list[Guess]:
+        """The rows of the next pass: what is guessed of each open beam, or nothing."""
         limit = 0
         if self.drafting is not None:
             limit = min(self.length.limit(), self.max_tokens - self.num_steps - 1)
         if self.drafting is None or limit == 0:
-            return [Guess(beam.tokens, ()) for beam in self._open()]
-        self.drafting.follow(self._open())
+            return [Guess(beam.tokens, ()) for beam in beams]
+        self.drafting.follow(beams)
         guesses: list[Guess] = []
-        for beam in self._open():
+        for beam in beams:
             paths = [self._to_stop(path) for path in self.drafting.guesses(beam, limit)]
             guesses += [Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])]
         return guesses
 
     def _to_stop(self, path: Tokens) -> Tokens:
-        """A guess as far as a beam could go on behind it."""
+        """A guess as far as a beam could go on after it."""
         ends = (i for i, token in enumerate(path) if token in self.stop_tokens)
         return path[: next(ends, len(path))]
 
     def _advance(self, known: dict[Tokens, Continuations]) -> int:
         """Go on as far as the pass says how; the number of steps, at least one."""
-        left, num_steps = self.max_tokens - self.num_steps, 0
-        while num_steps < left and self._open():
+        before = self.num_steps
+        while self.num_steps < self.max_tokens and self._open():
             beams = next_beams(self.beams, known, self.num_beams, self.stop_tokens)
             if beams is None:
                 break
             self.beams = beams
-            num_steps += 1
-        return num_steps
+            self.num_steps += 1
+        return self.num_steps - before
 
     def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
         """Tell the draft length what the pass cost and brought."""

@@ -13,10 +13,9 @@ Continuations = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation of the prompt as far as it has come.
+    """A continuation of the prompt: generated tokens, and the sum of their log-probabilities.
 
-    tokens: generated ones. logprob: the sum of their log-probabilities. is_finished: whether the
-    last of them is a stop token.
+    is_finished: True if the last of them is a stop token.
     """
 
     tokens: Tokens = ()
@@ -32,9 +31,8 @@ def next_beams(
 ) -> list[Beam] | None:
     """One step of beam search: the likeliest of all beams with one token more.
 
-    A beam that is finished stays, and competes with those that go on. A beam whose continuations
-    are not known can be done without if it is itself less likely than all that are chosen: no
-    continuation of it is likelier than it is.
+    Finished beams stay, and compete with those that go on. A beam with unknown continuations, which
+    are never likelier than itself, is dropped if it is less likely than all that are chosen.
 
     Args:
         beams: those of the step before.

@@ -136,7 +136,6 @@ class SpeculatingBatch:
             tokenizer=self.tokenizer,
             returns_caches=True,
             completes_caches=False,
-            is_open=True,
             on_error=self._fail,
             stream=self.stream,
         )

@@ -36,11 +36,6 @@ class Round:
         """Positions of tokens that were known before it."""
         return self.under_way.num_fed - self.num_drafted
 
-    @property
-    def host_seconds(self) -> float:
-        """Host time until it was under way."""
-        return self.draft_seconds + self.launch_seconds
-
 
 @dataclass
 class RoundClock:
@@ -57,6 +52,7 @@ class RoundClock:
     _resumed_at: float = 0.0
     _draft_began: float | None = None
     _launch_began: float = 0.0
+    _launching: float = 0.0
     _finished_at: float | None = None
 
     def start(self) -> None:
@@ -77,6 +73,7 @@ class RoundClock:
         self._draft_began = None
         draft_seconds = self._launch_began - began
         launch_seconds = perf_counter() - self._launch_began
+        self._launching += draft_seconds + launch_seconds
         num_drafted = len(under_way.draft.tokens)
         return Round(under_way, num_drafted, draft_seconds, launch_seconds, is_ahead, part)
 
@@ -124,12 +121,9 @@ class RoundClock:
             part=current.part,
         )
 
-    def other_seconds(self, following: Round | None) -> float:
-        """Host time of this round that was neither waiting nor getting the next pass under way."""
-        spent = perf_counter() - self._resumed_at - self.waited
-        if following is None:
-            return spent
-        return spent - following.draft_seconds - following.launch_seconds
+    def other_seconds(self) -> float:
+        """Host time of this round that was neither waiting nor getting a pass under way."""
+        return perf_counter() - self._resumed_at - self.waited - self._launching
 
     def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
         """Wait for the pass under way, where a slow caller hides seconds that are needed.
@@ -146,5 +140,5 @@ class RoundClock:
 
     def resumed(self, handed_over: float) -> None:
         """The caller came back, and had the tokens from `handed_over` on."""
-        self._resumed_at = perf_counter()
+        self._resumed_at, self._launching = perf_counter(), 0.0
         self.away = self._resumed_at - handed_over

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -54,8 +54,11 @@ class Drafting:
     which then end with the last token. session: None before `begin`, and without a drafter. part:
     key of the drafter of the latest draft, one of several under `FirstOf`; "" if there was none.
     features: what the session reads of the target, if anything. values: the draft length where it
-    values drafts, once a session has begun.
+    values drafts, once a session has begun. is_shared: True if several ranks draft together.
+    is_under_way: True once the pass of the latest draft is launched.
     """
+
+    is_shared: ClassVar[bool] = False
 
     drafter: Drafter | None
     length: DraftLength
@@ -70,6 +73,7 @@ class Drafting:
     part: str = ""
     has_cheap_part: bool = False
     is_free: bool = True
+    is_under_way: bool = False
     _groups: list[list[_Part]] = field(default_factory=list)
 
     def begin(self, context: DraftContext) -> None:
@@ -158,6 +162,10 @@ class Drafting:
         """Tell the session what was emitted."""
         if self.session is not None:
             self.session.observe(self.sequence.not_handed_out)
+
+    def agree_on_end(self) -> bool:
+        """True: alone, a generation ends where its caller is; see `ranks.SharedDrafting`."""
+        return True
 
     def close(self, end: int) -> None:
         """Tell the session that the first `end` tokens are all that the caller has."""

@@ -1,12 +1,11 @@
 """One generation on several ranks of `mx.distributed`: all of them launch the same passes.
 
 What the target computes is equal on all ranks. Whatever a clock, a file, a memory or a random seed
-decides is not: drafts and their lengths, the seed, and when the caller has had enough. So rank 0
-alone drafts, and once a round the ranks meet: one small collective carries its draft, and from
-each rank whether it goes on. Between two meetings all do the same, a pass; whoever fails or leaves
-says so at the next one, and then all end there.
+decides is not, so rank 0 alone drafts, and once a round the ranks meet: one small collective
+carries its draft and every rank's state. A rank that fails or leaves says so at the next meeting,
+and all end there.
 
-Rank 0's caller counts: the others hand out what it has taken, and caches end where it ended.
+Rank 0's caller counts: the others get the tokens that it has taken, and caches end where it ended.
 """
 
 from __future__ import annotations
@@ -15,23 +14,21 @@ import math
 import sys
 import zlib
 from array import array
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import check_draft, noise_of
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
@@ -42,10 +39,8 @@ from specdec_mlx.types import (
     DraftContext,
     Drafter,
     DraftsOnEveryRank,
-    Outcome,
     ReadsTarget,
     RunsModel,
-    Target,
     all_drafters,
     key_of,
 )
@@ -53,24 +48,24 @@ from specdec_mlx.types import (
 WORD = 32
 """Bits of a number that is sent."""
 
-T_co = TypeVar("T_co", covariant=True)
+T = TypeVar("T")
 
 
+@dataclass
 class Ranks:
     """The ranks that one generation runs on, and what they send each other.
 
-    What is sent runs on the stream of the target's own collectives, in one order on all ranks.
-
-    Args:
-        group: of `mx.distributed`.
-        stream: MLX's stream that the passes run on.
+    group: of `mx.distributed`. stream: MLX's stream of the passes; everything is sent on it, in one
+    order on all ranks.
     """
 
-    def __init__(self, group: mx.distributed.Group, stream: Any) -> None:
-        """Nothing is sent yet."""
-        self.group = group
-        self.stream = stream
-        self.is_first = group.rank() == 0
+    group: mx.distributed.Group
+    stream: Any
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0."""
+        return self.group.rank() == 0
 
     def gather(self, numbers: Sequence[int]) -> list[list[int]]:
         """Numbers [n] below 2^32 of every rank, in the order of ranks; n is the same on all."""
@@ -94,34 +89,12 @@ def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:
     return None if group is None else Ranks(group, stream)
 
 
-def shared_noise(
-    ranks: Ranks | None, seed: int | None, prompt: Sequence[int], max_tokens: int, drafts: bool
-) -> Noise:
-    """The noise of a generation: rank 0's seed, once all ranks are seen to begin the same.
-
-    Args:
-        ranks: None for one machine.
-        seed: the caller's; None takes one from MLX's global random state.
-        prompt: [n] token ids.
-        max_tokens: tokens to emit.
-        drafts: whether there is a drafter.
-
-    Raises:
-        RankError: the ranks were called with different prompts or numbers; on all of them.
-    """
+def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
+    """The noise of a generation: of rank 0's seed, if there are several."""
     noise = noise_of(seed)
     if ranks is None:
         return noise
-    low, high = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
-    begins = [_checksum(prompt, 0), len(prompt), max_tokens % (1 << WORD), int(drafts)]
-    gathered = ranks.gather([*begins, low, high])
-    for rank, (*others, _, _) in enumerate(gathered):
-        if others != gathered[0][:-2]:
-            raise RankError(
-                f"Rank {rank} was called with another prompt, max_tokens or drafter than rank 0. "
-                "Call all ranks of a sharded model with the same arguments."
-            )
-    low, high = gathered[0][-2:]
+    low, high = ranks.gather([noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)])[0]
     return Noise(high << WORD | low)
 
 
@@ -147,37 +120,31 @@ class SharedDrafting(Drafting):
     A part that drafts on every rank has one on each. There rank 0 says how many tokens it has
     drawn, and the others draw them anew for their distribution: all draw with the same noise.
 
-    is_over: whether some rank was seen to leave or to fail; all end then. failure: what to raise
-    here for another rank's failure, or for this one's since the last meeting. meets_next: whether
-    the next thing that all ranks do is to meet. leaves: whether this rank's caller has left.
-    first_end: prompt + tokens that rank 0's caller has. is_apart: whether the ranks' texts differ.
-    is_lost: whether they cannot be reached.
+    is_over: True once a rank was seen to leave or to fail; all end then. failure: what to raise
+    here, for another rank's failure or this one's. first_end: prompt + tokens that rank 0's caller
+    has. is_alike: True if all ranks have the same text. is_lost: True if they cannot be reached.
     """
+
+    is_shared = True
 
     def __init__(
         self,
         ranks: Ranks,
         drafter: Drafter | None,
         length: DraftLength,
-        target: Target,
-        sequence: SequenceState,
-        *,
-        keeps_cache: bool,
-        stream: Any,
+        *others: Any,
+        **options: Any,
     ) -> None:
-        """Nothing has begun; the first thing that all ranks do is to meet."""
-        length = length if ranks.is_first else Fixed(0)
-        super().__init__(drafter, length, target, sequence, keeps_cache=keeps_cache, stream=stream)
+        """Nothing has begun; the arguments are those of `Drafting`."""
+        super().__init__(drafter, length if ranks.is_first else Fixed(0), *others, **options)
         self.ranks = ranks
+        self.is_under_way = True  # the first thing that all ranks do is to meet
         self.is_over = False
         self.failure: Exception | None = None
-        self.meets_next = True
-        self.leaves = False
-        self.is_apart = False
+        self.is_alike = False
         self.is_lost = False
         self.first_end = 0
-        self._checksum = 0
-        self._num_summed = 0
+        self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
             key_of(part)
             for part in all_drafters(drafter)
@@ -193,88 +160,71 @@ class SharedDrafting(Drafting):
             self.features = FeatureFeed.of_nobody(self.drafter, self.target)
         if self.features is not None:
             self.features.at_once = True
-        self.meet(State.GOES_ON)
+        self._meet(State.GOES_ON)
         if self.failure is not None:
             raise self.failure
 
     def _may_fork(self) -> bool:
-        """No: to find out takes passes of all ranks, and rank 0 alone would ask."""
+        """False: to find out takes passes of all ranks, and rank 0 alone would ask."""
         return False
 
     def propose(self) -> Draft:
         """Rank 0's draft, on every rank; an empty one where all end."""
         self.target.widest_pass()  # may measure, with passes; so on all ranks
         draft = NO_DRAFT
-        leaves = self.leaves
-        if self.ranks.is_first:
-            leaves = leaves or not self.sequence.wants_more()
-            draft = NO_DRAFT if leaves else super().propose()
+        leaves = self.ranks.is_first and not self.sequence.wants_more()
+        if self.ranks.is_first and not leaves:
+            draft = super().propose()
             check_draft(draft, self.target.vocab_size())
         tokens = to_list(draft.tokens)
         state = State.FAILED if self.failure else State.LEAVES if leaves else State.GOES_ON
-        first = self.meet(state, draft, tokens)
-        return NO_DRAFT if self.is_over else self._received(first, draft, tokens)
+        first = self._meet(state, draft, tokens)
+        if self.failure is not None:
+            raise self.failure
+        if self.is_over:
+            return NO_DRAFT
+        if not first.num_tokens:
+            self.target.rollback.drop_checkpoints()
+        return self._received(first, draft, tokens)
 
-    def meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> Said:
-        """Tell the other ranks how this one goes on, and note what they say.
-
-        Args:
-            state: of this rank.
-            draft: rank 0's.
-            tokens: [K] its tokens on the host.
-
-        Returns:
-            What rank 0 said.
-        """
+    def _meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> Said:
+        """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
         flags = draft.logprobs is not None, draft.parents is not None
         part = 0
         if flags == (True, False) and self.part in self._everywhere:
             part = 1 + self._everywhere.index(self.part)
-        said = Said(state, self.sequence.end, self._sum(), len(tokens), *flags, part, tokens)
-        with self.noting_loss():
+        sequence = self.sequence
+        known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
+        known += sequence.tokens[self._num_met :]
+        checksum, self._num_met = zlib.crc32(array("I", known).tobytes()), len(sequence.tokens)
+        said = Said(state, sequence.end, checksum, len(tokens), *flags, part, tokens)
+        try:
             gathered = self.ranks.gather(said.numbers())
+        except RuntimeError:
+            self.is_lost = True
+            raise
         all_said = [Said.read(numbers) for numbers in gathered]
-        self.meets_next = False
-        self.is_apart = len({one.checksum for one in all_said}) > 1
+        self.is_under_way = False
+        self.is_alike = len({one.checksum for one in all_said}) == 1
         failed = [rank for rank, one in enumerate(all_said) if one.state is State.FAILED]
         if failed and self.failure is None:
             self.failure = RankError(
                 f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."
             )
-        elif self.is_apart and not failed:
+        elif not failed and not self.is_alike:
             self.failure = RankError(
                 "The ranks' texts differ. Call all of them with the same arguments, samplers and "
                 "processors; if they were, their hardware computes different numbers."
             )
-        self.is_over = self.failure is not None or any(one.state for one in all_said)
         self.first_end = all_said[0].end
+        self.is_over = self.failure is not None or any(one.state for one in all_said)
+        if self.is_over:
+            sequence.max_tokens = sequence.num_generated
+            sequence.num_handed_out = self.first_end - sequence.prompt_length
         return all_said[0]
 
-    @contextmanager
-    def noting_loss(self) -> Iterator[None]:
-        """Note if the backend fails in this block: whoever sends something then waits forever.
-
-        MLX's own errors are plain RuntimeErrors.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            self.is_lost = type(error) is RuntimeError
-            raise
-
-    def _sum(self) -> int:
-        """Checksum of the text as far as it is known."""
-        new = self.sequence.tokens[self._num_summed :]
-        self._checksum = _checksum(new, self._checksum)
-        self._num_summed += len(new)
-        return self._checksum
-
     def _received(self, first: Said, own: Draft, tokens: Sequence[int]) -> Draft:
-        """The draft that rank 0 spoke of, the same on every rank.
-
-        Where nobody asked for drafts on every rank a distribution is sent, since that is less than
-        a draft model's weights, which would have to be read once more, one rank after the other.
-        """
+        """The draft of rank 0's message, with what takes collectives of its own."""
         num_tokens, ids = first.num_tokens, list(first.tokens)
         is_first = self.ranks.is_first
         if num_tokens > MOST_TOKENS:
@@ -286,13 +236,11 @@ class SharedDrafting(Drafting):
             parents = to_list(self.ranks.from_first(sent, (num_tokens,), mx.int32))
         logprobs = None
         if first.part:
-            logprobs = own.logprobs if is_first else self._drawn_anew(first)
+            logprobs = None if is_first else self._drawn_anew(first)
         elif first.is_drawn:
             shape = num_tokens, self.target.vocab_size()
             logprobs = self.ranks.from_first(own.logprobs, shape, mx.float32)
-        if is_first:
-            return replace(own, tokens=ids)
-        return Draft(ids, logprobs, parents=parents)
+        return replace(own, tokens=ids) if is_first else Draft(ids, logprobs, parents=parents)
 
     def _drawn_anew(self, first: Said) -> mx.array:
         """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
@@ -317,132 +265,46 @@ class SharedDrafting(Drafting):
             vocab_size = self.target.vocab_size()
             return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
-
-class Rounds(Protocol[T_co]):
-    """The steps of a generation, as `loop.Generation` has them."""
-
-    sequence: SequenceState
-    stats: SpeculationStats
-    clock: RoundClock
-    is_prefilled: bool
-    failure: Exception | None
-
-    @property
-    def target(self) -> Target:
-        """The model and its caches."""
-        ...
-
-    def prefill(self) -> None:
-        """Feed the prompt but for its last token."""
-        ...
-
-    def propose(self) -> Draft:
-        """A draft for the text so far."""
-        ...
-
-    def verify(self, draft: Draft) -> Round | None:
-        """Start a pass; None when enough is known."""
-        ...
-
-    def accept(self, current: Round, ahead: Round | None) -> Outcome:
-        """Wait for a pass, and take its verdict."""
-        ...
-
-    def roll_back(self, current: Round, outcome: Outcome) -> None:
-        """Take the rejected positions back."""
-        ...
-
-    def observe(self, current: Round, outcome: Outcome) -> None:
-        """Tell the drafter."""
-        ...
-
-    def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[T_co]:
-        """Hand out the tokens of a round."""
-        ...
-
-    def finish(self) -> None:
-        """Bring the caches to prompt + tokens handed out."""
-        ...
-
-
-def run_on_ranks(
-    generation: Rounds[T_co], drafting: SharedDrafting, context: DraftContext
-) -> Generator[T_co, None, None]:
-    """The loop's algorithm, with a meeting in each round.
-
-    Rank 0 hands out a round's tokens before the meeting, so that all know how many its caller took
-    before the next pass is under way. The others hand out theirs behind it.
-    """
-    is_first = drafting.ranks.is_first
-    try:
-        drafting.begin(context)
-        generation.prefill()
-        current = generation.verify(NO_DRAFT)
-        drafting.meets_next = True
-        while current is not None:
-            with drafting.noting_loss():
-                outcome = generation.accept(current, None)
-            generation.roll_back(current, outcome)
-            try:
-                generation.observe(current, outcome)
-            except Exception as error:  # of the drafter; what was accepted is emitted first
-                generation.failure = error
-            if is_first:
-                yield from _emit(generation, current, outcome)
-            following = _launch_next(generation, drafting)
-            if not is_first and not drafting.leaves:
-                outcome.tokens = outcome.tokens[: drafting.first_end - generation.sequence.end]
+    def as_on_first(self, tokens: Generator[T, None, None]) -> Generator[T, None, None]:
+        """The tokens of a generation that rank 0's caller has, a round late on the other ranks."""
+        if self.ranks.is_first:
+            yield from tokens
+            return
+        held: deque[T] = deque()
+        is_open, failure, num_given = True, None, 0
+        with closing(tokens):
+            while is_open:
                 try:
-                    yield from _emit(generation, current, outcome)
-                except GeneratorExit:  # the others learn of it when they meet again
-                    drafting.leaves = True
-            current = following
-        if is_first and drafting.failure is not None:
-            raise drafting.failure
-    finally:
-        _finish(generation, drafting)
+                    held.append(next(tokens))
+                except StopIteration:
+                    is_open = False
+                except Exception as error:
+                    is_open, failure = False, error
+                while held and self.sequence.prompt_length + num_given < self.first_end:
+                    num_given += 1
+                    yield held.popleft()
+        if failure is not None:
+            raise failure
 
+    def agree_on_end(self) -> bool:
+        """True if all ranks end alike, and can bring caches in order; else these are refused."""
+        error = sys.exception()
+        in_pass = self._num_met == len(self.sequence.tokens)
+        # MLX's own errors are plain ones; after one of them whoever sends something waits forever.
+        self.is_lost |= in_pass and type(error) is RuntimeError
+        try:
+            if self.is_under_way and not self.is_lost:
+                is_failure = error is not None and not isinstance(error, GeneratorExit)
+                self._meet(State.FAILED if is_failure else State.LEAVES)
+        finally:
+            self.is_alike = self.is_alike and self.is_over
+            if not self.is_alike:
+                reason = f"a generation on several ranks failed ({error!r})."
+                refuse(self.target.rollback.caches, reason)
+        return self.is_alike
 
-def _launch_next(generation: Rounds[T_co], drafting: SharedDrafting) -> Round | None:
-    """Meet, and launch the pass that all agreed on; None where all end."""
-    draft = generation.propose()
-    if drafting.is_over:
-        if not drafting.ranks.is_first:
-            generation.failure = drafting.failure
-        return None
-    if not len(draft):
-        generation.target.rollback.drop_checkpoints()
-    following = generation.verify(draft)
-    drafting.meets_next = True
-    return following
-
-
-def _emit(generation: Rounds[T_co], current: Round, outcome: Outcome) -> Iterator[T_co]:
-    """Hand out a round's tokens; getting its pass under way is counted with the round itself."""
-    generation.stats.other_seconds -= current.host_seconds
-    yield from generation.emit(current, outcome, None)
-
-
-def _finish(generation: Rounds[T_co], drafting: SharedDrafting) -> None:
-    """End as the others do; where they do not, leave the caches, and have them refused."""
-    error = sys.exception()
-    is_failure = error is not None and not isinstance(error, GeneratorExit)
-    try:
-        if drafting.meets_next and not drafting.is_lost:
-            drafting.meet(State.FAILED if is_failure else State.LEAVES)
-    finally:
-        is_alike = drafting.is_over and not drafting.is_apart
-        if not is_alike:  # to bring the caches in order would take all ranks
-            reason = f"a generation on several ranks failed ({error!r})."
-            refuse(generation.target.rollback.caches, reason)
-    if not is_alike:
-        return
-    generation.sequence.num_handed_out = drafting.first_end - generation.sequence.prompt_length
-    generation.finish()
-    if drafting.keeps_cache:  # no pass may be under way when the caller sends something
-        mx.eval([cache.state for cache in generation.target.rollback.caches])
-
-
-def _checksum(tokens: Sequence[int], start: int) -> int:
-    """CRC-32 of token ids, continued from `start`."""
-    return zlib.crc32(array("I", tokens).tobytes(), start)
+    def close(self, end: int) -> None:
+        """Close the session; no pass may be under way when the caller sends something."""
+        super().close(end)
+        if self.keeps_cache and self.is_alike:
+            mx.eval([cache.state for cache in self.target.rollback.caches])

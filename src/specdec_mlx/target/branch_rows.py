@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,35 +19,33 @@ from mlx_lm.models.cache import CacheList
 from specdec_mlx.types.trees import ROOT, children_of, path_to
 
 
-@dataclass(frozen=True)
-class BranchRows:
-    """Where each node of a tree stands in a batch of its paths.
+class BranchRows(NamedTuple):
+    """A tree as a batch of its paths.
 
-    paths: nodes from the root to each leaf, R lists. places: row and column of each row of the
-        tree's pass, K + 1 pairs; column 0 is the token before the tree.
+    paths: nodes from the root to each leaf, R lists. places: row and column of each node's logits,
+    K + 1 pairs; the first is that of the token before the tree, which is column 0 of every row.
     """
 
-    paths: tuple[tuple[int, ...], ...]
-    places: tuple[tuple[int, int], ...]
+    paths: list[list[int]]
+    places: list[tuple[int, int]]
 
     @classmethod
     def of(cls, parents: Sequence[int]) -> BranchRows:
         """Those of a tree of K >= 1 tokens; see `Draft.parents`."""
         children = children_of(parents)
         leaves = [node for node in range(len(parents)) if not children[node + 1]]
-        paths = tuple(tuple(path_to(leaf, parents)) for leaf in leaves)
+        paths = [list(path_to(leaf, parents)) for leaf in leaves]
         places = {ROOT: (0, 0)}
         for row, path in enumerate(paths):
             for column, node in enumerate(path, start=1):
                 places.setdefault(node, (row, column))
-        return cls(paths, tuple(places[node] for node in range(ROOT, len(parents))))
+        return cls(paths, [places[node] for node in range(ROOT, len(parents))])
 
-    def fed(self, last: mx.array, drafted: mx.array) -> mx.array:
-        """Token ids [R, 1 + depth]: the last token of the text [1], and K draft tokens [K]."""
-        tokens = mx.concatenate([last, drafted])
-        width = max(map(len, self.paths))
-        indices = [[0, *(node + 1 for node in path)] for path in self.paths]
-        return tokens[mx.array([row + [0] * (width + 1 - len(row)) for row in indices])]
+    def fed(self, tokens: mx.array) -> mx.array:
+        """Token ids [R, 1 + depth]; tokens: [1 + K] the text's last one and the tree's."""
+        depth = max(map(len, self.paths))
+        nodes = [[ROOT, *path, *[ROOT] * (depth - len(path))] for path in self.paths]
+        return tokens[mx.array(nodes) + 1]
 
 
 def tree_logits(
@@ -63,8 +60,7 @@ def tree_logits(
         parents: [K] of the tree.
     """
     rows = BranchRows.of(parents)
-    fed = rows.fed(tokens[:1], tokens[1:])
-    logits = model(fed, cache=[repeated(cache, len(rows.paths)) for cache in caches])
+    logits = model(rows.fed(tokens), cache=[repeated(cache, len(rows.paths)) for cache in caches])
     row, column = zip(*rows.places, strict=True)
     found: mx.array = logits[mx.array(row), mx.array(column)]
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -30,34 +31,21 @@ vocab_size_of = PerModel(_vocab_size)
 """V of a loaded model."""
 
 
+@dataclass(eq=False)
 class ModelPass:
     """The target model and its caches.
 
-    Args:
-        model: a mlx-lm model.
-        rollback: its caches.
-        options: when they are quantized.
-        probe: whether to measure, once, if the model is exact for several positions at once.
-
-    taps: what is read of its passes, None for nothing. by_rows: whether the branches of a tree are
-    rows of a batch.
+    options: when they are quantized. probe: True to measure, once, if the model is exact for
+    several positions at once. taps: reads states of its passes, None for nothing. by_rows: True if
+    the branches of a tree are rows of a batch.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        rollback: Rollback,
-        options: CacheOptions | None = None,
-        *,
-        probe: bool = True,
-    ) -> None:
-        """Nothing is fed yet."""
-        self.model = model
-        self.rollback = rollback
-        self.options = options or CacheOptions()
-        self.probe = probe
-        self.taps: Taps | None = None
-        self.by_rows = False
+    model: nn.Module
+    rollback: Rollback
+    options: CacheOptions = field(default_factory=CacheOptions)
+    probe: bool = field(default=True, kw_only=True)
+    taps: Taps | None = field(default=None, init=False)
+    by_rows: bool = field(default=False, init=False)
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
@@ -71,7 +59,7 @@ class ModelPass:
         return self.rollback.position
 
     def keys_values(self, index: int) -> KeysValues:
-        """What a cache holds now; UnreadableError for what has none."""
+        """Contents of a cache now; UnreadableError for one without keys and values."""
         return keys_values_of(self.rollback.caches, index)
 
     @property
@@ -81,7 +69,7 @@ class ModelPass:
 
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the latest `feed`, and how many positions it had."""
-        assert self.taps is not None, "asked for rows without having asked for taps"
+        assert self.taps is not None
         assert self.taps.features is not None, "asked for rows before a pass"
         return self.taps.features, self.taps.num_rows
 
@@ -116,11 +104,7 @@ class ModelPass:
         return run() if self.taps is None else self.taps.read(run)
 
     def _feed_rows(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """The same of a tree as rows: the caches take the text alone, but for its last token.
-
-        Returns:
-            Logits [K+1, V], lazy.
-        """
+        """Logits [K+1, V] of a tree as rows; the caches take the text but for its last token."""
         last = tokens.shape[0] - len(parents) - 1
         if last:
             self.rollback.forward(self.model, tokens[:last])
@@ -132,10 +116,7 @@ class ModelPass:
         return vocab_size_of(self.model)
 
     def quantize(self) -> None:
-        """Replace caches, in the caller's list, by quantized ones once they are long enough.
-
-        mlx-lm does so after each pass; here it waits until rejected tokens have been taken back.
-        """
+        """Quantize caches, in the caller's list, that are long enough; after a rollback."""
         if self.options.kv_bits is not None and self.rollback.position > 0:
             maybe_quantize_kv_cache(
                 self.rollback.caches,
@@ -145,11 +126,9 @@ class ModelPass:
             )
 
     def widest(self) -> int | None:
-        """Most positions that the next pass may have; None for any number.
+        """Most positions that the next pass may have, as measured; None for any number.
 
-        Single tokens where the model was measured not to be exact otherwise. Plain decoding
-        quantizes the caches right after position `quantized_kv_start`, so no pass may reach across
-        it.
+        Plain decoding quantizes caches after `quantized_kv_start`: no pass may reach across it.
         """
         limits = [self.rollback.widest_pass(), self._widest_exact()]
         if self.options.kv_bits is not None:
@@ -162,10 +141,7 @@ class ModelPass:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def takes_trees(self) -> bool:
-        """True if a tree may be verified now: the model was found exact, masked or as rows.
-
-        As rows only where that was measured to cost no more, and nothing is read of the passes.
-        """
+        """True if a tree may be verified now: masked, or as rows where that costs no more."""
         self.by_rows = False
         if not self.probe:
             return False
