@@ -1,8 +1,7 @@
 """Commands as a user runs them: in this process, which is quick, or in one of their own.
 
-A test of a command is marked `@both_ways`. It then runs in this process always, and once more as a
-process in the full run, which also sees what only a process shows: what is imported and when, and
-what earlier commands leave behind.
+A test of a command is marked `@both_ways`: in the full run it runs once more as a process, which
+also sees what is imported when, and what earlier commands leave behind.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import NamedTuple
 
 import pytest
 
@@ -38,14 +37,7 @@ class Done(NamedTuple):
 
 
 def run(*arguments: str | Path, stdin: str = "", program: str = "specdec_mlx", **env: str) -> Done:
-    """What `python -m PROGRAM ARGUMENTS...` does.
-
-    Args:
-        arguments: of the command.
-        stdin: all of its input.
-        program: a module to run.
-        env: variables of its environment, beside those of the tests.
-    """
+    """`python -m PROGRAM ARGUMENTS...`, with all of its input and further environment variables."""
     command = [str(argument) for argument in arguments]
     return (_here if _way == "here" else _as_a_process)(program, command, stdin, env)
 
@@ -76,9 +68,19 @@ def _as_a_process(program: str, arguments: list[str], stdin: str, env: dict[str,
 
 def _here(program: str, arguments: list[str], stdin: str, env: dict[str, str]) -> Done:
     stdout, stderr = io.StringIO(), io.StringIO()
-    as_it_is = _as_it_is_for_a_process(program, arguments, stdin, env, stderr)
-    with as_it_is, redirect_stdout(stdout), redirect_stderr(stderr):
-        status = _status(program)
+
+    def show(message: Warning | str, *about: object, **more: object) -> None:
+        print(f"warning: {message}", file=stderr)
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        patch.setattr(sys, "argv", [program, *arguments])
+        patch.setattr(sys, "stdin", io.StringIO(stdin))
+        for name, value in env.items():
+            patch.setenv(name, value)
+        warnings.simplefilter("default")
+        patch.setattr(warnings, "showwarning", show)
+        with redirect_stdout(stdout), redirect_stderr(stderr):
+            status = _status(program)
     return Done(status, stdout.getvalue(), stderr.getvalue())
 
 
@@ -94,22 +96,3 @@ def _status(program: str) -> int:
         traceback.print_exc()
         return 1
     return 0
-
-
-@contextmanager
-def _as_it_is_for_a_process(
-    program: str, arguments: list[str], stdin: str, env: dict[str, str], stderr: TextIO
-) -> Iterator[None]:
-    """Its arguments, input and environment; warnings go to stderr."""
-
-    def show(message: Warning | str, *about: object, **more: object) -> None:
-        print(f"warning: {message}", file=stderr)
-
-    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-        patch.setattr(sys, "argv", [program, *arguments])
-        patch.setattr(sys, "stdin", io.StringIO(stdin))
-        for name, value in env.items():
-            patch.setenv(name, value)
-        warnings.simplefilter("default")
-        patch.setattr(warnings, "showwarning", show)
-        yield

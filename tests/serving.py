@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import ThreadingHTTPServer
 from queue import Queue
@@ -17,6 +18,10 @@ import openai
 import pytest
 
 from specdec_mlx.mlx_lm_plugin.server import run_server
+
+PROMPT = "the cat in the hat and the other cat in the hat"
+MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
+MODEL = "default_model"
 
 
 @contextmanager
@@ -60,3 +65,35 @@ def post(client: openai.OpenAI, path: str, body: str | dict[str, Any]) -> tuple[
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def chat(client: openai.OpenAI, messages: list[Any] = MESSAGES, **more: Any) -> Any:
+    """A short greedy chat."""
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 0.0} | more
+    return client.chat.completions.create(messages=messages, **options)
+
+
+def complete(client: openai.OpenAI, prompt: Any = PROMPT, **more: Any) -> Any:
+    """A short greedy completion."""
+    options: dict[str, Any] = {"model": MODEL, "max_tokens": 60, "temperature": 0.0} | more
+    return client.completions.create(prompt=prompt, **options)
+
+
+def text_of(reply: Any) -> str:
+    choice = reply.choices[0]
+    return str(choice.message.content if hasattr(choice, "message") else choice.text)
+
+
+def said(chunks: list[Any], index: int = 0) -> tuple[str, str]:
+    """Text and finish reason of a streamed choice."""
+    parts = [part for chunk in chunks for part in chunk.choices if part.index == index]
+    texts = [part.delta.content if hasattr(part, "delta") else part.text for part in parts]
+    return "".join(text or "" for text in texts), parts[-1].finish_reason
+
+
+def until(holds: Callable[[], Any], seconds: float = 240) -> None:
+    """Wait until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -26,10 +26,6 @@ CHOOSE = (
     'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" for an '
     "NVIDIA GPU."
 )
-MEND_CUDA = (
-    'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
-    "CUDA also needs NVIDIA's driver."
-)
 
 
 def pretend_to_install(folder: Path, distributions: dict[str, str]) -> None:
@@ -62,23 +58,13 @@ def python(*arguments: str, path: Iterable[Path] = ()) -> subprocess.CompletedPr
     )
 
 
-def test_importing_without_mlx_says_which_extra_to_take() -> None:
-    """On Linux the core chooses no backend, and so brings no MLX."""
-    done = python("-c", "import sys; sys.platform = 'linux'; import specdec_mlx")
-    assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
-
-
 def test_importing_without_a_backend_says_which_extra_to_take(tmp_path: Path) -> None:
-    """What mlx.core says there, "libmlx.so: cannot open ...", says nothing of what to do."""
+    """Without MLX, which the core does not bring on Linux, and with its wheel alone."""
+    without_mlx = python("-c", "import sys; sys.platform = 'linux'; import specdec_mlx")
     pretend_to_install(tmp_path, {"mlx": "0.32.4"})
     stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
-    done = python("-c", "import specdec_mlx", path=[stub])
-    assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
-
-
-def test_code_that_guards_the_import_catches_an_import_error(tmp_path: Path) -> None:
-    """`except ImportError`, with the name of what could not be imported."""
-    stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
+    for done in (without_mlx, python("-c", "import specdec_mlx", path=[stub])):
+        assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
     guarded = "try:\n import specdec_mlx\nexcept ImportError as error:\n print(error.name)"
     assert python("-c", guarded, path=[stub]).stdout == "mlx.core\n"
 
@@ -108,7 +94,10 @@ def test_a_backend_that_does_not_load_is_named_with_the_command_that_mends_it(
     )
     pretend_to_install(tmp_path, {"mlx-cuda-13": "0.32.4"})
     done = python("-c", "import specdec_mlx", path=[stub])
-    assert done.stderr.splitlines()[-1].endswith(MEND_CUDA)
+    assert done.stderr.splitlines()[-1].endswith(
+        'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
+        "CUDA also needs NVIDIA's driver."
+    )
 
 
 def test_off_linux_no_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,25 +193,22 @@ def test_the_doctor_looks_at_this_installation(
     assert "0.33.0" in found.refusal
 
 
-LINE = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
+LIBRARIES = {
+    "/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so": "OpenBLAS",
+    "/somewhere with spaces/libopenblas.so.0": "OpenBLAS",
+    "/opt/intel/libmkl_rt.so.2": "MKL",
+    "/usr/lib/libblis.so.4": "BLIS",
+    "/venv/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0": REFERENCE_BLAS,
+    "/venv/site-packages/numpy.libs/libopenblas64_p-r0-5007b62f.3.23.so": REFERENCE_BLAS,
+    "/venv/site-packages/scipy.libs/libopenblasp-r0-39a31c03.2.18.so": REFERENCE_BLAS,
+    "/home/me/libopenblas/code.so": REFERENCE_BLAS,
+}
 
 
-@in_one_test(
-    ("file", "name"),
-    [
-        ("/usr/lib/x86_64-linux-gnu/openblas-pthread/libopenblasp-r0.3.21.so", "OpenBLAS"),
-        ("/somewhere with spaces/libopenblas.so.0", "OpenBLAS"),
-        ("/opt/intel/libmkl_rt.so.2", "MKL"),
-        ("/usr/lib/libblis.so.4", "BLIS"),
-        ("/venv/site-packages/mlx_cpu.libs/libblas-bd8a282c.so.3.10.0", REFERENCE_BLAS),
-        ("/venv/site-packages/numpy.libs/libopenblas64_p-r0-5007b62f.3.23.so", REFERENCE_BLAS),
-        ("/venv/site-packages/scipy.libs/libopenblasp-r0-39a31c03.2.18.so", REFERENCE_BLAS),
-        ("/home/me/libopenblas/code.so", REFERENCE_BLAS),
-    ],
-)
-def test_the_matrix_library_is_read_off_what_is_loaded(file: str, name: str) -> None:
+@in_one_test("file", LIBRARIES)
+def test_the_matrix_library_is_read_off_what_is_loaded(file: str) -> None:
     """By the library's own name; the copies that NumPy and SciPy bring do not serve MLX."""
-    others = (
-        LINE.format("/usr/lib/libc.so.6") + "7ffd7a5e6000-7ffd7a607000 rw-p 0 00:00 0 [stack]\n"
-    )
-    assert blas_in(others + LINE.format(file)) == name
+    line = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
+    stack = "7ffd7a5e6000-7ffd7a607000 rw-p 0 00:00 0 [stack]\n"
+    maps = line.format("/usr/lib/libc.so.6") + stack + line.format(file)
+    assert blas_in(maps) == LIBRARIES[file]

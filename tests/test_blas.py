@@ -17,8 +17,6 @@ from selection import in_one_test
 from specdec_mlx.cli import blas
 from specdec_mlx.cli.blas import system_v_hash, without_prefix
 
-# --- names --------------------------------------------------------------------------------------
-
 SYMBOLS = ["", "scipy_cblas_sgemm", "scipy_dgemm_", "other", "scipy_", "xscipy_a"]
 RENAMED = ["", "cblas_sgemm", "dgemm_", "other", "", "xscipy_a"]
 HASH_TAG, GNU_HASH_TAG, END_TAG = 4, 0x6FFFFEF5, 0
@@ -64,15 +62,10 @@ def look_up(library: bytes, name: str) -> int | None:
 
 
 def test_symbols_are_found_without_the_prefix() -> None:
-    """Each of them, and those that never had it; none with it any more."""
-    library = without_prefix(make_library(), b"scipy_")
-    assert [look_up(library, name) for name in RENAMED if name] == [1, 2, 3, 5]
-    assert look_up(library, "scipy_cblas_sgemm") is None
-
-
-def test_the_loader_is_told_which_kind_of_table_it_is() -> None:
-    """The tag of GNU's kind becomes that of System V's; where the table lies stays."""
+    """All of them, in a table that the loader is told is System V's, where GNU's lay."""
     before, after = make_library(), without_prefix(make_library(), b"scipy_")
+    assert [look_up(after, name) for name in RENAMED if name] == [1, 2, 3, 5]
+    assert look_up(after, "scipy_cblas_sgemm") is None
     at = before.index(struct.pack("<QQ", GNU_HASH_TAG, 0x99))
     assert struct.unpack_from("<2Q", after, at) == (HASH_TAG, 0x99)
     assert len(after) == len(before)
@@ -93,20 +86,16 @@ def test_other_libraries_are_refused(library: bytes, reason: str) -> None:
         without_prefix(library, b"scipy_")
 
 
-if sys.platform == "linux":
-
-    def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> None:
-        """NumPy's own OpenBLAS, whose names have the same prefix."""
-        folder = Path(np.__file__).parent.parent / "numpy.libs"
-        (source,) = folder.glob("libscipy_openblas64_*.so")
-        copy = tmp_path / "plain.so"
-        copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
-        library = ctypes.CDLL(str(copy))
-        assert library.openblas_get_num_threads64_() >= 1
-        assert not hasattr(library, "scipy_openblas_get_num_threads64_")
-
-
-# --- the library --------------------------------------------------------------------------------
+@pytest.mark.skipif(sys.platform != "linux", reason="an ELF library is loaded")
+def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> None:
+    """NumPy's own OpenBLAS, whose names have the same prefix."""
+    folder = Path(np.__file__).parent.parent / "numpy.libs"
+    (source,) = folder.glob("libscipy_openblas64_*.so")
+    copy = tmp_path / "plain.so"
+    copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
+    library = ctypes.CDLL(str(copy))
+    assert library.openblas_get_num_threads64_() >= 1
+    assert not hasattr(library, "scipy_openblas_get_num_threads64_")
 
 
 class Wheel:
@@ -114,11 +103,11 @@ class Wheel:
 
     version = "1.2"
 
-    def __init__(self, root: Path, library: bytes) -> None:
+    def __init__(self, root: Path) -> None:
         self.root = root
-        file = root / blas.LIBRARY
-        file.parent.mkdir(parents=True)
-        file.write_bytes(library)
+        self.library = root / blas.LIBRARY
+        self.library.parent.mkdir(parents=True)
+        self.library.write_bytes(make_library())
 
     def locate_file(self, path: str) -> Path:
         return self.root / path
@@ -126,17 +115,10 @@ class Wheel:
 
 @pytest.fixture
 def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    installed = Wheel(tmp_path / "site-packages", make_library())
+    installed = Wheel(tmp_path / "site-packages")
     monkeypatch.setattr(blas, "distribution", lambda name: installed)
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
     return installed
-
-
-def raises(error: BaseException) -> Any:
-    def fail(*args: Any) -> None:
-        raise error
-
-    return fail
 
 
 def test_the_wheels_library_is_copied_with_plain_names_once(wheel: Wheel, tmp_path: Path) -> None:
@@ -144,38 +126,30 @@ def test_the_wheels_library_is_copied_with_plain_names_once(wheel: Wheel, tmp_pa
     copy = Path(str(blas.find_openblas()))
     assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
     assert copy.read_bytes() == without_prefix(make_library(), b"scipy_")
-    assert wheel.locate_file(blas.LIBRARY).read_bytes() == make_library()
-    (wheel.root / blas.LIBRARY).unlink()
+    assert wheel.library.read_bytes() == make_library()
+    wheel.library.unlink()
     assert blas.find_openblas() == str(copy)
     assert list(copy.parent.iterdir()) == [copy]
 
 
-def no_wheel(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blas, "distribution", raises(PackageNotFoundError("no")))
-
-
-def no_library(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wheel.root / blas.LIBRARY).unlink()
-
-
-def another_kind(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (wheel.root / blas.LIBRARY).write_bytes(b"MZ")
-
-
-def no_cache(wheel: Wheel, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.write_text("a file where the folder should be")
-
-
-@pytest.mark.parametrize("spoil", [no_wheel, no_library, another_kind, no_cache])
+@pytest.mark.parametrize("missing", ["wheel", "library", "right kind of library", "cache"])
 def test_without_the_wheel_nothing_is_preloaded(
-    spoil: Any, wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    missing: str, wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is wrong with the wheel is an error: the command works without."""
-    spoil(wheel, tmp_path / "cache", monkeypatch)
+
+    def no_distribution(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    if missing == "wheel":
+        monkeypatch.setattr(blas, "distribution", no_distribution)
+    elif missing == "library":
+        wheel.library.unlink()
+    elif missing == "cache":
+        (tmp_path / "cache").write_text("a file where the folder should be")
+    else:
+        wheel.library.write_bytes(b"MZ")
     assert blas.find_openblas() is None
-
-
-# --- the second start ---------------------------------------------------------------------------
 
 
 class Started(BaseException):
@@ -191,8 +165,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str
         seen.append(call)
         raise Started
 
-    environment = {"LD_PRELOAD": "libtrace.so", "PATH": "/bin"}
-    monkeypatch.setattr(blas.os, "environ", dict(environment))
+    monkeypatch.setattr(blas.os, "environ", {"LD_PRELOAD": "libtrace.so", "PATH": "/bin"})
     monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
     monkeypatch.setattr(blas.os, "execve", execve)
     monkeypatch.setattr(sys, "argv", ["/venv/bin/specdec-mlx", "demo", "--seconds", "9"])
@@ -206,9 +179,9 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str
 
 
 def test_the_command_starts_again_with_the_library_preloaded(
-    starts: list, capsys: pytest.CaptureFixture[str]
+    starts: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same Python with the same arguments; what was preloaded before stays, behind it."""
+    """By the same Python, once; its children inherit nothing, and the user's threads stay."""
     with pytest.raises(Started):
         blas.start_again_with_openblas("demo")
     ((program, arguments, environment),) = starts
@@ -223,32 +196,18 @@ def test_the_command_starts_again_with_the_library_preloaded(
         blas.PRELOADED: "/cache/libopenblas.so",
     }
     assert capsys.readouterr().err.startswith("Preloading OpenBLAS")
-
-
-@pytest.mark.parametrize("before", [{}, {"LD_PRELOAD": "libtrace.so"}])
-def test_the_second_start_is_the_last_and_its_children_inherit_nothing(
-    before: dict[str, str], starts: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Even where the library could not be loaded after all; the number of threads stays."""
-    monkeypatch.setattr(blas.os, "environ", dict(before))
+    for before, preload in (({"LD_PRELOAD": "libtrace.so"}, " libtrace.so"), ({}, "")):
+        own = {blas.PRELOADED: "/cache/a.so", "LD_PRELOAD": f"/cache/a.so{preload}"}
+        monkeypatch.setattr(blas.os, "environ", own)
+        assert blas.start_again_with_openblas("demo") == "/cache/a.so"
+        assert blas.os.environ == before
+    monkeypatch.setattr(blas.os, "environ", {blas.THREADS: "3"})
     with pytest.raises(Started):
         blas.start_again_with_openblas("demo")
-    monkeypatch.setattr(blas.os, "environ", dict(starts[0][2]))
-    assert blas.start_again_with_openblas("demo") == "/cache/libopenblas.so"
-    assert len(starts) == 1
-    blas.os.environ.pop("PYTEST_CURRENT_TEST", None)
-    assert blas.os.environ == before | {blas.THREADS: "4"}
+    assert starts[1][2][blas.THREADS] == "3"
 
 
-def test_the_users_number_of_threads_stays(starts: list, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the cores is only what is taken where nobody has chosen."""
-    monkeypatch.setenv(blas.THREADS, "3")
-    with pytest.raises(Started):
-        blas.start_again_with_openblas("demo")
-    assert starts[0][2][blas.THREADS] == "3"
-
-
-@pytest.mark.parametrize(
+@in_one_test(
     ("module", "name", "value"),
     [
         (sys, "platform", "darwin"),
@@ -259,20 +218,12 @@ def test_the_users_number_of_threads_stays(starts: list, monkeypatch: pytest.Mon
         (sys, "argv", ["/bin/pytest", "tests"]),
         (sys, "orig_argv", ["python", "/bin/pytest", "tests"]),
     ],
-    ids=[
-        "Mac",
-        "GPU",
-        "preloaded by the user",
-        "another library",
-        "none there",
-        "a test",
-        "a test that runs the command",
-    ],
 )
 def test_nothing_starts_again_where_that_gains_nothing(
     module: Any, name: str, value: Any, starts: list, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And never in a process that is not the command itself."""
-    monkeypatch.setattr(module, name, value)
-    assert blas.start_again_with_openblas("demo") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, value)
+        assert blas.start_again_with_openblas("demo") is None
     assert starts == []

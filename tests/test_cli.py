@@ -47,8 +47,15 @@ def refused(done: Done) -> str:
 
 
 @both_ways
-def test_version_is_the_packages() -> None:
+def test_version_help_and_drafters_are_printed() -> None:
+    """Drafters one a line, sorted; nothing else on stdout."""
     assert run("--version").stdout == f"{specdec_mlx.__version__}\n"
+    names = run("drafters").stdout.splitlines()
+    assert names == sorted(names)
+    assert {"model", "ngram", "prompt-lookup"} <= set(names)
+    text = run("--help").stdout
+    for command in ("demo", "bench", "replay", "probe", "drafters", *cli.MLX_LM_COMMANDS):
+        assert re.search(rf"^    {command}\b", text, re.M)
 
 
 def test_the_console_script_is_installed() -> None:
@@ -56,21 +63,6 @@ def test_the_console_script_is_installed() -> None:
     script = Path(sys.executable).with_name("specdec-mlx")
     done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"{specdec_mlx.__version__}\n"
-
-
-@both_ways
-def test_drafters_are_listed_one_a_line() -> None:
-    """Sorted, and nothing else on stdout."""
-    names = run("drafters").stdout.splitlines()
-    assert names == sorted(names)
-    assert {"model", "ngram", "prompt-lookup"} <= set(names)
-
-
-@both_ways
-def test_help_lists_every_command() -> None:
-    text = run("--help").stdout
-    for command in ("demo", "generate", "bench", "replay", "probe", "drafters"):
-        assert f"\n    {command} " in text
 
 
 @both_ways
@@ -82,19 +74,13 @@ def test_probe_says_whether_drafting_is_exact(folder: Path) -> None:
     assert "caches: KVCache" in done.stdout
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_probes_exit_status_is_its_verdict(
-    exact: bool, monkeypatch: pytest.MonkeyPatch, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_probes_exit_status_is_its_verdict(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """So that a script can ask."""
-
-    class Report:
-        def __init__(self) -> None:
-            self.exact = exact
-
-    module = sys.modules["specdec_mlx.target.exactness"]
-    monkeypatch.setattr(module, "probe", lambda model: Report())
-    assert cli.main(["probe", "--model", str(folder)]) == (0 if exact else 1)
+    for exact in (True, False):
+        report = type("Report", (), {"exact": exact})
+        module = sys.modules["specdec_mlx.target.exactness"]
+        monkeypatch.setattr(module, "probe", lambda model, report=report: report)
+        assert cli.main(["probe", "--model", str(folder)]) == (0 if exact else 1)
 
 
 def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
@@ -118,24 +104,17 @@ def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
     assert not {c for c in done.stdout + done.stderr if c in "\r\b\033"}
 
 
-def prepared_cache(root: Path) -> Path:
-    """A cache that looks as if the demo model had been made before."""
-    folder = root / demo_model.FOLDER_NAME
+@both_ways
+def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
+    """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
+    folder = tmp_path / "cache" / demo_model.FOLDER_NAME
     folder.mkdir(parents=True)
     for name in demo_model.MODEL_FILES:
         (folder / name).write_text("{}")
     mx.save_safetensors(str(folder / demo_model.WEIGHTS_FILE), {"x": mx.zeros((2,))})
-    return folder
-
-
-@both_ways
-def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
-    """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
-    folder = prepared_cache(tmp_path / "cache")
     before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-    done = run(
-        "demo", "--print-model-path", SPECDEC_MLX_CACHE=str(tmp_path / "cache"), PIP_NO_INDEX="1"
-    )
+    cache = {"SPECDEC_MLX_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    done = run("demo", "--print-model-path", **cache)
     assert (done.returncode, done.stdout) == (0, f"{folder}\n")
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
@@ -194,53 +173,42 @@ def test_a_whole_folder_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @both_ways
-@pytest.mark.parametrize("command", ["demo", "probe"])
-def test_errors_exit_with_2_and_one_clear_line(command: str, copy: Path) -> None:
-    """No traceback; the progress that was reported before stays on stderr."""
-    without("tokenizer*")(copy)
-    assert "has no tokenizer" in refused(run(command, "--model", copy))
-
-
-def test_a_name_that_cannot_be_fetched_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Offline, or mistyped."""
+def test_errors_exit_with_2_and_one_clear_line(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No traceback: for a folder, a name that cannot be fetched, an unknown architecture."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    done = run("probe", "--model", "nobody/no-model")
-    assert "nobody/no-model is no folder here, and could not be loaded" in refused(done)
-
-
-@both_ways
-def test_an_architecture_that_mlx_lm_does_not_know_is_one_clear_line(copy: Path) -> None:
-    """mlx-lm's own words."""
+    named = refused(run("probe", "--model", "nobody/no-model"))
+    assert "nobody/no-model is no folder here, and could not be loaded" in named
     (copy / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
     assert "no-such-architecture" in refused(run("probe", "--model", copy))
+    without("tokenizer*")(copy)
+    for command in ("demo", "probe"):
+        assert "has no tokenizer" in refused(run(command, "--model", copy))
+
+
+MEANINGLESS = [
+    "bench --repeats 0",
+    "bench --max-tokens many",
+    "bench --per-category 0",
+    "bench --draft-length often",
+    "bench --rule nothing",
+    "demo --draft-length -1",
+    "demo --max-tokens 0",
+    "demo --repeats 0",
+    "demo --seconds 0",
+    "demo --model",
+    "no-such-command",
+    "",
+]
 
 
 @both_ways
-@in_one_test(
-    "arguments",
-    [
-        ("bench", "--repeats", "0"),
-        ("bench", "--max-tokens", "0"),
-        ("bench", "--max-tokens", "many"),
-        ("bench", "--per-category", "0"),
-        ("bench", "--draft-length", "-1"),
-        ("bench", "--draft-length", "often"),
-        ("bench", "--rule", "nothing"),
-        ("demo", "--draft-length", "-1"),
-        ("demo", "--max-tokens", "0"),
-        ("demo", "--repeats", "0"),
-        ("demo", "--seconds", "0"),
-        ("demo", "--max-tokens", "-1"),
-        ("demo", "--model"),
-        ("no-such-command",),
-        (),
-    ],
-)
+@in_one_test("typed", MEANINGLESS)
 def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
-    arguments: tuple[str, ...], tmp_path: Path
+    typed: str, tmp_path: Path
 ) -> None:
     """argparse's way: usage, one line, and exit status 2."""
-    done = run(*arguments, SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    done = run(*typed.split(), SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
     assert done.returncode == 2
     assert done.stderr.startswith("usage: specdec-mlx")
     last = done.stderr.splitlines()[-1]
@@ -253,10 +221,7 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
     ("typed", "words"),
     [
         ("--drafter prompt-lookup:max_ngram=x", "max_ngram is 'x', expected int"),
-        (
-            "--drafter nothing",
-            "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
-        ),
+        ("--drafter nothing", "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, "),
         ("--drafter model", "it needs --draft-model MODEL"),
         ("--draft-model nowhere/at/all", "There is no folder nowhere/at/all"),
         ("--temp -1", "temp"),

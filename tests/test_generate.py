@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -15,6 +15,7 @@ from mlx_lm.generate import GenerationResponse, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
+from tokenizers.processors import TemplateProcessing
 
 import scripted
 import specdec_mlx as sd
@@ -90,6 +91,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "oracle": {"drafter": oracle},
     "draft model": {"draft_model": lambda: tiny_text.model(seed=5)},
     "itself": {"draft_model": tiny_text.model},
+    "in the place of a draft model": {"draft_model": oracle},
+    "by name in that place": {"draft_model": "prompt-lookup"},
 }
 
 
@@ -141,8 +144,6 @@ def test_a_prompt_may_be_text_or_ids(form: str) -> None:
 
 def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
     """As in mlx-lm: a BOS token in the text is not doubled."""
-    from tokenizers.processors import TemplateProcessing
-
     fast = tiny_text.bpe()
     bos = fast.token_to_id(tiny_text.BOS)
     fast.post_processor = TemplateProcessing(
@@ -158,39 +159,27 @@ def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
 @in_one_test("length", [1, 4])
 @in_one_test("at", [0, 1, 2, 3, 5, 9])
 def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> None:
-    """finish_reason 'stop', nothing after it, and the same text; whichever end token it is."""
+    """finish_reason 'stop', nothing after it, also where max_tokens would end the text there."""
     ids = list(plain_ids())
     first = ids.index(ids[at])
     other = next(i for i in range(260) if i not in ids)
     for ends in ([ids[at]], [other, ids[at], 259]):
-        got = ours(tok=with_ends(*ends), drafter=oracle(0.0), draft_length=length)
-        assert_same(got, theirs(tok=with_ends(*ends)))
-        assert got[-1].finish_reason == "stop"
-        assert [r.token for r in got] == ids[: first + 1]
-        assert [r.finish_reason for r in got[:-1]] == [None] * first
+        for num_tokens in (NUM_TOKENS, first + 1):
+            options = {"tok": with_ends(*ends), "max_tokens": num_tokens}
+            got = ours(drafter=oracle(0.0), draft_length=length, **options)
+            assert_same(got, theirs(**options))
+            assert [r.token for r in got] == ids[: first + 1]
+            assert [r.finish_reason for r in got] == [*[None] * first, "stop"]
 
 
 @in_one_test("num_tokens", [1, 2, 5, 6, 11])
 def test_the_length_is_exact_in_the_middle_of_a_block(num_tokens: int) -> None:
-    """finish_reason 'length' at max_tokens."""
+    """finish_reason 'length' at max_tokens; -1 goes on until an end token."""
     got = ours(max_tokens=num_tokens, drafter=oracle(0.0), draft_length=4)
     assert len(got) == num_tokens
     assert got[-1].finish_reason == "length"
     assert_same(got, theirs(max_tokens=num_tokens))
-
-
-def test_an_end_token_as_the_last_token_counts_as_stop() -> None:
-    """Where both reasons hold, mlx-lm says 'stop'."""
-    ids = list(plain_ids())
-    at = ids.index(ids[6])
-    got = ours(tok=with_ends(ids[6]), max_tokens=at + 1, drafter=oracle(0.0))
-    assert got[-1].finish_reason == "stop"
-    assert_same(got, theirs(tok=with_ends(ids[6]), max_tokens=at + 1))
-
-
-def test_no_limit_goes_on_until_an_end_token() -> None:
-    """max_tokens=-1."""
-    tok = with_ends(plain_ids()[NUM_TOKENS + 10])
+    tok = with_ends(plain_ids()[NUM_TOKENS + num_tokens])
     assert_same(ours(tok=tok, max_tokens=-1, drafter=oracle()), theirs(tok=tok, max_tokens=-1))
 
 
@@ -214,65 +203,32 @@ def test_num_draft_tokens_is_the_draft_length() -> None:
     assert_same(ours(num_draft_tokens=3), theirs(num_draft_tokens=3))
 
 
-def test_a_second_turn_on_the_same_prompt_cache() -> None:
-    """prompt_cache passes through and ends where mlx-lm's does."""
-
-    def turns(stream: Any, **kwargs: Any) -> list[list[int]]:
-        caches = make_prompt_cache(tiny_text.model())
-        return [
-            [
-                r.token
-                for r in stream(
-                    tiny_text.model(),
-                    tokenizer(),
-                    prompt,
-                    max_tokens=12,
-                    prompt_cache=caches,
-                    **kwargs,
-                )
-            ]
-            for prompt in (PROMPT, " and then the rain")
-        ]
-
-    assert turns(sd.stream_generate, drafter="prompt-lookup") == turns(mlx_lm.stream_generate)
-
-
-def test_max_kv_size_bounds_the_context() -> None:
-    """A small window gives mlx-lm's text for that window, which is another one than without."""
-    got = ours(max_kv_size=16, drafter="prompt-lookup", draft_length=4)
-    assert_same(got, theirs(max_kv_size=16))
-    assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
-
-
-def test_prefill_step_size_and_progress_pass_through() -> None:
-    """The callback reports the same progress as in mlx-lm."""
-
-    def reports(stream: Any, **kwargs: Any) -> list[tuple[int, int]]:
-        seen: list[tuple[int, int]] = []
-        stream(
-            max_tokens=2,
-            prefill_step_size=7,
-            prompt_progress_callback=lambda done, total: seen.append((done, total)),
-            **kwargs,
-        )
-        return seen
-
-    got = reports(ours, drafter="ngram")
-    assert got == reports(theirs)
-    assert len(got) > 3
-
-
-def test_logits_processors_pass_through() -> None:
-    """mlx-lm's own processors give mlx-lm's text."""
+def test_options_of_mlx_lm_pass_through() -> None:
+    """Caches of earlier turns, a window, prefill steps with progress, and logits processors."""
+    caches = {stream: make_prompt_cache(tiny_text.model()) for stream in (ours, theirs)}
+    for prompt in (PROMPT, " and then the rain"):
+        expected = theirs(prompt, max_tokens=12, prompt_cache=caches[theirs])
+        got = ours(prompt, max_tokens=12, prompt_cache=caches[ours], drafter="prompt-lookup")
+        assert [r.token for r in got] == [r.token for r in expected]
 
     def processors() -> Any:
         return make_logits_processors({5: 2.0}, 1.3, 8)
 
-    expected = theirs(logits_processors=processors())
-    drafter = scripted.OracleDrafter([r.token for r in expected], tiny_text.VOCAB, wrong=0.3)
-    got = ours(logits_processors=processors(), drafter=drafter, draft_length=4)
-    assert_same(got, expected)
-    assert [r.token for r in got] != list(plain_ids()[:NUM_TOKENS])
+    for options in ({"max_kv_size": lambda: 16}, {"logits_processors": processors}):
+        expected = theirs(**{name: make() for name, make in options.items()})
+        drafter = scripted.OracleDrafter([r.token for r in expected], tiny_text.VOCAB, wrong=0.3)
+        made = {name: make() for name, make in options.items()}
+        assert_same(ours(drafter=drafter, draft_length=4, **made), expected)
+        assert [r.token for r in expected] != list(plain_ids()[:NUM_TOKENS])
+
+    def reports(stream: Any, **kwargs: Any) -> list[tuple[int, int]]:
+        seen: list[tuple[int, int]] = []
+        options = {"max_tokens": 2, "prefill_step_size": 7, **kwargs}
+        stream(prompt_progress_callback=lambda *progress: seen.append(progress), **options)
+        return seen
+
+    assert reports(ours, drafter="ngram") == reports(theirs)
+    assert len(reports(theirs)) > 3
 
 
 @in_one_test("name", ["none", "by name", "oracle", "itself"])
@@ -290,10 +246,7 @@ def test_a_seed_makes_sampling_reproducible(name: str) -> None:
 
 @in_one_test("length", [1, 4])
 def test_mlx_lms_own_sampler_follows_the_global_seed(length: int) -> None:
-    """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K.
-
-    Each row of a block moves the global state on, so "auto", which follows the clock, does not.
-    """
+    """Code that seeds MLX and gives make_sampler's sampler stays reproducible, at a fixed K."""
     drafter = oracle()  # and the model is made, which seeds MLX too
 
     def run() -> list[int]:
@@ -342,45 +295,25 @@ def test_code_that_takes_a_response_apart_keeps_working() -> None:
             pytest.fail("a response no longer matches mlx-lm's class")
 
 
-def test_a_drafter_may_stand_where_mlx_lm_expects_a_draft_model() -> None:
-    """Code that can only pass draft_model= gets drafters too, also by name."""
-    for drafter in (oracle(0.0), "prompt-lookup"):
-        assert_same(ours(draft_model=drafter, draft_length=4), theirs())
-
-
 @pytest.mark.parametrize("with_draft", [False, True])
 def test_the_wired_limit_covers_target_and_draft(
     with_draft: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """mlx-lm's context manager gets both models and the stream, around the whole generation."""
-    from contextlib import contextmanager
-
-    from mlx.utils import tree_flatten, tree_reduce
-
-    module = importlib.import_module("specdec_mlx.responses")
     events: list[Any] = []
 
     @contextmanager
     def spy(models: Any, streams: Any = None) -> Any:
-        size = tree_reduce(lambda n, x: n + x.nbytes if isinstance(x, mx.array) else n, models, 0)
-        events.append((size, streams))
+        events.append(([id(model) for model in models], streams))
         yield
         events.append("left")
 
-    def weigh(model: Any) -> int:
-        return sum(x.nbytes for _, x in tree_flatten(model.parameters()))
-
-    monkeypatch.setattr(module, "wired_limit", spy)
-    draft = tiny_text.model(seed=5)
-    stream = sd.stream_generate(
-        tiny_text.model(),
-        tokenizer(),
-        PROMPT,
-        max_tokens=4,
-        draft_model=draft if with_draft else None,
-    )
+    monkeypatch.setattr("specdec_mlx.responses.wired_limit", spy)
+    target, draft = tiny_text.model(), tiny_text.model(seed=5)
+    options: dict[str, Any] = {"max_tokens": 4, "draft_model": draft if with_draft else None}
+    stream = sd.stream_generate(target, tokenizer(), PROMPT, **options)
     next(stream)
-    expected = weigh(tiny_text.model()) + (weigh(draft) if with_draft else 0)
+    expected = [id(target), id(draft)] if with_draft else [id(target)]
     assert events == [(expected, [generation_stream])]
     list(stream)
     assert events[1:] == ["left"]

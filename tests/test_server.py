@@ -1,14 +1,14 @@
-"""`specdec-mlx server` as a process on the loopback, driven by the openai client."""
+"""`specdec-mlx server` beside mlx-lm's own texts, clients that hang up, and signals."""
 
 from __future__ import annotations
 
 import json
+import logging
+import re
 import signal
 import socket
 import subprocess
 import sys
-import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,355 +26,264 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
-from command_line import both_ways, run
-from selection import FULL, cases, in_one_test
+from selection import FULL, in_one_test
+from serving import MESSAGES, PROMPT, chat, complete, said, serving, text_of, until
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
-PROMPT = "the cat in the hat and the other cat in the hat"
-MODEL = "default_model"
-
-POSITIONS, ENDLESS = 2**20, 800_000
-"""Of the model here, and tokens that nobody waits for."""
+ENDLESS = 800_000
+"""Tokens that nobody waits for."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    write_model_folder(root / "swapped", swapped=True)
-    return write_model_folder(root / "model", max_position_embeddings=POSITIONS)
+    return write_model_folder(root / "model", max_position_embeddings=2**20)
 
 
 @pytest.fixture(scope="module")
 def pair(folder: Path) -> tuple[Any, Any]:
-    """The same model and tokenizer here."""
+    """The model and tokenizer here."""
     return mlx_lm.load(str(folder))
 
 
-Popen = subprocess.Popen[bytes]
-
-
-class Server:
-    """A server under way. pid: of its process. url: where it listens. log: its output."""
-
-    def __init__(self, process: subprocess.Popen[bytes], port: int, log: Path) -> None:
-        self.pid, self.port, self.log = process.pid, port, log
-        self.url = f"http://127.0.0.1:{port}"
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def complete(self, prompt: str = PROMPT, max_tokens: int = 60, **more: Any) -> Any:
-        return self.client.completions.create(
-            model=MODEL, prompt=prompt, max_tokens=max_tokens, **asked(more)
-        )
-
-    def chat(self, messages: list[dict[str, str]], max_tokens: int = 40, **more: Any) -> Any:
-        return self.client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=max_tokens, **asked(more)
-        )
-
-
-def asked(more: dict[str, Any]) -> dict[str, Any]:
-    """Arguments that the client knows, and the others as a body of their own."""
-    known = {"stream", "stream_options", "temperature", "seed", "stop"}
-    extra = {name: value for name, value in more.items() if name not in known}
-    return {name: more[name] for name in more.keys() & known} | {"extra_body": extra}
-
-
-@contextmanager
-def serving(folder: Path, *flags: str, ends: list[Popen] | None = None) -> Iterator[Server]:
-    """Start a server on a free port, wait for it, and stop it; `ends` is given its process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    log = folder.parent / f"server-{port}.log"
-    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [*command, "--port", str(port), *flags], stdout=output, stderr=subprocess.STDOUT
-        )
-        try:
-            server = Server(process, port, log)
-            if ends is not None:
-                ends.append(process)
-            wait_for(server, process)
-            yield server
-        finally:
-            process.terminate()
-            process.wait(timeout=30)
-
-
-def wait_for(server: Server, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        assert process.poll() is None, server.log.read_text()
-        try:
-            urllib.request.urlopen(f"{server.url}/health", timeout=5).close()
-            return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(server.log.read_text())
-
-
 @pytest.fixture(scope="module")
-def server(folder: Path) -> Iterator[Server]:
-    with serving(folder, "--draft-length", "4", "--stats") as running:
+def client(folder: Path) -> Iterator[openai.OpenAI]:
+    with serving("--model", str(folder), "--draft-length", "4", "--stats") as running:
         yield running
 
 
-@pytest.fixture(scope="module")
-def with_draft_model(folder: Path) -> Iterator[Server]:
-    """The model as its own draft model; and a drafter with options of the server's own."""
-    flags = ("--draft-model", str(folder), "--drafter", "prompt-lookup:min_ngram=8,max_ngram=8")
-    with serving(folder, *flags, "--draft-length", "3") as running:
-        yield running
-
-
-def plain(pair: tuple[Any, Any], prompt: list[int], max_tokens: int, **options: Any) -> str:
-    """What mlx-lm itself writes after a prompt, without its end token."""
+def plain(pair: tuple[Any, Any], prompt: str | list[Any], max_tokens: int, **options: Any) -> str:
+    """mlx-lm's own text after a prompt or messages, without its end token."""
     model, tokenizer = pair
+    if isinstance(prompt, str):
+        ids = tokenizer.encode(prompt)
+    else:
+        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
     tokens = []
-    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, **options)
-    for token, _ in steps:
+    for token, _ in generate_step(mx.array(ids), model, max_tokens=max_tokens, **options):
         if token in tokenizer.eos_token_ids:
             break
         tokens.append(token)
     return str(tokenizer.decode(tokens))
 
 
-def speculation(reply: Any) -> dict[str, Any]:
-    """Our part of a reply's usage."""
-    return dict(reply.usage.speculation)
-
-
 def test_a_completion_is_mlx_lms_text_in_fewer_passes(
-    server: Server, pair: tuple[Any, Any]
+    client: openai.OpenAI, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a second model; the account is in `usage`, and with --stats in the log."""
-    reply = server.complete()
-    assert reply.choices[0].text == plain(pair, pair[1].encode(PROMPT), 60)
-    account = speculation(reply)
-    assert account["drafter"] == "auto"
-    assert account["batched"] is False
+    """The account is in `usage`, and with --stats in the log."""
+    caplog.set_level(logging.INFO)
+    reply = complete(client)
+    assert text_of(reply) == plain(pair, PROMPT, 60)
+    account = reply.usage.speculation
+    assert (account["drafter"], account["batched"]) == ("auto", False)
     assert account["emitted"] == reply.usage.completion_tokens == 60
     assert account["target_passes"] + account["accepted"] == 60 + account["cut"]
     assert account["accepted"] > 0
-    assert "Speculation: 60 tokens in" in server.log.read_text()
+    until(lambda: "Speculation: 60 tokens in" in caplog.text)
 
 
 @in_one_test("usage", [True, False])
 def test_a_stream_says_it_in_its_last_chunk(
-    usage: bool, server: Server, pair: tuple[Any, Any]
+    usage: bool, client: openai.OpenAI, pair: tuple[Any, Any]
 ) -> None:
-    """Whether or not the client asked for the usage."""
-    options = {"stream_options": {"include_usage": True}} if usage else {}
-    messages = [{"role": "user", "content": PROMPT}]
-    chunks = list(server.chat(messages, stream=True, **options))
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    prompt = pair[1].apply_chat_template(messages, add_generation_prompt=True)
-    assert text == plain(pair, prompt, 40)
-    account = speculation(chunks[-1]) if usage else chunks[-1].speculation
-    assert account["emitted"] == 40
+    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage else {}
+    chunks = list(chat(client, stream=True, **options))
+    assert said(chunks)[0] == plain(pair, MESSAGES, 60)
+    account = chunks[-1].usage.speculation if usage else chunks[-1].speculation
+    assert account["emitted"] == 60
 
 
 @pytest.mark.parametrize("penalty", [0.0, 1.5])
 def test_every_turn_is_that_of_a_fresh_run_of_the_conversation(
-    penalty: float, server: Server, pair: tuple[Any, Any]
+    penalty: float, client: openai.OpenAI, pair: tuple[Any, Any]
 ) -> None:
-    """Six conversations by turns; later turns read earlier ones from the cache."""
+    """Several conversations by turns; later turns read earlier ones from the cache."""
     processors = make_logits_processors(repetition_penalty=penalty or None)
-    conversations: list[list[dict[str, str]]] = [[] for _ in range(6)]
+    conversations: list[list[dict[str, str]]] = [[] for _ in range(4)]
     for turn in ("the cat in the hat", "another hat", "the end in the hat"):
         for who, messages in enumerate(conversations):
             messages.append({"role": "user", "content": f"{turn} {who}"})
-            reply = server.chat(messages, repetition_penalty=penalty)
-            prompt = pair[1].apply_chat_template(messages, add_generation_prompt=True)
-            answer = reply.choices[0].message.content
-            assert answer == plain(pair, prompt, 40, logits_processors=processors)
-            assert speculation(reply)["batched"] is False
+            reply = chat(client, messages, extra_body={"repetition_penalty": penalty})
+            assert text_of(reply) == plain(pair, messages, 60, logits_processors=processors)
+            assert reply.usage.speculation["batched"] is False
             if len(messages) > 1:
                 assert reply.usage.prompt_tokens_details.cached_tokens > 40
-            messages.append({"role": "assistant", "content": answer})
+            messages.append({"role": "assistant", "content": text_of(reply)})
 
 
-def test_the_very_same_prompt_again_is_answered_again(
-    server: Server, pair: tuple[Any, Any]
+def test_a_prompt_that_ends_where_a_cache_ends_is_answered_again(
+    client: openai.OpenAI, pair: tuple[Any, Any]
 ) -> None:
-    """Also one that ends where a cache ends: at least one token is left to feed."""
-    first = server.complete(PROMPT, 20).choices[0].text
-    expected = plain(pair, pair[1].encode(PROMPT + first), 20)
+    """At least one token is left to feed."""
+    longer = PROMPT + text_of(complete(client, max_tokens=20))
     for _ in range(2):
-        assert server.complete(PROMPT + first, 20).choices[0].text == expected
-
-
-def test_several_at_once_get_what_each_would_get_alone(
-    server: Server, pair: tuple[Any, Any]
-) -> None:
-    """One begins alone and goes on in a batch with those that came; none waits for it to end."""
-    prompts = [f"{i} {PROMPT}" for i in range(8)]
-    expected = [plain(pair, pair[1].encode(prompt), 200) for prompt in prompts]
-    with ThreadPoolExecutor(8) as pool:
-        replies = list(pool.map(lambda prompt: server.complete(prompt, 200), prompts))
-    assert [reply.choices[0].text for reply in replies] == expected
-    assert [reply.usage.completion_tokens for reply in replies] == [200] * 8
-    assert sum(speculation(reply)["batched"] for reply in replies) >= 6
-    alone = server.complete(prompts[0], 200)
-    assert alone.choices[0].text == expected[0]
-    assert speculation(alone)["batched"] is False
+        assert text_of(complete(client, longer, max_tokens=20)) == plain(pair, longer, 20)
 
 
 def test_a_stream_goes_on_without_a_seam_when_others_come(
-    server: Server, pair: tuple[Any, Any]
+    client: openai.OpenAI, pair: tuple[Any, Any]
 ) -> None:
-    """The same text, chunk by chunk, with the stop word where it is in the plain text."""
-    expected = plain(pair, pair[1].encode(PROMPT), 1200)
+    """The same text, with the stop word where it is in the plain text."""
+    expected = plain(pair, PROMPT, 1200)
     stop = expected[-9:]
-    cut = expected[: expected.index(stop)]
-    with ThreadPoolExecutor(4) as pool:
-        stream = server.complete(PROMPT, 1200, stream=True, stop=[stop])
+    with ThreadPoolExecutor(3) as pool:
+        stream = complete(client, max_tokens=1200, stream=True, stop=[stop])
         chunks = [next(stream)]
-        others = [pool.submit(server.complete, f"{i} {PROMPT}", 60) for i in range(3)]
+        prompts = [f"{i} {PROMPT}" for i in range(3)]
+        others = list(pool.map(lambda prompt: text_of(complete(client, prompt)), prompts))
         chunks += list(stream)
-        for i, other in enumerate(others):
-            assert other.result().choices[0].text == plain(
-                pair, pair[1].encode(f"{i} {PROMPT}"), 60
-            )
-    assert "".join(chunk.choices[0].text for chunk in chunks) == cut
-    assert chunks[-1].choices[0].finish_reason == "stop"
-    account = chunks[-1].speculation
-    assert account["batched"] is True
-    assert 0 < account["emitted"] < 1200
+    assert others == [plain(pair, prompt, 60) for prompt in prompts]
+    assert said(chunks) == (expected[: expected.index(stop)], "stop")
+    assert chunks[-1].speculation["batched"] is True
+    assert 0 < chunks[-1].speculation["emitted"] < 1200
 
 
-def test_requests_may_choose_drafter_length_and_rule(server: Server) -> None:
-    """Each is seen in the account; the text stays the same."""
-    text = server.complete().choices[0].text
-    none = server.complete(drafter="none")
-    ngram = server.complete(drafter="ngram", draft_length=2)
-    several = server.complete(drafter=["ngram", "prompt-lookup"], draft_length=6)
-    for reply in (none, ngram, several):
-        assert reply.choices[0].text == text
-    assert speculation(none)["drafter"] == "none"
-    assert speculation(none).get("drafted", 0) == 0
-    assert speculation(ngram)["drafter"] == "ngram"
-    assert len(speculation(ngram)["acceptance_by_position"]) == 2
-    assert speculation(several)["drafter"] == "ngram+prompt-lookup"
-    assert server.complete(num_draft_tokens=1).usage.speculation["drafted"] > 0
+def test_requests_may_choose_drafter_length_and_rule(folder: Path) -> None:
+    """Each is seen in the account, also of a draft model after the drafters given; not in texts."""
+    flags = ("--draft-model", str(folder), "--drafter", "prompt-lookup:min_ngram=8,max_ngram=8")
+    with serving("--model", str(folder), *flags, "--draft-length", "3") as client:
+        expected = text_of(complete(client))
+
+        def account(**body: Any) -> dict[str, Any]:
+            reply = complete(client, extra_body=body)
+            assert text_of(reply) == expected
+            return dict(reply.usage.speculation)
+
+        assert account()["drafter"] == "prompt-lookup+model"
+        assert account(drafter="none").get("drafted", 0) == 0
+        assert len(account(drafter="ngram", draft_length=2)["acceptance_by_position"]) == 2
+        several = account(drafter=["ngram", "prompt-lookup"], draft_length=6)
+        assert several["drafter"] == "ngram+prompt-lookup"
+        assert account(drafter="ngram", num_draft_tokens=1)["drafted"] > 0
+        alone = account(drafter="model")
+        assert alone["accepted"] == alone["drafted"] == 45
+        drawn = {"temperature": 1.0, "seed": 5}
+        rules = [
+            complete(client, **drawn, extra_body={"drafter": "model", "rule": rule}).usage
+            for rule in ("rejection", "match")
+        ]
+        whole, part = (usage.speculation for usage in rules)
+        assert whole["accepted"] == whole["drafted"] > 0
+        assert part["accepted"] < part["drafted"]
 
 
-def posted(server: Server, **body: Any) -> socket.socket:
+def posted(url: Any, **body: Any) -> socket.socket:
     """A connection on which a completion was asked for."""
     text = json.dumps({"prompt": PROMPT, **body})
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
-    client = socket.create_connection(("127.0.0.1", server.port))
+    client = socket.create_connection((url.host, url.port))
     client.sendall((head + text).encode())
     return client
 
 
-@pytest.mark.parametrize(("n", "prompt"), cases([(1, PROMPT), (3, PROMPT * 400)], (1, PROMPT)))
-def test_a_client_that_hangs_up_ends_what_is_not_streamed(
-    prompt: str, n: int, server: Server
+def read_events(connection: socket.socket, count: int) -> None:
+    """Read a stream until so many events have come."""
+    received = b""
+    while received.count(b"data: ") < count:
+        part = connection.recv(4096)
+        assert part
+        received += part
+
+
+HANGING_UP: dict[str, dict[str, Any]] = {
+    "a stream": {"stream": True},
+    "a reply": {},
+    "choices whose prompt is read": {"n": 3, "prompt": PROMPT * 400},
+}
+
+
+@in_one_test("case", HANGING_UP)
+def test_a_client_that_hangs_up_leaves_nothing_behind(
+    case: str,
+    client: openai.OpenAI,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Alone and as rows, while it is written and while its prompt is read."""
-    with posted(server, prompt=prompt, max_tokens=ENDLESS, n=n):
-        time.sleep(0.5)
-    assert server.complete("and now", 5).usage.completion_tokens == 5
-    deadline = time.monotonic() + 60
-    while speculation(server.complete("and then", 5))["batched"]:
-        assert time.monotonic() < deadline
+    """Its generation ends, so that the next request is alone; and no traceback."""
+    caplog.set_level(logging.INFO)
+    caplog.clear()
+    with posted(client.base_url, max_tokens=ENDLESS, **HANGING_UP[case]) as connection:
+        if case == "a stream":
+            read_events(connection, 3)
+        else:
+            until(lambda: "Prompt processing progress" in caplog.text)
+    assert complete(client, "and now", max_tokens=5).usage.completion_tokens == 5
+    then = {"prompt": "and then", "max_tokens": 5}
+    until(lambda: not complete(client, **then).usage.speculation["batched"])
+    until(lambda: "Client hung up" in caplog.text)
+    assert "Traceback" not in caplog.text + capsys.readouterr().err
 
 
-MANY = {"max_tokens": 100_000}
+@contextmanager
+def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path]]:
+    """A server as a process, the address of its API, and its log."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+    log = folder.parent / f"{url[-5:]}.log"
+    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [*command, "--port", url.rpartition(":")[2], *flags], stdout=output, stderr=output
+        )
+
+    def is_ready() -> bool:
+        assert server.poll() is None, log.read_text()
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+        except OSError:
+            return False
+        return True
+
+    try:
+        until(is_ready)
+        yield server, openai.OpenAI(base_url=url, api_key="none").base_url, log
+    finally:
+        server.kill()
+        server.wait()
+
+
+MANY = {"max_tokens": 100_000, "stream": True}
 
 STATES: dict[str, list[dict[str, Any]]] = {
     "idle": [],
     "lone": [MANY],
-    "lone streaming": [MANY | {"stream": True}],
-    "batched": [MANY, MANY | {"prompt": "another"}, MANY | {"prompt": "more", "stream": True}],
+    "batched": [MANY, MANY | {"prompt": "another"}],
     "the prompt of one is read": [{"prompt": "a" * 100_000}],
-    "prompts are read": [{"prompt": "a" * 100_000}, {"prompt": "b" * 100_000}],
+    "prompts are read": [{"prompt": "a" * 100_000}, {"prompt": "b" * 99_000}],
 }
 
 
 @pytest.mark.parametrize(
     ("state", "number"),
     [
-        ("lone streaming", signal.SIGTERM),
+        ("lone", signal.SIGTERM),
         ("batched", signal.SIGINT),
-        *(
-            pytest.param(state, signal.SIGTERM, marks=FULL)
-            for state in STATES
-            if state != "lone streaming"
-        ),
+        *(pytest.param(state, signal.SIGTERM, marks=FULL) for state in STATES if state != "lone"),
     ],
 )
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path
 ) -> None:
-    """With exit code 0; what was written by then is in the memory."""
-    file, processes = folder.parent / f"{state} {number}.memory", []
+    """With exit code 0; the memory has what was written by then."""
+    file = folder.parent / f"{state} {number}.memory"
     flags = ("--memory", str(file), "--prefill-step-size", "64", "--request-models", "given")
-    with serving(folder, *flags, ends=processes) as server:
-        open_ = [posted(server, **body) for body in STATES[state]]
-        time.sleep(1.5)
-        processes[0].send_signal(number)
-        assert processes[0].wait(timeout=15) == 0
-        for client in open_:
-            client.close()
-    assert "Traceback" not in server.log.read_text()
-    if "max_tokens" in "".join(map(str, STATES[state])):
+    requests = STATES[state]
+    with process(folder, *flags) as (server, url, log):
+        connections = [posted(url, **body) for body in requests]
+        lengths = re.compile(r"progress: \d+/(\d+)")
+        until(lambda: len(set(lengths.findall(log.read_text()))) >= len(requests))
+        for connection, body in zip(connections, requests, strict=True):
+            if "stream" in body:
+                read_events(connection, 30)
+        server.send_signal(number)
+        assert server.wait(timeout=240) == 0
+        for connection in connections:
+            connection.close()
+    assert "Traceback" not in log.read_text()
+    if MANY in requests:
         assert len(sd.Memory.load(file)) > 20
-
-
-def test_a_client_that_hangs_up_leaves_nothing_behind(server: Server) -> None:
-    """Its generation ends, so that the next request is alone; and no traceback."""
-    with posted(server, stream=True, max_tokens=ENDLESS) as client:
-        assert client.recv(1000).startswith(b"HTTP/1.0 200")
-        client.recv(1000)
-    started = time.monotonic()
-    reply = server.complete("and now", 5)
-    assert time.monotonic() - started < 30
-    assert reply.usage.completion_tokens == 5
-    assert speculation(server.complete("and then", 5))["batched"] is False
-    assert "Client hung up" in server.log.read_text()
-    assert "Traceback" not in server.log.read_text()
-
-
-@FULL
-def test_a_draft_model_serves_requests_too(with_draft_model: Server, pair: tuple[Any, Any]) -> None:
-    """Behind the drafters given, tried in order; named alone; and compared by content."""
-    server = with_draft_model
-    expected = plain(pair, pair[1].encode(PROMPT), 60)
-    reply = server.complete()
-    assert reply.choices[0].text == expected
-    assert speculation(reply)["drafter"] == "prompt-lookup+model"
-    alone = server.complete(drafter="model")
-    assert alone.choices[0].text == expected
-    assert speculation(alone)["accepted"] == speculation(alone)["drafted"] == 45
-    assert speculation(server.complete(drafter="prompt-lookup"))["drafted"] < 45
-
-
-@FULL
-def test_the_rule_of_a_request_counts(with_draft_model: Server) -> None:
-    """A perfect draft model is accepted whole by rejection, and not by match."""
-    options: dict[str, Any] = {"drafter": "model", "temperature": 1.0, "seed": 5}
-    whole = speculation(with_draft_model.complete(rule="rejection", **options))
-    assert whole["accepted"] == whole["drafted"] > 0
-    part = speculation(with_draft_model.complete(rule="match", **options))
-    assert part["accepted"] < part["drafted"]
-
-
-@both_ways
-def test_a_draft_model_with_another_tokenizer_may_be_refused_at_once(folder: Path) -> None:
-    """Before the server starts."""
-    same = ("--drafter", "model:tokenizers=same")
-    flags = ("--draft-model", folder.parent / "swapped", *same, "--port", "1")
-    done = run("server", "--model", folder, *flags)
-    assert done.returncode == 2
-    assert "token 'x' has id" in done.stderr
-
-
-def drained(queue: Queue[Any]) -> list[Any]:
-    return [queue.get_nowait() for _ in range(queue.qsize())]
 
 
 def context(prompt: list[int]) -> GenerationContext:
@@ -389,10 +298,14 @@ def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
     channel = Channel(queue)
     channel.put(context([1]))
     channel.put((1, 2))
-    detokenizer = tokenizer.detokenizer
-    for token in tokens[:3]:
-        detokenizer.add_token(token)
-        channel.put(Response(detokenizer.last_segment, token, 0.0, None, ()))
+
+    def speak(part: list[int]) -> None:
+        detokenizer = tokenizer.detokenizer
+        for token in part:
+            detokenizer.add_token(token)
+            channel.put(Response(detokenizer.last_segment, token, 0.0, None, ()))
+
+    speak(tokens[:3])
     channel.pausing = True
     channel.put(None)
     assert channel.alive
@@ -401,11 +314,8 @@ def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
     later = context([1, *tokens[:3]])
     channel.put(later)
     channel.put((3, 4))
-    fresh = tokenizer.detokenizer
-    for token in tokens[3:]:
-        fresh.add_token(token)
-        channel.put(Response(fresh.last_segment, token, 0.0, None, ()))
-    first, progress, *responses, end = drained(queue)
+    speak(tokens[3:])
+    first, progress, *responses, end = [queue.get_nowait() for _ in range(queue.qsize())]
     assert (first.prompt, progress, end) == ([1], (1, 2), None)
     assert "".join(r.text for r in responses if r.finish_reason is None) == "één"
     assert responses[-1].finish_reason == "stop"
@@ -424,12 +334,3 @@ def test_a_channel_passes_on_that_the_client_is_gone(pair: tuple[Any, Any]) -> N
     channel.put(Response("a", 70, 0.0, None, ()))
     assert later._should_stop
     assert not channel.alive
-
-
-def test_what_was_written_is_remembered_by_a_server_that_is_terminated(folder: Path) -> None:
-    """A service manager stops it with SIGTERM: the memory is saved as after Ctrl-C."""
-    file = folder.parent / "terminated.memory"
-    with serving(folder, "--memory", str(file)) as server:
-        server.complete(max_tokens=40)
-        held = len(sd.Memory.load(file)) if file.exists() else 0
-    assert held < len(sd.Memory.load(file)) <= 41

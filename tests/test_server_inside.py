@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import openai
 import psutil
 import pytest
 from mlx_lm.models import llama
@@ -16,16 +15,10 @@ from mlx_lm.models import llama
 import specdec_mlx as sd
 import tiny
 from selection import FULL
-from serving import serving
-from specdec_mlx.mlx_lm_plugin.conversation import (
-    Kept,
-    continued,
-    keeping_caches,
-)
+from serving import PROMPT, chat, complete, serving, text_of
+from specdec_mlx.mlx_lm_plugin.conversation import Kept, continued, keeping_caches
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from tiny_model_folder import write_model_folder
-
-PROMPT = "the cat in the hat and the other cat in the hat"
 
 
 @pytest.fixture(scope="module")
@@ -50,37 +43,27 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return positions
 
 
-def say(client: openai.OpenAI, messages: list[dict[str, str]], **more: Any) -> Any:
-    return client.chat.completions.create(
-        model="default_model", messages=messages, max_tokens=16, temperature=0.0, extra_body=more
-    )
-
-
 @pytest.mark.parametrize("drafters", [[], ["--drafter", "prompt-lookup:min_ngram=8,max_ngram=8"]])
 def test_the_draft_model_reads_a_conversation_once(
     drafters: list[str], folder: Path, fed: list[int]
 ) -> None:
-    """Later turns feed it what is new: alone, and behind others; and the text is the target's.
-
-    Its window is full, so that a rejection means reading a few tokens again, and no more than that.
-    """
+    """Later turns feed it what is new, and little more after a rejection, as its window is full."""
     flags = ["--model", str(folder), "--draft-model", str(folder.parent / "draft"), *drafters]
+    named = [*(["prompt-lookup"] if drafters else []), "model"]
     with serving(*flags, "--draft-length", "2", "--prefill-step-size", "64") as client:
         messages: list[dict[str, str]] = []
         lengths: list[int] = []
         for turn in range(4):
             messages.append({"role": "user", "content": f"{turn} {PROMPT} " * 3})
-            expected = say(client, messages, drafter="none").choices[0].message.content
+            plain = chat(client, messages, max_tokens=16, extra_body={"drafter": "none"})
             fed.clear()
-            reply = say(
-                client, messages, drafter=[*(["prompt-lookup"] if drafters else []), "model"]
-            )
-            assert reply.choices[0].message.content == expected
+            reply = chat(client, messages, max_tokens=16, extra_body={"drafter": named})
+            assert text_of(reply) == text_of(plain)
             assert reply.usage.speculation["drafted"] > 0
             new = reply.usage.total_tokens - (lengths[-1] if lengths else 0)
             lengths.append(reply.usage.total_tokens)
             assert sum(fed) < new + 4 * 16, (turn, sum(fed), new)
-            messages.append({"role": "assistant", "content": expected})
+            messages.append({"role": "assistant", "content": text_of(plain)})
         assert lengths[-1] > 3 * new
 
 
@@ -88,18 +71,18 @@ def test_kept_caches_are_those_of_a_model_that_read_it_all() -> None:
     """Turn by turn the drafts are the same as without a store, after rewinds of all kinds."""
     model, small = tiny.build("qwen2"), tiny.build("qwen2", seed=4)
     store = ConversationCache(10)
-    kept = keeping_caches(sd.FirstOf(sd.PromptLookupDrafter(8, 8), sd.ModelDrafter(small)), store)
+    plain = sd.FirstOf(sd.PromptLookupDrafter(8, 8), sd.ModelDrafter(small))
+    kept = keeping_caches(plain, store)
     assert isinstance(kept, sd.FirstOf)
     assert isinstance(kept.drafters[1], Kept)
     text = [5, 17, 99, 3]
     for turn in range(5):
         counts = []
-        for drafter in (kept, sd.FirstOf(sd.PromptLookupDrafter(8, 8), sd.ModelDrafter(small))):
+        for drafter in (kept, plain):
             got = list(sd.speculate(model, text, drafter, max_tokens=9 + turn, draft_length=3))
             counts.append((got[-1].stats.drafted, got[-1].stats.accepted))
-            tokens = [token.token for token in got]
         assert counts[0] == counts[1]
-        text = [*text, *tokens, turn + 1, 7]
+        text = [*text, *(token.token for token in got), turn + 1, 7]
     assert len(store) == 1
 
 
@@ -112,13 +95,13 @@ def test_a_draft_model_without_a_way_back_is_not_stored_wrongly() -> None:
     list(sd.speculate(model, prompt, drafter, max_tokens=11, draft_length=3))
     caches, rest = store.fetch_nearest_cache(drafter.place, [*prompt, 1])
     assert caches is None or len(rest) >= 1
-    for _, held in [store._lru._lrus["assistant"][0]]:
-        fresh = small.make_cache()
-        small(mx.array([held]), cache=fresh)
-        stored = store._trie.get(drafter.place, held).prompt_cache
-        for one, other in zip(fresh, stored, strict=True):
-            for ours, theirs in zip(one.cache, other.cache, strict=True):
-                assert mx.allclose(ours, theirs, atol=1e-5).item()
+    _, held = store._lru._lrus["assistant"][0]
+    fresh = small.make_cache()
+    small(mx.array([held]), cache=fresh)
+    stored = store._trie.get(drafter.place, held).prompt_cache
+    for one, other in zip(fresh, stored, strict=True):
+        for ours, theirs in zip(one.cache, other.cache, strict=True):
+            assert mx.allclose(ours, theirs, atol=1e-5).item()
 
 
 @FULL
@@ -131,13 +114,10 @@ def test_memory_is_steady_over_200_requests(folder: Path) -> None:
         def ask(i: int) -> None:
             messages = [{"role": "user", "content": f"{i % 25} {PROMPT}"}]
             if i % 4 == 0:
-                list(
-                    client.completions.create(
-                        model="default_model", prompt=f"{i} {PROMPT}", max_tokens=6, stream=True
-                    )
-                )
+                list(complete(client, f"{i} {PROMPT}", max_tokens=6, stream=True))
             else:
-                say(client, messages, drafter=["prompt-lookup", "model", "ngram"][i % 3])
+                body = {"drafter": ["prompt-lookup", "model", "ngram"][i % 3]}
+                chat(client, messages, max_tokens=16, extra_body=body)
 
         for i in range(60):
             ask(i)
@@ -162,9 +142,9 @@ def test_progress_keeps_the_connection_alive(folder: Path) -> None:
             while b"[DONE]" not in received:
                 received += connection.recv(4096)
     lines = received.decode().splitlines()
-    progress = [line.split()[-1] for line in lines if line.startswith(": keepalive")]
-    done = [int(part.split("/")[0]) for part in progress]
-    total = int(progress[0].split("/")[1])
+    progress = [line.split()[-1].split("/") for line in lines if line.startswith(": keepalive")]
+    done = [int(part) for part, _ in progress]
+    total = int(progress[0][1])
     assert done == sorted(done)
     assert done[-1] == total > 100
     assert len(done) > total / 16

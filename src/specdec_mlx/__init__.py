@@ -1,7 +1,7 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
-Errors are in `errors`, what generation hands out in `responses`; the drafters, rules and statistics
-that few name in `drafters`, `rules` and `stats`. A module is imported when a name of it is used.
+Errors are in `errors`, results of a generation in `responses`, further drafters, rules and
+statistics in `drafters`, `rules` and `stats`. A module is imported when a name of it is used.
 """
 
 from importlib import import_module as _import_module

@@ -8,10 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import (
-    DEFAULT_QUANTIZED_KV_START,
-    generation_stream,
-)
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.draft_length.policy import DraftLength
@@ -127,7 +124,8 @@ def stream_generate(
         stream=stream,
     )
     num_prompt = len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings)
-    name = drafter if isinstance(drafter, str) else _kind(chosen)
+    kind = "" if chosen is None else type(chosen).__name__
+    name = drafter if isinstance(drafter, str) else kind
     models = [model, *models_of(chosen)]
     return respond(tokens, tokenizer, models, num_prompt, max_tokens, stream, name)
 
@@ -168,30 +166,10 @@ def generate(
         prompt: text; token ids; or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
         max_tokens: tokens to generate, -1 for no limit.
-        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
-            decoding.
-        draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head. With a drafter as well, that one is asked first,
-            and the model where it has nothing.
-        rule: acceptance rule, by name or as an object; see `speculate`.
-        draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
-        seed: makes the draws reproducible; None takes one from MLX's global random state.
-        temp: temperature; short for `sampler=Sampling(temp=...)`.
-        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
-        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
-        prompt_cache: caches of earlier turns, which the prompt continues.
-        max_kv_size: positions after which new caches rotate; None for no limit.
-        prefill_step_size: most positions of the prompt in one pass.
-        kv_bits: bits of quantized caches; None for none.
-        kv_group_size: their group size.
-        quantized_kv_start: position from which on caches are quantized.
-        prompt_progress_callback: called with (positions read, positions in all).
-        input_embeddings: [n, D] to feed in place of the prompt's tokens.
-        num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
-        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
-        probe: measure once whether the model is exact for several positions at once.
-        counterfactual: work out in `stats.counterfactual` what every rule would have accepted.
-        stream: MLX's stream to run on.
+        drafter: a drafter, or the name of one with options; None for plain decoding.
+        draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
+
+    The other arguments are those of `stream_generate`.
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -199,35 +177,10 @@ def generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
-    if verbose and prompt_progress_callback is None:
-        prompt_progress_callback = prefill_bar()
-    responses = stream_generate(
-        model,
-        tokenizer,
-        prompt,
-        max_tokens=max_tokens,
-        drafter=drafter,
-        draft_model=draft_model,
-        rule=rule,
-        draft_length=draft_length,
-        seed=seed,
-        temp=temp,
-        sampler=sampler,
-        logits_processors=logits_processors,
-        prompt_cache=prompt_cache,
-        max_kv_size=max_kv_size,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-        input_embeddings=input_embeddings,
-        num_draft_tokens=num_draft_tokens,
-        tuning=tuning,
-        probe=probe,
-        counterfactual=counterfactual,
-        stream=stream,
-    )
+    arguments = dict(locals())
+    if arguments.pop("verbose") and prompt_progress_callback is None:
+        arguments["prompt_progress_callback"] = prefill_bar()
+    responses = stream_generate(**arguments)
     return Text.of(printed(responses) if verbose else responses)
 
 
@@ -258,7 +211,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
     """Token ids of a prompt.
 
     As in mlx-lm, special tokens are added to a text unless it begins with one. Chat messages go
-    through the chat template, with the header of an answer behind them.
+    through the chat template, with the header of an answer after them.
 
     Raises:
         PromptError: messages, and the tokenizer has no chat template.
@@ -274,8 +227,3 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
             )
         return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
     return prompt_ids(prompt)
-
-
-def _kind(drafter: Drafter | None) -> str:
-    """What a drafter without a name is called."""
-    return "" if drafter is None else type(drafter).__name__

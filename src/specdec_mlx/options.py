@@ -10,7 +10,7 @@ import operator
 import re
 import reprlib
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args
@@ -24,6 +24,8 @@ OWN_PACKAGE = "specdec-mlx"
 WORDS = {"true": True, "false": False, "none": None}
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
 _FLOAT = re.compile(r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I)
+FOREIGN = re.compile(r"--.*(spec|draft|lookup|assistant|ngram)")
+"""Flags that other programs have for speculation."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 
@@ -36,8 +38,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
 def parse_options(text: str) -> dict[str, Any]:
     """Options out of `key=value,key=value`; raises ValueError.
 
-    Values are numbers, true, false or none; anything else is text, with or without quotes. Nothing
-    is evaluated, so that it may come from anybody.
+    Values are numbers, true, false or none; else text, with or without quotes, never evaluated.
     """
     options: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -67,13 +68,13 @@ def positive_int(text: str) -> int:
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: short, and on one line."""
+    """A value for an error: short, and on one line."""
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) else " ".join(reprlib.repr(value).split())
 
 
 def wrong(name: str, value: object, expected: str) -> ValueError:
-    """The error that names an argument, what was given, and what it takes."""
+    """The error that names an argument, its value, and what it takes."""
     return ValueError(f"{name}={shown(value)}: expected {expected}.")
 
 
@@ -96,12 +97,23 @@ def whole(name: str, value: Any, least: int | None = None, or_else: str = "") ->
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question that names what was nearly typed; "" where nothing is like it."""
+    """A question with the most similar of the known names; "" where none is similar."""
     return "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
 
 
+def refusal(unknown: Sequence[str]) -> str:
+    """The error for unknown arguments, values included; for another program's it names ours."""
+    for flag in (text.partition("=")[0] for text in unknown):
+        if FOREIGN.match(flag):
+            return (
+                f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
+                "MODEL and --draft-length N"
+            )
+    return f"unrecognized arguments: {' '.join(unknown)}"
+
+
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the `type` of a flag: what it says in its ValueError reaches the user."""
+    """`parse` as the `type` of a flag, with the words of its ValueError for the user."""
 
     @functools.wraps(parse)
     def parsed(text: str) -> T:

@@ -1,4 +1,4 @@
-"""What a generation hands out: mlx-lm's responses with their account, and a text that shows it."""
+"""Results of a generation: mlx-lm's responses with their account, and a text that shows it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
     """mlx-lm's response, and where its token came from.
 
     stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
-    drafter: what the drafter is called.
+    drafter: its name.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -36,15 +36,15 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
     @property
     def piece(self) -> Piece:
-        """What this token is to the whole text."""
+        """This token as a part of the text."""
         return Piece(self.text, self.token, self.origin)
 
 
 class Text(str):
-    """A generated text: a str that also knows how it came about, and shows it in a notebook.
+    """A generated text: a str with the account of its generation, shown in a notebook.
 
-    pieces: one for each token, with its text, id and origin. stats: the account of the generation.
-    drafter: what the drafter is called. What is made of it (a slice, a sum) is a plain str.
+    pieces: one for each token, with its text, id and origin. stats: the account. drafter: its name.
+    A slice or a sum of it is a plain str.
     """
 
     pieces: tuple[Piece, ...]
@@ -130,7 +130,7 @@ def prefill_bar() -> Callable[[int, int], None]:
 
 
 def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
-    """The same responses, printed as mlx-lm prints them."""
+    """The responses, printed as mlx-lm prints them."""
     print("=" * 10)
     response = None
     for response in responses:

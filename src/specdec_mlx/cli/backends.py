@@ -1,4 +1,4 @@
-"""Backends of MLX on Linux: which are installed, and what to say where none loads.
+"""Backends of MLX on Linux: those installed, and an error in words where none loads.
 
 MLX's own wheel has no backend there. The distributions that have one put the same file in the same
 place, `mlx/lib/libmlx.so`, so that only one of them can be installed. This module needs no MLX.
@@ -14,11 +14,11 @@ from pathlib import Path
 from specdec_mlx.errors import MissingBackendError
 
 EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
-"""Distributions that own `libmlx.so`, and the extra of ours, and of MLX's, that takes each."""
+"""Distributions that own `libmlx.so`, and the extra that takes each."""
 
 
 def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
-    """Versions of those of the distributions that are installed, by name."""
+    """Versions of the installed ones of these distributions, by name."""
     found = {}
     for name in names:
         try:
@@ -29,11 +29,10 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
 
 
 def without_mlx(error: ImportError) -> BaseException:
-    """What to raise where `mlx.core` cannot be imported.
+    """The exception to raise where `mlx.core` cannot be imported.
 
-    MissingBackendError, which says what to install. The code of the `specdec-mlx` command lies
-    behind the import that failed: for it the same is said on one line, as for its other errors,
-    and what is raised ends the process.
+    MissingBackendError, which says what to install. The command `specdec-mlx`, whose own code is
+    not reached, says so on one line and ends.
     """
     problem = MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
     if not _is_our_command():
@@ -43,7 +42,7 @@ def without_mlx(error: ImportError) -> BaseException:
 
 
 def why_mlx_is_missing(error: ImportError) -> str:
-    """What is wrong with MLX here, and the command that mends it."""
+    """The problem of MLX here, and the command that mends it."""
     if sys.platform != "linux":
         return (
             f"MLX cannot be imported ({error}). On a Mac with Apple silicon: "
@@ -61,9 +60,9 @@ def why_mlx_is_missing(error: ImportError) -> str:
 
 
 def reinstall(backends: dict[str, str]) -> str:
-    """The command that leaves one of the backends, whole and of MLX's own version.
+    """The command that leaves one backend, of MLX's own version.
 
-    MLX goes as well: an uninstalled backend takes along what it shared with it.
+    MLX is installed anew as well, since an uninstalled backend takes files of it along.
     """
     return (
         f"pip uninstall -y mlx {' '.join(backends)} && "
@@ -72,7 +71,7 @@ def reinstall(backends: dict[str, str]) -> str:
 
 
 def _kept(backends: dict[str, str]) -> str:
-    """The one of several that was meant: CUDA, the later one. Nobody asks for it by mistake."""
+    """The backend that was meant: the latest CUDA, which nobody asks for by mistake."""
     return max(backends)
 
 

@@ -27,7 +27,7 @@ SECTION = "<u4,<u4,<u8,<u8,<u8,<u8,<u4,<u4,<u8,<u8"  # 1: type, 4: offset, 5: si
 def start_again_with_openblas(command: str) -> str | None:
     """Replace this process by the same command with OpenBLAS preloaded, where that is faster.
 
-    Returns the library in the process that was started again, elsewhere None.
+    Returns the library in the new process, elsewhere None.
     """
     if library := os.environ.pop(PRELOADED, None):  # what this process starts is to inherit nothing
         if others := os.environ.pop("LD_PRELOAD", "").split()[1:]:
@@ -52,7 +52,7 @@ def needs_openblas() -> bool:
 
 
 def find_openblas() -> str | None:
-    """What to write into `LD_PRELOAD`: the wheel's library under its plain names; None without."""
+    """The wheel's library under its plain names, for `LD_PRELOAD`; None without the wheel."""
     with suppress(PackageNotFoundError, OSError, ValueError, KeyError):
         wheel = distribution(WHEEL)
         copy = cache_root() / "blas" / f"libopenblas-{wheel.version}.so"
@@ -68,8 +68,8 @@ def find_openblas() -> str | None:
 def without_prefix(library: bytes, prefix: bytes) -> bytes:
     """A 64-bit ELF library with the prefix taken off its symbols; ValueError, KeyError for others.
 
-    A name is an offset into a table of strings, and moves behind the prefix. GNU's hash table,
-    which wants an order of symbols, gives its place to System V's, which wants none.
+    A name is an offset into a table of strings, and skips the prefix. System V's hash table, which
+    wants no order of symbols, takes the place of GNU's.
     """
     if not library.startswith(b"\x7fELF\x02\x01"):
         raise ValueError(f"It begins with {library[:6]!r}, expected a 64-bit ELF library.")

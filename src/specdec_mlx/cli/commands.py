@@ -6,13 +6,13 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 import specdec_mlx
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.registry import drafter_names
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
-from specdec_mlx.options import argument, positive_int
+from specdec_mlx.options import argument, positive_int, refusal
 
 MLX_LM_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
@@ -20,7 +20,9 @@ MLX_LM_COMMANDS = {
     "server": "mlx-lm's OpenAI-compatible server, with drafters",
     "benchmark": "mlx-lm's benchmark command, with drafters",
 }
-"""Run with all of mlx-lm's own flags, and ours beside them."""
+"""Commands that take all of mlx-lm's flags, and ours beside them."""
+
+Commands = argparse._SubParsersAction
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -47,52 +49,62 @@ def _run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
+    from specdec_mlx.bench import replay, run
+    from specdec_mlx.checks import command as check
+    from specdec_mlx.cli import doctor, memory
+    from specdec_mlx.training import command as train
+
     parser = argparse.ArgumentParser(
         prog="specdec-mlx", description="Speculative decoding for mlx-lm: the same text, sooner."
     )
     parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    def add(name: str, module: ModuleType, text: str) -> None:
+        command = commands.add_parser(name, help=text)
+        module.add_arguments(command)
+        command.set_defaults(run=module.main)
+
     for name, text in MLX_LM_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     _add_demo(commands)
-    _add_bench(commands)
-    _add_replay(commands)
+    add("bench", run, "speed and identity on many prompts, interleaved")
+    add("replay", replay, "score drafters on recorded texts, offline")
     _add_probe(commands)
-    _add_check(commands)
+    add("check", check, "is it lossless on this model, machine and setting?")
     _add_drafters(commands)
-    _add_memory(commands)
-    _add_train(commands)
-    _add_doctor(commands)
+    add("memory", memory, "what was written before, to draft from")
+    add("train", train, "train a head or a draft model for a target")
+    add("doctor", doctor, "what is installed here, and is it right?")
     return parser
 
 
-def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
     count = argument(positive_int)
     demo = commands.add_parser("demo", help="plain against speculative, on real text")
-    demo.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
-    demo.add_argument(
+    add = demo.add_argument
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add(
         "--seconds",
         type=count,
         default=45,
         help="most that the generation may take; texts are cut to fit (%(default)s)",
     )
-    demo.add_argument(
-        "--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)"
-    )
-    demo.add_argument(
+    add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
+    add(
         "--repeats",
         type=count,
         default=3,
         help="timed runs of each text, as many as fit (%(default)s at most)",
     )
-    demo.add_argument(
+    add(
         "--draft-length",
         type=argument(parse_draft_length),
         default="auto",
         metavar="K",
         help="tokens a round, or auto (%(default)s)",
     )
-    demo.add_argument(
+    add(
         "--print-model-path",
         action="store_true",
         help="prepare the demo model, print its folder, and do nothing else",
@@ -122,23 +134,7 @@ def _demo(args: argparse.Namespace) -> int:
     return 0 if identical else 1
 
 
-def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.bench import run
-
-    bench = commands.add_parser("bench", help="speed and identity on many prompts, interleaved")
-    run.add_arguments(bench)
-    bench.set_defaults(run=run.main)
-
-
-def _add_replay(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.bench import replay
-
-    command = commands.add_parser("replay", help="score drafters on recorded texts, offline")
-    replay.add_arguments(command)
-    command.set_defaults(run=replay.main)
-
-
-def _add_probe(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:
     probe = commands.add_parser("probe", help="is a pass over several positions exact here?")
     probe.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
     probe.set_defaults(run=_probe)
@@ -154,15 +150,7 @@ def _probe(args: argparse.Namespace) -> int:
     return 0 if report.exact else 1
 
 
-def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.checks import command
-
-    check = commands.add_parser("check", help="is it lossless on this model, machine and setting?")
-    command.add_arguments(check)
-    check.set_defaults(run=command.main)
-
-
-def _add_drafters(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
     drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
     drafters.add_argument("--model", help="also which models here can draft for this one")
     drafters.add_argument(
@@ -185,26 +173,3 @@ def _drafters(args: argparse.Namespace) -> int:
     else:
         print("\n".join(drafter_names()))
     return 0
-
-
-def _add_memory(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.cli import memory
-
-    command = commands.add_parser("memory", help="what was written before, to draft from")
-    memory.add_arguments(command)
-    command.set_defaults(run=memory.main)
-
-
-def _add_train(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.training import command
-
-    train = commands.add_parser("train", help="train a head or a draft model for a target")
-    command.add_arguments(train)
-    train.set_defaults(run=command.main)
-
-
-def _add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    from specdec_mlx.cli import doctor
-
-    command = commands.add_parser("doctor", help="what is installed here, and is it right?")
-    command.set_defaults(run=doctor.main)

@@ -1,37 +1,106 @@
 """The demo: the same texts by plain mlx-lm and by speculation, side by side, within a given time.
 
-What it shows is the default, `draft_length="auto"`, where it gains (an edit, a summary) and where
-there is nothing to gain (a chat); a fixed length stands beside it as a contrast. All numbers are
-of this run: whoever writes a text takes turns with the others, so that a change in the machine's
-pace meets all alike.
+It shows `draft_length="auto"` where it gains (an edit and a summary, which quote their prompts, and
+a text of the trained pair that ships) and where there is nothing to gain (a chat), and beside it a
+fixed length. All take turns, so that a change in the machine's pace meets all alike.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from specdec_mlx.bench.contenders import Contender, Emitted, ours, plain
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
+from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.cli.demo_report import DIFFERENT, compare, format_table, legend
-from specdec_mlx.cli.demo_texts import Show, pair_that_ships, three_prompts
-from specdec_mlx.cli.plan import Budget, EnoughTime, fit
+from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace
 from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.lab.corpus import held_out_openings
+from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.models import load_model
 from specdec_mlx.responses import SpeculativeResponse
+from specdec_mlx.types import Drafter
+
+CODE = """\
+import math
+
+def circle_area(radius):
+    if radius < 0:
+        raise ValueError("radius must not be negative")
+    return math.pi * radius * radius
+
+def circle_perimeter(radius):
+    if radius < 0:
+        raise ValueError("radius must not be negative")
+    return 2 * math.pi * radius
+"""
+
+TEXT = """\
+The lighthouse at Carrow Point was built in 1871, after two cargo ships had been lost on the reef
+below it in a single winter. For ninety years a keeper and his family lived in the stone house
+beside the tower, trimmed the lamp every four hours, and kept a diary of every ship that passed.
+In 1961 the lamp was replaced by an electric one, and the last keeper, Anna Reyes, moved to the
+village. She gave the diaries to the school, where they are still read every spring. Today the
+tower is open to visitors from May to October, and the reef is a nature reserve."""
+
+LIST = """\
+def shopping_list(items):
+    for item in items:
+        print("- " + item)
+    print("That is all.")
+"""
+
+PROMPTS = {
+    "edit": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
+    "summary": f"Summarise this text in three sentences:\n\n{TEXT}",
+    "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
+}
+LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
+
+REHEARSAL_TOKENS = 40
+
+PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
+
+CONTRAST = "4"
+"""A fixed draft length, as in most programs."""
 
 REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
 """Most of the time that may go into the rehearsals, and into the pair that ships."""
+
+
+@dataclass(frozen=True)
+class Show:
+    """The texts that one model writes.
+
+    drafters: by name, the most important one first. rehearsal: a further prompt, from which "auto"
+    learns the costs of passes before any is timed. rehearsal_tokens: length of its text.
+    """
+
+    model: nn.Module
+    tokenizer: Any
+    drafters: Mapping[str, Drafter]
+    rehearsal: list[int]
+    rehearsal_tokens: int
+    scenes: Sequence[Scene]
 
 
 def run_demo(
@@ -50,13 +119,13 @@ def run_demo(
         model_path: folder or Hugging Face name.
         max_tokens: most tokens of a text.
         seconds: most that all generation may take; what does not fit is cut or left out.
-        repeats: how often each text is written at most.
-        draft_length: what is shown; beside "auto" stands a fixed one as a contrast.
-        is_default: whether the pair that ships is shown as well.
+        repeats: most runs of each text.
+        draft_length: beside "auto" stands a fixed one as a contrast.
+        is_default: True to show the pair that ships as well.
         preloaded: the matrix library that was preloaded for this process.
 
     Returns:
-        Whether no text was another one than plain decoding's.
+        True if all texts are plain decoding's.
     """
     name = Path(model_path).name
     say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
@@ -79,12 +148,66 @@ def run_demo(
         for scene in show.scenes
         for row in compare(show.model, scene, written)
     ]
-    print(f"{format_table(rows)}\n\n{legend(rows, main, samples)}", flush=True)
+    summary = legend(rows, main.model, main.scenes[0], samples)
+    print(f"{format_table(rows)}\n\n{summary}", flush=True)
     return all(row.verdict != DIFFERENT for row in rows)
 
 
+def three_prompts(model: nn.Module, tokenizer: Any, draft_length: str, max_tokens: int) -> Show:
+    """An edit, a summary and a chat; where there is nothing to gain, also with a fixed length."""
+    lookup, ngram = PromptLookupDrafter(), NGramDrafter()
+    drafters: dict[str, Drafter] = {"prompt-lookup": lookup, "ngram": ngram}
+    ways = [
+        after_rehearsal(model, tokenizer, drafter, name, draft_length)
+        for name, drafter in drafters.items()
+    ]
+    contrast = [after_rehearsal(model, tokenizer, ngram, "ngram", CONTRAST)]
+    pace = measure_pace(model)
+    scenes = [
+        Scene(
+            Task(name, name, encode_chat(tokenizer, prompt)),
+            [plain(model), *ways, *(contrast if name == "chat" and draft_length == "auto" else ())],
+            pace,
+            max_tokens,
+            tokenizer.eos_token_ids,
+        )
+        for name, prompt in PROMPTS.items()
+    ]
+    rehearsal = encode_chat(tokenizer, LIVE_PROMPT)
+    return Show(model, tokenizer, drafters, rehearsal, REHEARSAL_TOKENS, scenes)
+
+
+def pair_that_ships(draft_length: str) -> Show:
+    """The lab pair, on a text of a kind that it was not trained on; also with a fixed length."""
+    target, draft, tokenizer = load_pair()
+    opening, later = (
+        list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
+    )
+    drafter = ModelDrafter(draft, tokenizer=tokenizer)
+    ways = [
+        after_rehearsal(target, tokenizer, drafter, "model", length)
+        for length in dict.fromkeys((draft_length, CONTRAST))
+    ]
+    pace = measure_pace(target)
+    scene = Scene(Task(PAIR, PAIR, opening), [plain(target), *ways], pace, PAIR_TOKENS)
+    return Show(target, tokenizer, {"model": drafter}, later, PAIR_TOKENS, [scene])
+
+
+def after_rehearsal(
+    model: nn.Module, tokenizer: Any, drafter: Drafter, name: str, draft_length: str
+) -> Contender:
+    """Speculation that begins each text with a copy of what "auto" learned in the rehearsal."""
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        tuning = copy.deepcopy(tuning_for(model))
+        way = ours(model, drafter, name, draft_length, tokenizer=tokenizer, tuning=tuning)
+        return way.start(prompt, max_tokens, seed)
+
+    return Contender(name, draft_length, start, "auto")
+
+
 def cut(show: Show, seconds: float) -> Show:
-    """What of a show there is time for."""
+    """As much of a show as there is time for."""
     scenes = fit(show.scenes, seconds)
     names = {contender.drafter for scene in scenes for contender in scene.contenders}
     drafters = {name: drafter for name, drafter in show.drafters.items() if name in names}
@@ -92,15 +215,12 @@ def cut(show: Show, seconds: float) -> Show:
 
 
 def say(text: str) -> None:
-    """What is not a result goes to standard error, at once."""
+    """Print to standard error, at once; results go to standard output."""
     print(text, file=sys.stderr, flush=True)
 
 
-# --- what is said before ------------------------------------------------------------------------
-
-
 def say_what_multiplies(preloaded: str | None) -> None:
-    """On a Linux CPU, which BLAS is used, and what that means for other programs."""
+    """On a Linux CPU, name the BLAS, and what it means for speculation and other programs."""
     if sys.platform != "linux" or mx.default_device() != mx.cpu:
         return
     if blas_name() == REFERENCE_BLAS:
@@ -116,46 +236,23 @@ def say_what_multiplies(preloaded: str | None) -> None:
 
 
 def announcement(whole: Show, main: Show, limit: float, with_pair: bool) -> str:
-    """What is going to happen, how long it takes, and what had to be left out for that.
-
-    Args:
-        whole: what there is.
-        main: what there is time for.
-        limit: most seconds that it takes.
-        with_pair: whether the pair that ships is shown as well.
-    """
-    first = main.scenes[0]
-    needed = sum(scene.most_seconds for scene in main.scenes)
+    """The texts to come, of all that there are, and the most seconds that they take."""
+    needed = sum(scene.seconds(scene.max_tokens) for scene in whole.scenes)
     texts = ", ".join(scene.task.id for scene in main.scenes)
-    lines = [
-        f"Next, in at most {limit:.0f} s: a text live, then {texts}"
-        f"{' and the trained pair that ships' if with_pair else ''}; each by plain mlx-lm and by "
-        f"speculation, in turns of {TURN_TOKENS} tokens. A plain token takes "
-        f"{1e3 * first.pace.step:.0f} ms here."
-    ]
-    if needed > limit:
-        lines.append(
-            f"All {first.max_tokens} tokens of each text would take up to {needed:.0f} s: they "
-            "are cut where the time is over."
-        )
-    if len(main.drafters) < len(whole.drafters):
-        lines.append(f"Of the drafters only {', '.join(main.drafters)} is shown, to keep to it.")
-    if left_out := [scene.task.id for scene in whole.scenes[len(main.scenes) :]]:
-        lines.append(f"Left out, to keep to it: {', '.join(left_out)}.")
-    return "\n".join(lines)
-
-
-# --- the run ------------------------------------------------------------------------------------
+    pair = " and the trained pair that ships" if with_pair else ""
+    step = 1e3 * main.scenes[0].pace.step
+    line = (
+        f"Next, in at most {limit:.0f} s: a text live, then {texts}{pair}; each by plain mlx-lm "
+        f"and by speculation, in turns of {TURN_TOKENS} tokens. A plain token takes {step:.0f} ms "
+        "here."
+    )
+    if needed <= limit:
+        return line
+    return f"{line} All would take up to {needed:.0f} s: the rest is cut or left out."
 
 
 def rehearse(shows: Sequence[Show], draft_length: str, budget: Budget) -> None:
-    """Let "auto" learn what passes cost here, on texts that are not compared; the first live.
-
-    Args:
-        shows: the first one has the drafter that is shown live.
-        draft_length: a number or a policy, as on the command line.
-        budget: the time for it.
-    """
+    """Let "auto" learn the costs of passes, on texts that are not compared; the first one live."""
     parts = [(show, name) for show in shows for name in show.drafters]
     for i, (show, name) in enumerate(parts):
         responses = rehearsal(show, name, draft_length, budget)
@@ -194,9 +291,7 @@ def show_live(name: str, responses: Iterator[SpeculativeResponse]) -> None:
 def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     """All texts of a show by all contenders in turns, and again while there is time.
 
-    When it is over, all stop at the same token.
-
-    Raises ValueError if there was no time at all.
+    When it is over, all stop at the same token. Raises ValueError if there was no time at all.
     """
     samples: list[Sample] = []
     began = budget.spent
@@ -204,7 +299,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     for repeat in range(repeats):
         before = budget.spent
         runs = [run for scene in show.scenes for run in scene.runs(repeat)]
-        take_turns(runs, repeat, EnoughTime(budget, turn_seconds))
+        take_turns(runs, repeat, budget.enough_for_turns(turn_seconds))
         samples += [run.sample() for run in runs]
         if budget.left < budget.spent - before:
             break
@@ -215,7 +310,7 @@ def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
 
 
 def what_was_written(show: Show, samples: Sequence[Sample], seconds: float) -> str:
-    """The texts' lengths, and whether they were cut."""
+    """The texts' lengths, and a word if they were cut."""
     first = {sample.id: sample.tokens for sample in samples if sample.repeat == 0}
     lengths = ", ".join(f"{name} {len(tokens)}" for name, tokens in first.items())
     repeats = 1 + samples[-1].repeat

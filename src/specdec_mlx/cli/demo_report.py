@@ -1,4 +1,4 @@
-"""What the demo says after: a line for each text and contender, and what the table comes to."""
+"""The demo's table: a line for each text and contender, and a summary below it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from specdec_mlx.bench.contenders import PLAIN
 from specdec_mlx.bench.identity import find_differences
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.timing import Sample
-from specdec_mlx.cli.demo_texts import Show
 from specdec_mlx.cli.plan import Scene
 
 IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFERENT")
@@ -30,26 +29,12 @@ WIDTH = 100
 class Row:
     """A line of the table: one text by one contender.
 
-    Attributes:
-        text: id of the text.
-        drafter: as on the command line.
-        draft_length: the same.
-        num_tokens: of the first run of it.
-        speed: in times plain decoding's, median over the repeats; None where it was too short.
-        tokens_per_pass: of the first run.
-        accepted: draft tokens kept in it.
-        drafted: draft tokens proposed in it.
-        verdict: on its tokens, one of `VERDICTS`.
+    first: its first run. speed: in times plain decoding's, median over the repeats; None where it
+    was too short. verdict: one of `VERDICTS`, the worst of the repeats.
     """
 
-    text: str
-    drafter: str
-    draft_length: str
-    num_tokens: int
+    first: Sample
     speed: float | None
-    tokens_per_pass: float
-    accepted: int
-    drafted: int
     verdict: str
 
 
@@ -57,9 +42,9 @@ def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[R
     """A row for each contender but plain decoding, with which it is compared repeat by repeat.
 
     Args:
-        model: the target, asked how near a tie each difference is.
+        model: the target, for the gap of its logits where texts differ.
         scene: a text.
-        samples: all that was written, this text among it.
+        samples: of this text, and others.
     """
     own = [sample for sample in samples if sample.id == scene.task.id]
     verdicts = dict.fromkeys((sample.key for sample in own), IDENTICAL)
@@ -76,30 +61,13 @@ def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[R
 
 
 def make_row(own: Sequence[Sample], bases: Mapping[int, Sample], verdict: str) -> Row:
-    """One contender's samples of a text in a line.
-
-    Args:
-        own: one for each repeat.
-        bases: plain decoding's of the same text, by repeat.
-        verdict: on their tokens, the worst of the repeats.
-    """
+    """The row of one contender's samples, one a repeat; `bases` are plain decoding's, by repeat."""
     ratios = [
         base / pace
         for sample in own
         if (base := bases[sample.repeat].seconds_per_token) and (pace := sample.seconds_per_token)
     ]
-    first = own[0]
-    return Row(
-        text=first.id,
-        drafter=first.drafter,
-        draft_length=first.draft_length,
-        num_tokens=len(first.tokens),
-        speed=statistics.median(ratios) if ratios else None,
-        tokens_per_pass=len(first.tokens) / first.passes,
-        accepted=first.accepted,
-        drafted=first.drafted,
-        verdict=verdict,
-    )
+    return Row(own[0], statistics.median(ratios) if ratios else None, verdict)
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -110,24 +78,25 @@ def format_table(rows: Sequence[Row]) -> str:
     )
     lines = [head, "-" * len(head)]
     for row in rows:
+        run, num_tokens = row.first, len(row.first.tokens)
         speed = "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
         lines.append(
-            f"{row.text:<10}{row.drafter:<15}{row.draft_length:<6}{row.num_tokens:>6}  "
-            f"{speed:<18}{row.tokens_per_pass:>13.2f}"
-            f"{f'{row.accepted} of {row.drafted}':>13}  {row.verdict}"
+            f"{run.id:<10}{run.drafter:<15}{run.draft_length:<6}{num_tokens:>6}  "
+            f"{speed:<18}{num_tokens / run.passes:>13.2f}"
+            f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
         )
     return "\n".join(lines)
 
 
-def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
-    """What the table comes to, how to read it, and what it was measured on.
+def legend(rows: Sequence[Row], model: nn.Module, first: Scene, samples: Sequence[Sample]) -> str:
+    """The outcome, how to read the table, and the machine.
 
     Args:
         rows: of the table.
-        show: what stands first in it.
-        samples: of that show.
+        model: the target of its first text.
+        first: that text.
+        samples: of that model.
     """
-    first = show.scenes[0]
     paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN and s.id == first.task.id]
     step = statistics.median([pace for pace in paces if pace] or [first.pace.step])
     num_same = sum(row.verdict == IDENTICAL for row in rows)
@@ -141,7 +110,7 @@ def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
         f"{'one run' if num_runs == 1 else f'median of {num_runs} runs'}.",
         "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
         f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
-        f"{describe_dtype(show.model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
+        f"{describe_dtype(model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
     ]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:  # one is this program
@@ -150,9 +119,9 @@ def legend(rows: Sequence[Row], show: Show, samples: Sequence[Sample]) -> str:
 
 
 def _speeds(rows: Sequence[Row]) -> str:
-    """The speeds of what a user gets who chooses nothing but a drafter."""
-    shown = {row.text: row for row in reversed(rows) if row.draft_length == "auto" and row.speed}
+    """The speeds of the first drafter of each text, with the default draft length."""
+    shown = {r.first.id: r for r in reversed(rows) if r.first.draft_length == "auto" and r.speed}
     if not shown:
         return ""
-    parts = [f"{text} {row.speed:.2f} ({row.drafter})" for text, row in reversed(shown.items())]
-    return f"With auto, in times plain: {', '.join(parts)}. "
+    parts = [f"{text} {row.speed:.2f} ({row.first.drafter})" for text, row in shown.items()]
+    return f"With auto, in times plain: {', '.join(reversed(parts))}. "

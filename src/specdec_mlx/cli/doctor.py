@@ -1,4 +1,4 @@
-"""`specdec-mlx doctor`: what is installed here, what is wrong with it, and how to mend that."""
+"""`specdec-mlx doctor`: the installation, its problems, and how to mend them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_versio
 
 @dataclass(frozen=True)
 class Installation:
-    """What generates text here.
+    """The installation that generates text here.
 
     runs_on: "metal", "cuda" or "cpu". device: its name. blas: the library that multiplies matrices
-    where that is a CPU, None elsewhere. openblas: a better one that could be preloaded, None if
-    there is none or no need. backends: versions of those installed on Linux, by distribution.
-    refusal: why mlx-lm's own calls cannot be extended, None where they can.
+    on a CPU, else None. backends: versions of those installed on Linux, by distribution. openblas:
+    a better library that could be preloaded, or None. refusal: why mlx-lm's own calls cannot be
+    extended, or None.
     """
 
     runs_on: str
@@ -38,6 +38,10 @@ class Installation:
     mlx_lm: str
     openblas: str | None = None
     refusal: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add nothing."""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,6 +57,11 @@ def main(args: argparse.Namespace) -> int:
 def inspect_installation() -> Installation:
     """The installation that this process runs on."""
     runs_on = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
+    try:
+        check_version()
+        refusal = None
+    except MlxLmVersionError as error:
+        refusal = str(error)
     return Installation(
         runs_on=runs_on,
         device=str(mx.device_info().get("device_name", mx.default_device())),
@@ -61,20 +70,12 @@ def inspect_installation() -> Installation:
         mlx=version("mlx"),
         mlx_lm=mlx_lm.__version__,
         openblas=find_openblas() if needs_openblas() else None,
-        refusal=_refusal(),
+        refusal=refusal,
     )
 
 
-def _refusal() -> str | None:
-    try:
-        check_version()
-    except MlxLmVersionError as error:
-        return str(error)
-    return None
-
-
 def table(found: Installation) -> Iterator[tuple[str, str]]:
-    """What a bug report needs, as names and values."""
+    """Names and values for a bug report."""
     backends = ", ".join(f"{name} {number}" for name, number in found.backends.items())
     yield "specdec-mlx", specdec_mlx.__version__
     yield "backend", f"{found.runs_on} ({backends})" if backends else found.runs_on
@@ -88,7 +89,7 @@ def table(found: Installation) -> Iterator[tuple[str, str]]:
 
 
 def problems_of(found: Installation) -> Iterator[str]:
-    """What is wrong with an installation, one sentence and the command that mends it each."""
+    """Problems of an installation, each a sentence and the command that mends it."""
     if len(found.backends) > 1:
         yield (
             f"{' and '.join(found.backends)} are both installed and own one file, libmlx.so: the "

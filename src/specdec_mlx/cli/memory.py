@@ -1,4 +1,4 @@
-"""`specdec-mlx memory`: memories and tables made from files, looked at, merged, cut, and shared."""
+"""`specdec-mlx memory`: memories and n-gram tables, built, merged, cut and shared."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
 MOST_TOKENS = 4_000_000
-"""Of a memory that is built from files."""
+"""Bound of a memory that is built from files."""
 
 KINDS = (Memory, NGramTable)
-"""What files keep; all actions but `build` see for themselves which it is."""
+"""Kinds of files; all actions but `build` see which one it is."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +97,7 @@ def _build(args: argparse.Namespace) -> int:
 
 
 def _count(args: argparse.Namespace, tokenizer: Any) -> int:
-    """Build a table; of one that is there, what was counted could not be taken back."""
+    """Build a table; raises FileExistsError for one that is there."""
     if args.out.exists():
         raise FileExistsError(
             f"{args.out} is there already, and counts cannot be told apart again. Count into "
@@ -117,7 +117,6 @@ def _count(args: argparse.Namespace, tokenizer: Any) -> int:
 
 
 def _load(path: Path) -> Memory | NGramTable:
-    """What a file keeps."""
     return NGramTable.load(path) if file_kind(path) == NGramTable.kind else Memory.load(path)
 
 
@@ -145,7 +144,7 @@ def _merge(args: argparse.Namespace) -> int:
 
 
 def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
-    """Of the same kind; a table of the same orders and bound."""
+    """One of the same kind; a table of the same orders and bound."""
     if isinstance(kept, Memory):
         return Memory(MOST_TOKENS)
     return NGramTable(kept.max_order, kept.min_order, kept.max_entries)

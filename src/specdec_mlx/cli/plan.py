@@ -1,4 +1,4 @@
-"""How much of the demo fits into its time: what a pass costs here, and what there is room for."""
+"""The part of the demo that fits into its time, by the costs of passes on this machine."""
 
 from __future__ import annotations
 
@@ -22,20 +22,15 @@ PROMPT_POSITIONS = 32
 """Positions of the pass that a prompt's cost is estimated from."""
 
 LEAST_TOKENS = 3 * TURN_TOKENS
-"""Length of a text below which no speed can be told: a heuristic."""
+"""Shortest text whose speed can be told: a heuristic."""
 
 MARGIN = 1.25
-"""Time that turns are given, relative to what the last ones took: a heuristic."""
+"""Time that turns are given, relative to the last ones: a heuristic."""
 
 
 @dataclass
 class Budget:
-    """Seconds that may be spent, from now on.
-
-    Attributes:
-        seconds: how many.
-        clock: in seconds, from any start.
-    """
+    """Seconds that may be spent from now on, by a clock in seconds."""
 
     seconds: float
     clock: Callable[[], float] = time.perf_counter
@@ -59,43 +54,28 @@ class Budget:
         """A budget of its own, of no more than what is left."""
         return Budget(min(seconds, self.left), self.clock)
 
+    def enough_for_turns(self, expected: float) -> Callable[[], bool]:
+        """True, when called before each turn of all, if there is time for it.
 
-@dataclass
-class EnoughTime:
-    """Whether there is time for everybody's next turn; asked before each.
+        The first turns read the prompts and are always taken. The second take `expected` seconds,
+        each later one as long as the one before.
+        """
+        asked_at: list[float] = []
 
-    The first turns read the prompts and are always taken. The second take what was expected, and
-    each later one as long as the one before it; a machine's pace changes, hence the margin.
+        def ask() -> bool:
+            nonlocal expected
+            asked_at.append(self.spent)
+            if len(asked_at) > 2:
+                expected = asked_at[-1] - asked_at[-2]
+            needed = MARGIN * expected if len(asked_at) > 1 else 0.0
+            return self.left > 0 and needed <= self.left
 
-    Attributes:
-        budget: what there is.
-        expected: seconds of everybody's second turn.
-    """
-
-    budget: Budget
-    expected: float
-    _num_asked: int = 0
-    _asked_at: float = 0.0
-
-    def __call__(self) -> bool:
-        """Ask."""
-        now = self.budget.spent
-        if self._num_asked >= 2:
-            self.expected = now - self._asked_at
-        self._asked_at = now
-        self._num_asked += 1
-        needed = MARGIN * self.expected if self._num_asked > 1 else 0.0
-        return self.budget.left > 0 and needed <= self.budget.left
+        return ask
 
 
 @dataclass(frozen=True)
 class Pace:
-    """What a model's passes cost on this machine.
-
-    Attributes:
-        step: seconds of a pass over one position.
-        position: seconds of each position of a prompt.
-    """
+    """Seconds of a model's plain pass, and of each position of a prompt, on this machine."""
 
     step: float
     position: float
@@ -105,12 +85,8 @@ class Pace:
 class Scene:
     """A text that is written in several ways side by side.
 
-    Attributes:
-        task: its prompt.
-        contenders: plain decoding, then what is compared with it, the most important first.
-        pace: what the model's passes cost here.
-        max_tokens: most tokens of the text.
-        end_tokens: ids that end it.
+    task: its prompt. contenders: plain decoding, then others, the most important first. max_tokens:
+    most tokens of the text. end_tokens: ids that end it.
     """
 
     task: Task
@@ -120,19 +96,14 @@ class Scene:
     end_tokens: Collection[int] = ()
 
     def seconds(self, num_tokens: int) -> float:
-        """What so many tokens take, were all contenders as slow as plain decoding."""
+        """Time for so many tokens, were all contenders as slow as plain decoding."""
         prompt = len(self.task.prompt) * self.pace.position
         return len(self.contenders) * (prompt + min(num_tokens, self.max_tokens) * self.pace.step)
 
     @property
     def least_seconds(self) -> float:
-        """What a text takes that is just long enough."""
+        """Time for a text that is just long enough."""
         return self.seconds(LEAST_TOKENS)
-
-    @property
-    def most_seconds(self) -> float:
-        """What the whole text takes."""
-        return self.seconds(self.max_tokens)
 
     def runs(self, repeat: int) -> list[Run]:
         """All contenders, before their first token."""
@@ -144,7 +115,7 @@ def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
     """As much of the scenes as there is time for, if every text may be cut short.
 
     Where that is not enough, each keeps one contender beside plain decoding; then scenes are left
-    out, the last one first. The first one always stays, and may take longer after all.
+    out from the last one on. The first one always stays.
     """
     shown = list(scenes)
     if sum(scene.least_seconds for scene in shown) > seconds:
@@ -155,7 +126,7 @@ def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
 
 
 def measure_pace(model: nn.Module) -> Pace:
-    """Seconds of a plain pass, median of a few, and of a position of a prompt."""
+    """The pace of a model: the median of a few plain passes, and one of a prompt."""
     cache = make_prompt_cache(model)
 
     def seconds(num_positions: int) -> float:

@@ -1,9 +1,7 @@
-"""What mlx-lm's server batches with: rows of one batch, each with drafts of its own.
+"""`SpeculatingBatch`: rows of one batch, each with drafts of its own, for mlx-lm's server.
 
-`mlx_lm.server` makes a `BatchGenerator` when requests run at the same time, puts them in, asks it
-for what is new, and takes out those whose clients have gone. `SpeculatingBatch` stands in its place
-and does the same with a `BatchGeneration`. Prompts are read between the rounds of the others, a
-part at a time.
+`SpeculatingBatch` has the methods of mlx-lm's `BatchGenerator` that the server calls. Prompts are
+read between the rounds of the others, a part at a time.
 """
 
 from __future__ import annotations
@@ -36,12 +34,7 @@ from specdec_mlx.types import LogitsProcessor
 
 @dataclass
 class Incoming:
-    """A request to the server, before it is put in.
-
-    channel: the way to its client. requested: how it wants to be served. num_top: likeliest tokens
-    that it wants to see. seed: of its noise, None for any. finish: adds to the text what its drafts
-    and its grammar need; may raise.
-    """
+    """A request to the server. finish: adds a drafter and a grammar to the text; may raise."""
 
     channel: Channel
     requested: Requested
@@ -54,9 +47,8 @@ class Incoming:
 class _Served:
     """A request in the batch.
 
-    text: what is written. reading: its prompt, which others may wait for too. ends: positions of
-    the prompt at which mlx-lm keeps the caches. begun: position that reading began at. tokens: all
-    that its caches may hold. seconds_before: of reading the prompt, where it was served before.
+    reading: of its prompt, which others may share. ends: positions of the prompt at which mlx-lm
+    keeps the caches. begun: position at which reading began. tokens: prompt and text so far.
     """
 
     uid: int
@@ -76,17 +68,14 @@ class _Served:
         self.incoming.channel.stop()
 
     def progress(self, *, end_of_segment: bool, is_read: bool = False) -> Any:
-        """How far the prompt is read, in tokens."""
+        """mlx-lm's news of how far the prompt is read, in tokens."""
         total = len(self.text.prompt) - self.begun
         done = total if is_read else self.reading.num_read - self.begun
         return PromptProcessingBatch.Response(self.uid, (done, total), end_of_segment, is_read)
 
 
 class GuardedGrammar(GrammarProcessor):
-    """A grammar that keeps what it raises: the pass that asks it is that of other requests too.
-
-    The logits are no numbers then, which ends its own text alone.
-    """
+    """A grammar that keeps its error; it answers with NaN, which ends its own text alone."""
 
     error: Exception | None = None
 
@@ -101,10 +90,7 @@ class GuardedGrammar(GrammarProcessor):
 
 @dataclass(eq=False)
 class SpeculatingBatch:
-    """Stands in for mlx-lm's `BatchGenerator`, with the part of it that the server asks for.
-
-    incoming: tells the request that is put in next.
-    """
+    """mlx-lm's `BatchGenerator` with drafts. incoming: tells the request that is put in next."""
 
     model: nn.Module
     incoming: Callable[[], Incoming]
@@ -117,15 +103,13 @@ class SpeculatingBatch:
     _tokens: Generator[RowToken, None, None] | None = field(default=None, init=False)
     _num_inserted: int = field(default=0, init=False)
     _reading: list[_Served] = field(default_factory=list, init=False)
-    _rows: dict[int, _Served] = field(default_factory=dict, init=False)
-    """By the uids of `_batch`."""
+    _rows: dict[int, _Served] = field(default_factory=dict, init=False)  # by the uids of `_batch`
     _failed: list[_Served] = field(default_factory=list, init=False)
     _read_in: int = field(default=-1, init=False)
     _beside: Any = field(default_factory=lambda: mx.new_stream(mx.cpu), init=False)
-    """For what must not wait for a pass."""
 
     def __post_init__(self) -> None:
-        """No text is there yet."""
+        """Begin."""
         self._batch = self._new_batch()
 
     def _new_batch(self) -> BatchGeneration:
@@ -150,20 +134,9 @@ class SpeculatingBatch:
         logits_processors: Sequence[Sequence[LogitsProcessor]],
         stop_sequences: Sequence[Any],
     ) -> list[int]:
-        """Put a request in; each argument has one entry, as in mlx-lm.
+        """Put a request in, and return its uid; as in mlx-lm, with one entry in each argument.
 
-        Args:
-            segments: the parts of the prompt that are not in the caches; these are kept at the end
-                of each.
-            max_tokens: most tokens to generate.
-            caches: what is known of the prompt's beginning, or None.
-            all_tokens: what they hold.
-            samplers: how tokens are drawn.
-            logits_processors: mlx-lm's.
-            stop_sequences: what ends the text.
-
-        Returns:
-            What its tokens come with.
+        segments: of the prompt after the tokens `all_tokens` on the caches.
         """
         incoming, uid = self.incoming(), self._num_inserted
         self._num_inserted += 1
@@ -189,7 +162,7 @@ class SpeculatingBatch:
         served = _Served(uid, incoming, text, unread, ends, unread.num_read, list(prompt))
         if text.stats is not None:
             served.seconds_before = text.stats.prefill_seconds
-        with self._alone(served):  # of a drafter that does not fit, say
+        with self._alone(served):
             served.text = incoming.finish(text)
             served.reading = self._reading_of(unread, caches[0])
             served.begun = served.reading.num_read
@@ -198,7 +171,7 @@ class SpeculatingBatch:
 
     @contextmanager
     def _alone(self, *those: _Served) -> Iterator[None]:
-        """What goes wrong with these requests is told to them, and the others go on."""
+        """An error in this block ends these requests alone."""
         try:
             yield
         except Exception as error:
@@ -208,7 +181,7 @@ class SpeculatingBatch:
                 self._end(served, error)
 
     def _reading_of(self, unread: PromptReading, caches: list[Any] | None) -> PromptReading:
-        """The reading of a prompt; one that is under way for the same prompt serves them both."""
+        """The reading of a prompt, shared with a request that reads the same one."""
         for other in self._reading:
             if other.reading.prompt == unread.prompt:
                 return other.reading
@@ -216,7 +189,7 @@ class SpeculatingBatch:
             return replace(unread, caches=caches or make_prompt_cache(self.model))
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """What is new: parts of prompts that were read, and tokens; nothing when all has ended."""
+        """News: parts of prompts that were read, and tokens; nothing when all has ended."""
         tokens = self._next_token()
         progress = self._read_prompts()
         while self._failed:
@@ -233,18 +206,19 @@ class SpeculatingBatch:
             row = next(self._tokens, None)
         except Exception as error:
             logging.exception("A batch failed.")
-            self._start_over(error)
+            for uid in list(self._rows):
+                self._fail(uid, error)
+            self._tokens, self._batch = None, self._new_batch()
             return []
         if row is None:
             self._tokens = None
-            return []
-        if (served := self._rows.get(row.uid)) is not None:
+        elif (served := self._rows.get(row.uid)) is not None:
             with self._alone(served):
                 return [self._said(served, row)]
         return []
 
     def _said(self, served: _Served, row: RowToken) -> Any:
-        """What mlx-lm is told of a token."""
+        """mlx-lm's news of a token."""
         stats = served.incoming.requested.stats = row.token.stats
         if len(served.tokens) == len(served.text.prompt):
             stats.prefill_seconds = served.seconds_before + served.reading.seconds
@@ -265,11 +239,7 @@ class SpeculatingBatch:
         )
 
     def _read_prompts(self) -> list[Any]:
-        """Let in the texts whose prompts are read; read on in the others, once a round.
-
-        A round waits for as much as one pass may have of a prompt. A prompt has at most one part of
-        it, so that its caches can be had where a part ends.
-        """
+        """Let in the texts whose prompts are read; once a round, read a step of the others."""
         read = [served for served in self._reading if not served.reading.num_left]
         news = [self._let_in(served) for served in read]
         if self._rows and self._batch.num_rounds == self._read_in:
@@ -303,7 +273,7 @@ class SpeculatingBatch:
         return served.progress(end_of_segment=True, is_read=True)
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, tuple[list[Any], list[int]]]:
-        """Copies of the caches of prompts that are being read, and what they hold."""
+        """Copies of the caches of prompts that are being read, and their tokens."""
         return {
             served.uid: (
                 copy.deepcopy(served.reading.caches),
@@ -331,13 +301,6 @@ class SpeculatingBatch:
         served.fail(error)
         self._failed.append(served)
 
-    def _start_over(self, error: Exception) -> None:
-        """None of the rows can go on."""
-        for row in list(self._rows):
-            self._fail(row, error)
-        self._tokens = None
-        self._batch = self._new_batch()
-
     @property
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
@@ -346,7 +309,7 @@ class SpeculatingBatch:
         return int(read + self._batch.num_cache_bytes)
 
     def close(self) -> None:
-        """Nothing is written any more; those that are being served are told so."""
+        """End all requests, and tell their clients."""
         for served in (*self._rows.values(), *self._reading):
             served.fail(ServerEndingError())
         self._rows, self._reading = {}, []
@@ -356,12 +319,7 @@ class SpeculatingBatch:
 
 
 def on_the_host(row: RowToken, stream: Any) -> Any:
-    """A token's log-probabilities [V], known already, without waiting for the pass under way.
-
-    Args:
-        row: the token.
-        stream: one on which no pass runs.
-    """
+    """A token's log-probabilities [V], by a stream that need not wait for the pass under way."""
     token = row.token
     if token.rows.dtype == mx.float32:
         return np.array(token.rows, copy=False)[token.row]
@@ -370,17 +328,16 @@ def on_the_host(row: RowToken, stream: Any) -> Any:
 
 
 def _say_whether_rows(model: nn.Module) -> bool:
-    """True if a model's texts can be rows of one batch; a line in the log if not."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        has_rows = can_hold_rows(model)
-    if not has_rows:
+        found = can_hold_rows(model)
+    if not found:
         logging.warning(
             f"{type(model).__module__}: its texts cannot be rows of one batch. Requests that run "
             "together are batched by mlx-lm, without drafts."
         )
-    return has_rows
+    return found
 
 
 has_rows = PerModel(_say_whether_rows)
-"""Whether requests that run together can be drafted for; found out when first asked for."""
+"""True for models whose texts can be rows of one batch; a line in the log if not."""

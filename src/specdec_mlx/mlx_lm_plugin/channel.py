@@ -1,15 +1,12 @@
-"""The way from the generation thread to one client, across a change from speculation to a batch.
+"""The way from the generation thread to one client.
 
-mlx-lm's server puts everything that happens to a request on a queue: a context, progress, one
-response a token, and None at the end. When other requests arrive, a request that was served alone
-goes on in a batch, as a new request that begins with what was said so far. Its client must not
-notice, so its queue is wrapped in a `Channel`, which hides the seam.
+A request that is served alone goes on in a batch when others arrive, as a new request that begins
+with what was said so far. A `Channel` around the client's queue hides this from the client.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,13 +24,7 @@ class ServerEndingError(RuntimeError):
 
 @dataclass
 class Continuation:
-    """A request in the place of one that is half served.
-
-    It has no messages and no images.
-
-    Args:
-        prompt: the tokens of its prompt and of what was said.
-    """
+    """The rest of a request. prompt: [n] tokens of its prompt and of what was said."""
 
     prompt: list[int]
     messages: Sequence[Any] = ()
@@ -42,17 +33,12 @@ class Continuation:
 
 @dataclass(eq=False)
 class Channel:
-    """Stands in for a client's queue.
+    """A client's queue, which takes a context, progress (tuples), responses, and None at the end.
 
-    Args:
-        queue: where the client reads.
-        context: what the client holds on to, and says stop by.
-        tokens: all that was said.
-        num_before: how many of them by those who served it before.
-        pausing: whether the end of the current service is not the end of the request.
-        finished: whether the client was told the end.
-        is_watched: whether the client's stop is for us to see, and hidden from who serves it alone:
-            on several ranks mlx-lm cannot stop there.
+    context: the client's, by which it says stop. tokens: all that was said, num_before of them
+    before the current service. pausing: True if the request goes on after it. is_watched: True on
+    several ranks, where mlx-lm cannot stop a request that is served alone, and must not see a stop.
+    is_alone: True if it is served alone.
     """
 
     queue: Any
@@ -62,14 +48,14 @@ class Channel:
     pausing: bool = False
     finished: bool = False
     is_watched: bool = False
+    is_alone: bool = False
     _later: GenerationContext | None = None
-    _is_alone: bool = False
     _detokenizer: Any = None
     _matcher: Any = None
 
     @property
     def alive(self) -> bool:
-        """True if somebody waits for more."""
+        """True if the client waits for more."""
         hung_up = self.context is not None and self.context._should_stop
         return not self.finished and not hung_up
 
@@ -79,22 +65,17 @@ class Channel:
         return len(self.tokens) - self.num_before
 
     def stop(self) -> None:
-        """End the current service, as a client does that hangs up."""
+        """End the current service, as a client that hangs up does."""
         served = self._later or self.context
         if served is not None:
             served.stop()
 
     def resume(self, detokenizer: Any, matcher: Any) -> None:
-        """Begin to hide that the request is served by others.
+        """Begin the next service, with a new detokenizer and matcher of stop sequences.
 
-        They are told what was said so far, so that a word or a stop sequence may lie across the
-        seam.
-
-        Args:
-            detokenizer: a new one of the tokenizer.
-            matcher: a new one of the stop sequences.
+        They are told what was said, since a word or a stop sequence may lie across the seam.
         """
-        self.pausing = False
+        self.pausing = self.is_alone = False
         self.num_before = len(self.tokens)
         for token in self.tokens:
             detokenizer.add_token(token)
@@ -102,17 +83,8 @@ class Channel:
         _ = detokenizer.last_segment  # the client has it
         self._detokenizer, self._matcher = detokenizer, matcher
 
-    @contextmanager
-    def served_alone(self) -> Iterator[None]:
-        """Within this block it is served alone, not in a batch."""
-        self._is_alone = True
-        try:
-            yield
-        finally:
-            self._is_alone = False
-
     def put(self, item: Any) -> None:
-        """What the server calls."""
+        """Take what the server has for the client."""
         if self.finished:
             return
         if item is None or isinstance(item, Exception):
@@ -120,14 +92,12 @@ class Channel:
                 self._finish(item)
         elif isinstance(item, GenerationContext):
             self._take_context(item)
-        elif isinstance(item, tuple):
-            if self._detokenizer is None:
-                self.queue.put(item)
-        else:
+        elif not isinstance(item, tuple):
             self._take_response(item)
+        elif self._detokenizer is None:  # progress
+            self.queue.put(item)
 
     def _take_context(self, context: GenerationContext) -> None:
-        """The client keeps its first context, or a copy; it stops the later ones."""
         if self.context is None:
             self.context = copy(context) if self.is_watched else context
             self.queue.put(self.context)
@@ -141,14 +111,14 @@ class Channel:
             stopped = self._matcher.advance(response.token) and response.finish_reason is None
             response = self._respoken(response, "stop" if stopped else response.finish_reason)
         self.queue.put(response)
-        hidden = self.is_watched and self._is_alone
+        hidden = self.is_watched and self.is_alone
         if self._later is not None and not hidden and (stopped or not self.alive):
             self.stop()
         if stopped:
             self._finish(None)
 
     def _respoken(self, response: Any, finish_reason: str | None) -> Any:
-        """The response with the text that follows what was said before the seam."""
+        """The response with the text that follows what the client has."""
         if finish_reason != "stop":
             self._detokenizer.add_token(response.token)
         if finish_reason is not None:

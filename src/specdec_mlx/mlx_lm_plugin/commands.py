@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, redirect_stdout
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import mlx.core as mx
 
@@ -18,9 +18,8 @@ from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     add_grammar_arguments,
-    argparse_with_flags,
-    replaced_argv,
     replaced_names,
+    run_main,
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 from specdec_mlx.models import explained, load_on_ranks
@@ -30,12 +29,8 @@ from specdec_mlx.types import all_drafters
 def run_command(name: str, arguments: Sequence[str]) -> None:
     """Run mlx-lm's command of that name, one of `COMMANDS`.
 
-    Raises:
-        MlxLmVersionError: this mlx-lm cannot be extended.
-        SystemExit: wrong arguments; said on stderr.
-        ValueError: what the arguments name is no model, drafter, rule or grammar.
-        OSError: a file that they name cannot be read.
-        RuntimeError: a package is missing.
+    Raises MlxLmVersionError; SystemExit for wrong arguments; ValueError, OSError and RuntimeError
+    for what they name and is not there.
     """
     check_version()
     with ExitStack() as stack:
@@ -45,31 +40,16 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
         COMMANDS[name](arguments)
 
 
-@runtime_checkable
-class Describes(Protocol):
-    """A drafter that says what was recognised: heads, and what learns on."""
-
-    def describe(self) -> str:
-        """In a line."""
-        ...
-
-
 class Command:
-    """A command of mlx-lm that generates with one drafter from beginning to end.
+    """A command of mlx-lm, of the name of its module, that generates with one drafter.
 
-    Its attributes are known once the arguments were parsed.
-
-    Args:
-        name: of the command and its module.
-
-    takes_grammar: whether its text may be kept to a grammar.
+    takes_grammar: True if it has the flags for the structure of the text.
     """
 
     takes_grammar = False
 
     def __init__(self, name: str) -> None:
         """Nothing is parsed yet."""
-        self.name = name
         self.module = importlib.import_module(f"mlx_lm.{name}")
         self.flags = Flags()
         self.arguments = argparse.Namespace()
@@ -79,29 +59,24 @@ class Command:
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""
         with self.stack as stack:
-
-            def on_flags(
-                parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
-            ) -> None:
-                self.flags, self.arguments = flags, namespace
-                self.check()
-                self.speculation.drafter = None if flags.waits_for_target else flags.drafter()
-                self.speculation.draft_length = flags.draft_length
-                self.speculation.rule = flags.rule
-                self.speculation.grammar = flags.grammar
-                stack.callback(flags.save_memory)
-                stack.enter_context(in_force(self.speculation))
-
+            stack.enter_context(replaced_names(self.module, self.names()))
             more = [add_grammar_arguments] * self.takes_grammar
-            parsers = argparse_with_flags(on_flags, *more)
-            names = {"argparse": parsers, **self.names()}
-            stack.enter_context(replaced_names(self.module, names))
-            stack.enter_context(replaced_argv([f"specdec-mlx {self.name}", *arguments]))
-            self.module.main()
+            run_main(self.module, arguments, self._take, *more)
         self.close()
 
+    def _take(self, namespace: argparse.Namespace, flags: Flags) -> None:
+        """Put in force what the flags said."""
+        self.flags, self.arguments = flags, namespace
+        self.check()
+        self.speculation.drafter = None if flags.waits_for_target else flags.drafter()
+        self.speculation.draft_length = flags.draft_length
+        self.speculation.rule = flags.rule
+        self.speculation.grammar = flags.grammar
+        self.stack.callback(flags.save_memory)
+        self.stack.enter_context(in_force(self.speculation))
+
     def names(self) -> dict[str, Any]:
-        """What else to replace in the command's module: what loads, to learn the tokenizer."""
+        """Replacements for names of the module: of what loads, to learn the tokenizer."""
         loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
         return {name: self._noting_tokenizer(getattr(self.module, name)) for name in loaders}
 
@@ -109,10 +84,10 @@ class Command:
         """Raise ValueError for arguments that do not go together."""
 
     def close(self) -> None:
-        """Print what is to be printed at the end."""
+        """Print the account, if one is wanted at the end."""
 
     def _noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """`load`, which also notes the tokenizer, and takes up what was learned about the model."""
+        """`load`, which also notes the tokenizer, and takes up the model's tuning."""
 
         def loading(name: str, *args: Any, **kwargs: Any) -> Any:
             with explained(name):
@@ -121,8 +96,8 @@ class Command:
             if self.flags.waits_for_target:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
-                    if isinstance(part, Describes):
-                        print(f"Drafting with {part.describe()}", file=sys.stderr)
+                    if describe := getattr(part, "describe", None):  # heads, and what learns on
+                        print(f"Drafting with {describe()}", file=sys.stderr)
             if self.flags.keeps_tuning:
                 adapter = kwargs.get("adapter_path")
                 self.stack.enter_context(kept_tuning(loaded[0], str(name), adapter))
@@ -132,7 +107,7 @@ class Command:
 
 
 QUIT = "q"
-"""What a user of `chat` types to leave."""
+"""Leaves `chat`."""
 
 
 class Generate(Command):
@@ -148,7 +123,7 @@ class Generate(Command):
         return names
 
     def close(self) -> None:
-        """A line on what the speculation brought; the whole account with --stats."""
+        """Print a line about the speculation; the whole account with --stats."""
         verbose = self.arguments.verbose
         if verbose:
             print(closing_line(self.speculation))
@@ -162,7 +137,7 @@ class Chat(Command):
     takes_grammar = True
 
     def names(self) -> dict[str, Any]:
-        """Also the user interface, which knows when a turn ends, and the input."""
+        """Also the user interface, for the end of a turn and of the input."""
         command = self
         interface: Any = self.module.ChatUI
 
@@ -185,10 +160,7 @@ class Benchmark(Command):
     """`benchmark`: mlx-lm's speeds, with speculation."""
 
     def check(self) -> None:
-        """Refuse a batch: mlx-lm's batched loop has no place for a drafter or a rule.
-
-        So what learns on is refused: there is nothing to be learnt from a prompt of random tokens.
-        """
+        """Refuse batches, in which mlx-lm does not speculate, and to learn from random tokens."""
         if self.flags.online:
             raise ValueError(
                 "argument --online: the benchmark's prompt is random tokens, from which nothing "
@@ -208,10 +180,7 @@ class Benchmark(Command):
 
 
 def closing_line(speculation: Speculation) -> str:
-    """Tokens per pass, accepted of drafted, and the speed against plain rounds where it is known.
-
-    Where nothing was accepted there is no gain to speak of, and the counts say it.
-    """
+    """Tokens per pass, accepted of drafted, and, if any were accepted, the measured speedup."""
     stats = speculation.stats
     if speculation.drafter is None or stats is None:
         return "Speculation: none"

@@ -1,4 +1,4 @@
-"""Which mlx-lm this is, and whether what we replace in it is what we know."""
+"""Versions of mlx-lm that can be extended, and a check of the functions that are replaced."""
 
 from __future__ import annotations
 
@@ -8,28 +8,13 @@ from typing import Any
 
 import mlx_lm
 
+from specdec_mlx.loop import speculate
+
 SERIES = "0.32"
 INSTALL = f"pip install 'mlx-lm>={SERIES},<0.33'"
 
-_SHARED = {
-    "prompt",
-    "model",
-    "stream",
-    "max_tokens",
-    "sampler",
-    "logits_processors",
-    "prompt_cache",
-    "prefill_step_size",
-    "kv_bits",
-    "kv_group_size",
-    "quantized_kv_start",
-}
-
-STEPS: dict[str, set[str]] = {
-    "generate_step": _SHARED | {"max_kv_size", "prompt_progress_callback", "input_embeddings"},
-    "speculative_generate_step": _SHARED | {"draft_model", "num_draft_tokens"},
-}
-"""The functions of `mlx_lm.generate` that are replaced, and the parameters that we carry out."""
+STEPS = ("generate_step", "speculative_generate_step")
+"""Functions of `mlx_lm.generate` that are replaced."""
 
 
 class MlxLmVersionError(RuntimeError):
@@ -42,7 +27,7 @@ def generate_module() -> Any:
 
 
 def check_version() -> None:
-    """Raise MlxLmVersionError for a series of mlx-lm that we have not been tried with."""
+    """Raise MlxLmVersionError for another series of mlx-lm."""
     if not mlx_lm.__version__.startswith(f"{SERIES}."):
         raise MlxLmVersionError(
             f"mlx-lm {mlx_lm.__version__} is not of the {SERIES} series, the one that specdec_mlx "
@@ -53,7 +38,12 @@ def check_version() -> None:
 def check_steps() -> None:
     """Raise MlxLmVersionError unless the functions to replace are mlx-lm's own, as we know them."""
     check_version()
-    for name, known in STEPS.items():
+    known = inspect.signature(speculate).parameters.keys() | {
+        "prompt",
+        "draft_model",
+        "num_draft_tokens",
+    }
+    for name in STEPS:
         step = getattr(generate_module(), name, None)
         if step is None:
             raise MlxLmVersionError(f"mlx_lm.generate has no {name}. {INSTALL}.")
@@ -62,8 +52,7 @@ def check_steps() -> None:
                 f"mlx_lm.generate.{name} has been replaced by one of {step.__module__}. Undo that "
                 "first."
             )
-        unknown = inspect.signature(step).parameters.keys() - known
-        if unknown:
+        if unknown := inspect.signature(step).parameters.keys() - known:
             raise MlxLmVersionError(
                 f"mlx_lm.generate.{name} takes {', '.join(sorted(unknown))}, which specdec_mlx "
                 f"does not know. {INSTALL}."

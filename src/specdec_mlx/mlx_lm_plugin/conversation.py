@@ -1,13 +1,12 @@
 """What drafters may draw on besides a prompt: the turns before it, and a prediction.
 
-mlx-lm hands a generation the new tokens and the caches of the old ones. The target needs no more; a
-drafter that copies, counts or runs a model of its own needs the old tokens too. They are kept here
-for as long as the caches live.
+mlx-lm gives a generation the new tokens and the caches of the old ones, which is all that a target
+needs. Drafters need the old tokens too; they are kept here for as long as the caches live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,6 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import (
     Checks,
     Closes,
-    Draft,
     DraftContext,
     Drafter,
     DraftSession,
@@ -41,14 +39,11 @@ from specdec_mlx.types import (
 )
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-"""What caches hold, by the first of them."""
+"""Tokens on a model's caches, by the first of these."""
 
 
 def tokens_on(caches: Sequence[Any] | None) -> list[int]:
-    """Tokens that the caches hold, as far as that is known; [] if not.
-
-    A cache that knows its length says whether it was trimmed or fed by others since.
-    """
+    """Tokens that the caches hold; [] where that is unknown, or others have fed them since."""
     cache = next(leaves(caches or ()), None)
     held = _held.get(cache, []) if cache is not None else []
     length = getattr(cache, "offset", None)
@@ -58,7 +53,7 @@ def tokens_on(caches: Sequence[Any] | None) -> list[int]:
 
 
 def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
-    """Note what the caches hold now. A class that takes no weak references is passed over."""
+    """Note what the caches hold now; without effect for a class that takes no weak references."""
     cache = next(leaves(caches or ()), None)
     if cache is not None:
         with suppress(TypeError):
@@ -66,7 +61,7 @@ def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
 
 
 def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsProcessor:
-    """A logits processor that also sees the tokens whose caches were kept from earlier turns."""
+    """The logits processor, which also sees the tokens of earlier turns."""
     if not earlier:
         return processor
     before = to_ids(earlier)
@@ -78,35 +73,51 @@ def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsPr
     return seeing_all
 
 
+def with_parts(drafter: Drafter, change: Callable[[Drafter], Drafter]) -> Drafter:
+    """The drafter changed; of several that are asked in order, each of them."""
+    if isinstance(drafter, FirstOf):
+        return drafter.with_each(lambda part: with_parts(part, change))
+    return change(drafter)
+
+
 class Wrapper:
-    """A drafter around another one: what is known of that one holds for it too."""
+    """A drafter around another one, with its key, its parts and its demands on the target."""
 
     drafter: Drafter
 
     @property
     def key(self) -> str:
-        """The other's: it is the same drafter, with more to draw on."""
+        """The wrapped drafter's."""
         return key_of(self.drafter)
 
     @property
     def drafters(self) -> Sequence[Drafter]:
-        """What it is made of."""
+        """The wrapped drafter."""
         return (self.drafter,)
 
     def check(self, context: DraftContext) -> None:
-        """Let the other refuse the target."""
+        """Raise what the wrapped drafter raises for this target."""
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
 
 
+class WrappedSession:
+    """A session that is told of its end by another function; the rest is its own."""
+
+    def __init__(self, session: DraftSession, key: str, close: Callable[[int], None]) -> None:
+        """Take the session, the key of its drafter, and what `close` is to do."""
+        self.propose, self.observe, self.close = session.propose, session.observe, close
+        self.cheap = is_cheap(session)
+        self.parts, self.groups = session_parts(session, key), session_groups(session, key)
+        if isinstance(session, Stepwise):
+            self.propose_while = session.propose_while
+
+
 @dataclass(frozen=True)
 class Continued(Wrapper):
-    """A drafter that is shown the turns before the prompt as well.
+    """A drafter that is shown the earlier turns, [n] tokens on the target's caches, as well.
 
-    Args:
-        drafter: the drafter.
-        earlier: [n] tokens on the target's caches. A draft model whose own caches the caller keeps
-            has read them already.
+    Not a draft model whose caches the caller keeps: it has read them.
     """
 
     drafter: Drafter
@@ -117,63 +128,29 @@ class Continued(Wrapper):
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
         session = self.drafter.begin([*self.earlier, *prompt], context)
-        return ContinuedSession(session, len(self.earlier), self.key)
+
+        def close(length: int) -> None:
+            if isinstance(session, Closes):
+                session.close(len(self.earlier) + length)
+
+        return WrappedSession(session, self.key, close)
 
 
 def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None:
-    """The drafter, shown the turns before the prompt as well.
-
-    Not one that reads the target, whose states begin with the prompt.
-    """
-    if isinstance(drafter, FirstOf):
-        return drafter.with_each(lambda part: continued(part, earlier) or part)
-    if drafter is None or isinstance(drafter, ReadsTarget):
+    """The drafter, shown the earlier turns, unless it reads the target's states of the prompt."""
+    if drafter is None or not earlier:
         return drafter
-    return Continued(drafter, earlier)
-
-
-class ContinuedSession:
-    """A session that has seen more tokens, those of the earlier turns, than the loop knows of."""
-
-    def __init__(self, session: DraftSession, num_earlier: int, key: str) -> None:
-        """Pass everything on to `session`, whose drafter has this key."""
-        self.session = session
-        self.key = key
-        self.num_earlier = num_earlier
-        self.cheap = is_cheap(session)
-
-    @property
-    def parts(self) -> Sequence[tuple[str, DraftSession]]:
-        """The session's own parts, or itself."""
-        return session_parts(self.session, self.key)
-
-    @property
-    def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
-        """The session's own groups, or itself."""
-        return session_groups(self.session, self.key)
-
-    def propose(self, limit: int) -> Draft:
-        """What the session proposes."""
-        return self.session.propose(limit)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell the session."""
-        self.session.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Tell the session, counted from the beginning of the conversation."""
-        if isinstance(self.session, Closes):
-            self.session.close(self.num_earlier + length)
+    return with_parts(
+        drafter, lambda part: part if isinstance(part, ReadsTarget) else Continued(part, earlier)
+    )
 
 
 @dataclass(frozen=True)
 class Predicted(Wrapper):
     """A look-up that may also copy from a text that the answer is expected to resemble.
 
-    Args:
-        drafter: the look-up.
-        prediction: [n] tokens. They stand before the prompt, behind a copy of the prompt's last
-            tokens, so that the beginning of an answer finds theirs. The target never sees them.
+    It reads a copy of the prompt's last tokens, the prediction, and the prompt, so that the first
+    tokens of an answer find the prediction.
     """
 
     drafter: PromptLookupDrafter
@@ -187,40 +164,31 @@ class Predicted(Wrapper):
 
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
-    if isinstance(drafter, PromptLookupDrafter):
-        return Predicted(drafter, prediction)
-    together: type[FirstOf] = type(drafter) if isinstance(drafter, FirstOf) else FirstOf
+    kind = type(drafter) if isinstance(drafter, FirstOf) else FirstOf
     parts = drafter.drafters if isinstance(drafter, FirstOf) else (drafter,)
-    if any(isinstance(part, PromptLookupDrafter) for part in parts):
-        return together(
-            *(
-                Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
-                for part in parts
-            )
-        )
-    return together(Predicted(PromptLookupDrafter(), prediction), *parts)
+    if not any(isinstance(part, PromptLookupDrafter) for part in parts):
+        parts = (PromptLookupDrafter(), *parts)
+    changed = [
+        Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
+        for part in parts
+    ]
+    return kind(*changed) if len(changed) > 1 else changed[0]
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
-    """The drafter, with the caches of the draft models in it kept in `store`."""
-    if isinstance(drafter, ModelDrafter):
-        return Kept(drafter, store)
+    """The drafter, with the caches of its draft models kept in `store`."""
+    if isinstance(drafter, FirstOf):
+        return with_parts(drafter, lambda part: keeping_caches(part, store))
     if isinstance(drafter, Cascade):
         return replace(drafter, first=keeping_caches(drafter.first, store))
-    if isinstance(drafter, FirstOf):
-        return drafter.with_each(lambda part: keeping_caches(part, store))
-    return drafter
+    return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
 
 
 @dataclass(frozen=True)
 class Kept(Wrapper):
-    """A draft model whose caches are kept from turn to turn, as mlx-lm keeps the target's.
+    """A draft model whose caches are kept from turn to turn in mlx-lm's `LRUPromptCache`.
 
-    Not where it has another tokenizer: caches are looked up by the target's tokens.
-
-    Args:
-        drafter: the draft model.
-        store: mlx-lm's, for caches by what they hold.
+    Not where it has another tokenizer: caches are found by the target's tokens.
     """
 
     drafter: ModelDrafter
@@ -228,7 +196,7 @@ class Kept(Wrapper):
 
     @property
     def place(self) -> tuple[str, int]:
-        """What the model's caches are stored under."""
+        """Name of the model in the store."""
         return "draft model", id(self.drafter.model)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
@@ -238,40 +206,17 @@ class Kept(Wrapper):
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
+        held = list(prompt[: len(prompt) - len(rest)])
         session = self.drafter.begin(rest, replace(context, draft_cache=caches))
         assert isinstance(session, ModelSession)
-        return KeptSession(self, session, caches, list(prompt[: len(prompt) - len(rest)]))
 
+        def close(length: int) -> None:
+            """Store the caches as far as the model has read."""
+            read = session.rollback
+            with suppress(CacheRollbackError):
+                read.rewind_to(min(read.position, length - len(held)))
+                if read.position > 0:
+                    tokens = [*held, *session.tokens[: read.position]]
+                    self.store.insert_cache(self.place, tokens, caches)
 
-class KeptSession:
-    """A draft model's session that began after a part of the prompt.
-
-    Args:
-        kept: the drafter that it belongs to.
-        session: the draft model's own.
-        caches: of the draft model.
-        held: the tokens that they held then.
-    """
-
-    def __init__(
-        self,
-        kept: Kept,
-        session: ModelSession,
-        caches: list[Any],
-        held: list[int],
-    ) -> None:
-        """Pass everything on to `session`."""
-        self.kept, self.session, self.caches, self.held = kept, session, caches, held
-        self.propose = session.propose
-        self.observe = session.observe
-        if isinstance(session, Stepwise):
-            self.propose_while = session.propose_while
-
-    def close(self, length: int) -> None:
-        """Store the caches as far as the model has read: it is not fed for the next turn's sake."""
-        read = self.session.rollback
-        with suppress(CacheRollbackError):
-            read.rewind_to(min(read.position, length - len(self.held)))
-            if read.position > 0:
-                tokens = [*self.held, *self.session.tokens[: read.position]]
-                self.kept.store.insert_cache(self.kept.place, tokens, self.caches)
+        return WrappedSession(session, self.key, close)

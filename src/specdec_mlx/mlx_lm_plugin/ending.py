@@ -1,8 +1,4 @@
-"""How a command ends: what is kept is saved after SIGTERM as it is after Ctrl-C.
-
-A service manager stops a server with SIGTERM, which ends a Python process on the spot: no `finally`
-is run, and what a memory, the automatic draft length or `--online` learned last is lost.
-"""
+"""SIGTERM ends a command as Ctrl-C does: memories, tunings and learned weights are saved."""
 
 from __future__ import annotations
 
@@ -15,12 +11,16 @@ from typing import Any
 import mlx.core as mx
 
 
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt in here, and end the process quietly if nobody caught it.
+    """Let SIGTERM raise KeyboardInterrupt in this block, and end the process if nobody caught it.
 
-    Not on several ranks: one that waits for the others in the middle of a pass would never come to
-    raise it. Not outside of the main thread, and not where somebody has a handler of his own.
+    Only in the main thread, where SIGTERM has no other handler, and on one rank: of several, one
+    that waits for the others in the middle of a pass would never come to raise it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1
@@ -34,10 +34,6 @@ def terminated_as_interrupted() -> Iterator[None]:
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-class _Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
 
 
 def _interrupt(number: int, frame: Any) -> None:

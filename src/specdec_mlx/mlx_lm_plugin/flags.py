@@ -1,8 +1,8 @@
 """Our flags on mlx-lm's own parsers.
 
 Every command of mlx-lm makes an `argparse.ArgumentParser` and calls `parse_args`. Under the name
-`argparse` its module is given a parser that adds our flags there and takes them out again, so that
-all flags of mlx-lm stay, those of later releases included, and its `main` sees none of ours.
+`argparse` its module is given a parser that adds our flags there and takes them out again: all of
+mlx-lm's flags stay, those of later releases too, and its `main` sees none of ours.
 """
 
 from __future__ import annotations
@@ -38,15 +38,12 @@ from specdec_mlx.drafters.registry import (
     make_drafter,
 )
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.mlx_lm_plugin.foreign_flags import refusal
-from specdec_mlx.options import argument, checked
+from specdec_mlx.options import argument, checked, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.types import Drafter
 
 if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin.learning import Learner
-
-"""In the place of a memory's file: what this process writes, and nowhere else."""
 
 EVERYBODY, USER, KEY = "all", "user", "key"
 """Whom a server's memory is for."""
@@ -54,21 +51,10 @@ EVERYBODY, USER, KEY = "all", "user", "key"
 
 @dataclass(frozen=True)
 class Flags:
-    """What our flags said.
+    """Values of our flags.
 
-    Args:
-        drafters: as given, in order; empty for the default.
-        draft_model: path or name.
-        lighter: what is done to the draft model as it loads.
-        draft_length: K, "auto" or "heuristic".
-        rule: name with options.
-        stats: whether the whole account is wanted.
-        asked: whether any of our flags was given.
-        grammar: what the text may be.
-        keeps_tuning: whether what "auto" learns is kept for the next command.
-        memory: file of what was written before, or "process" for what this process writes.
-        memory_for: whether a server has one memory for all, or one for each user or API key.
-        online: whether the draft model, or trained head, learns on, and is saved at the end.
+    drafters: names with options; empty for the default. draft_model: path or name. asked: True if
+    any of our flags was given. memory: a file, or "process".
     """
 
     drafters: Sequence[str] = ()
@@ -86,10 +72,7 @@ class Flags:
 
     @property
     def names(self) -> list[str]:
-        """Drafters to try, in order; the draft model, if there is one, last unless it is named.
-
-        Without --drafter that is the draft model alone, or else the default.
-        """
+        """Drafters to try, in order; the draft model is the last unless it is named."""
         given = [spec for spec in self.drafters if spec != NO_DRAFTER]
         if not self.drafters:
             return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
@@ -99,7 +82,7 @@ class Flags:
 
     @cached_property
     def named_model(self) -> NamedModel:
-        """What --draft-model names."""
+        """The draft model or trained head of --draft-model."""
         return NamedModel(self.draft_model, self.lighter)
 
     @property
@@ -109,17 +92,11 @@ class Flags:
 
     @property
     def waits_for_target(self) -> bool:
-        """True if what --draft-model names cannot be made before the target is there."""
+        """True if the draft model cannot be made before the target is there."""
         return self.online or self.has_head
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter to use, with the draft model loaded; None for plain decoding.
-
-        What a grammar forces is drafted before anything else is tried.
-
-        Args:
-            target: the model to draft for, which a trained head needs, and what learns on.
-        """
+        """The drafter for a target, a grammar's first; None for plain decoding."""
         drafters = [self.make(spec, target) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
@@ -128,12 +105,12 @@ class Flags:
     def make(
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
-        """The drafter of a name; raises what `make_drafter` and the draft model's loading raise.
+        """The drafter of a name with options; raises as `NamedModel.make`.
 
         Args:
             spec: NAME or NAME:key=value,...
-            target: the model to draft for, which a trained head needs, and what learns on.
-            memory: what it remembers, if it does; None for the one that the flags name.
+            target: needed by trained heads and with --online.
+            memory: for drafters that remember; None for that of the flags.
         """
         if self.waits_for_target and name_in(spec) in WITH_MODEL:
             if target is None:
@@ -149,7 +126,6 @@ class Flags:
         return self.named_model.make(spec, target, **options)
 
     def _learning(self, spec: str, target: nn.Module) -> Drafter | None:
-        """What drafts with the draft model, or trained head, that learns on."""
         if name_in(spec) != MODEL_DRAFTER:
             return make_drafter(spec, draft_model=self._learner.drafter(target, MODEL_DRAFTER))
         if self.has_head and spec != MODEL_DRAFTER:
@@ -158,7 +134,6 @@ class Flags:
 
     @cached_property
     def _learner(self) -> Learner:
-        """What learns on; imported where it is asked for."""
         from specdec_mlx.mlx_lm_plugin.learning import Learner
 
         assert self.draft_model is not None
@@ -166,10 +141,8 @@ class Flags:
 
     @cached_property
     def remembered(self) -> Memory | None:
-        """The memory that was asked for, one for all drafters; raises MemoryFileError."""
-        if self.memory_for != EVERYBODY:
-            return None
-        return as_memory(self.memory)
+        """The memory of all drafters, None for none; raises MemoryFileError."""
+        return as_memory(self.memory) if self.memory_for == EVERYBODY else None
 
     def save_memory(self) -> None:
         """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
@@ -183,10 +156,11 @@ def name_in(spec: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Our flags, but for those that the parser has already."""
+    """Add our flags, but for those that the parser has already."""
     taken = parser._option_string_actions
     group = parser.add_argument_group("speculative decoding")
-    group.add_argument(
+    add = group.add_argument
+    add(
         "--drafter",
         action="append",
         default=[],
@@ -196,18 +170,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"given; {MODEL_DRAFTER}:branches=4 has a draft model or a trained head propose trees)",
     )
     if "--draft-model" not in taken:
-        group.add_argument(
-            "--draft-model", default=None, help="A model to draft with, or a trained head."
-        )
+        add("--draft-model", default=None, help="A model to draft with, or a trained head.")
     add_lighter_arguments(group)
-    group.add_argument(
+    add(
         "--draft-length",
         type=argument(parse_draft_length),
         default=None,
         metavar="K",
         help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
     )
-    group.add_argument(
+    add(
         "--rule",
         type=checked(make_rule),
         default=None,
@@ -215,35 +187,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
         "distribution (default: auto)",
     )
-    group.add_argument(
+    add(
         "--no-tuning",
         action="store_true",
         help="Neither use nor keep what --draft-length auto learned in earlier commands.",
     )
-    group.add_argument(
+    add(
         "--memory",
         metavar=f"FILE|{PROCESS}",
         help="Draft from what was written before, as kept in FILE, and add what is written now; "
         f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
     )
-    group.add_argument(
+    add(
         "--memory-for",
         choices=(EVERYBODY, USER, KEY),
         default=EVERYBODY,
         help=f"A server's memory for all requests, or with --memory {PROCESS} one for each `user` "
         "of the requests or for each API key (default: all)",
     )
-    group.add_argument(
+    add(
         "--online",
         action="store_true",
         help="Let a trained head or a draft model learn on from what the model writes, and save it "
         "at the end.",
     )
-    group.add_argument("--stats", action="store_true", help="Print the account of the speculation.")
+    add("--stats", action="store_true", help="Print the account of the speculation.")
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say what the text may be."""
+    """Add the flags for the structure of the text."""
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
     only.add_argument("--json-schema", type=Path, metavar="FILE", help="Write JSON that fits it.")
@@ -253,25 +225,17 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
     """The grammar that the flags name; raises GrammarError and OSError."""
-    given = vars(namespace)
-    if (schema := given.get("json_schema")) is not None:
-        return Grammar.json_schema(schema.read_text())
-    if (pattern := given.get("regex")) is not None:
-        return Grammar.regex(pattern)
-    if (rules := given.get("lark")) is not None:
-        return Grammar.lark(rules.read_text())
+    for name in ("json_schema", "regex", "lark"):
+        if (given := getattr(namespace, name, None)) is not None:
+            make: Callable[[str], Grammar] = getattr(Grammar, name)
+            return make(given if name == "regex" else given.read_text())
     return None
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
-    """Our flags out of what was parsed; mlx-lm's `main` sees no draft model then.
+    """Our flags; mlx-lm's `main`, which compares tokenizers by size alone, sees no draft model.
 
-    mlx-lm would compare the tokenizers by size alone. `--num-draft-tokens` is its name for the
-    draft length.
-
-    Raises:
-        ValueError: a number that mlx-lm would take and not get along with, or no grammar.
-        OSError: a file that a flag names is not there.
+    Raises ValueError and OSError for what cannot be done.
     """
     check_numbers(namespace)
     check_files(namespace)
@@ -283,13 +247,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    ours = (
-        namespace.drafter,
-        namespace.draft_model,
-        namespace.rule,
-        namespace.stats,
-        namespace.memory,
-    )
+    asked = "drafter", "draft_model", "rule", "stats", "memory", "no_tuning"
     flags = Flags(
         drafters=namespace.drafter,
         draft_model=namespace.draft_model,
@@ -297,7 +255,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
         stats=namespace.stats,
-        asked=any(ours) or namespace.no_tuning or length is not None,
+        asked=length is not None or any(getattr(namespace, name) for name in asked),
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
         memory=namespace.memory,
@@ -312,17 +270,9 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     return flags
 
 
-LEAST = {
-    "max_tokens": 1,
-    "num_draft_tokens": 0,
-    "max_kv_size": 1,
-    "prefill_step_size": 1,
-    "prompt_tokens": 1,
-    "generation_tokens": 1,
-    "num_trials": 1,
-    "batch_size": 1,
-}
-"""Least value of flags of mlx-lm's that it does not check itself."""
+COUNTS = ("max_tokens", "max_kv_size", "prefill_step_size", "prompt_tokens", "generation_tokens")
+LEAST = dict.fromkeys((*COUNTS, "num_trials", "batch_size"), 1) | {"num_draft_tokens": 0}
+"""Least values of mlx-lm's flags that it does not check itself."""
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
@@ -354,22 +304,33 @@ def check_adapter(folder: str | None) -> None:
         )
 
 
-OnFlags = Callable[[argparse.ArgumentParser, argparse.Namespace, Flags], None]
+OnFlags = Callable[[argparse.Namespace, Flags], None]
+AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
-def argparse_with_flags(on_flags: OnFlags, *more: Callable[[argparse.ArgumentParser], None]) -> Any:
+def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments) -> None:
+    """Run a command of mlx-lm with our flags; see `argparse_with_flags`."""
+    program, argv = f"specdec-mlx {module.__name__.rpartition('.')[2]}", sys.argv
+    with replaced_names(module, {"argparse": argparse_with_flags(on_flags, *more)}):
+        sys.argv = [program, *arguments]
+        try:
+            module.main()
+        finally:
+            sys.argv = argv
+
+
+def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
     Args:
-        on_flags: called with the parser, what was parsed and our flags, before `main` goes on. What
-            it raises as ValueError or OSError ends the command like any wrong argument.
+        on_flags: called with the parsed arguments and our flags before `main` goes on. What it
+            raises as ValueError or OSError ends the command like any wrong argument.
         more: add further flags of a command.
     """
 
     class Parser(argparse.ArgumentParser):
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
-            add_arguments(self)
-            for add in more:
+            for add in (add_arguments, *more):
                 add(self)
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)  # to see whether it was given
@@ -377,7 +338,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: Callable[[argparse.ArgumentPar
             if unknown:
                 self.error(refusal(unknown))
             try:
-                on_flags(self, namespace, take_flags(namespace))
+                on_flags(namespace, take_flags(namespace))
             except (ValueError, OSError) as error:
                 self.error(str(error))
             if namespace.num_draft_tokens is None:
@@ -398,14 +359,3 @@ def replaced_names(module: Any, names: dict[str, Any]) -> Iterator[None]:
     finally:
         for name, value in before.items():
             setattr(module, name, value)
-
-
-@contextmanager
-def replaced_argv(argv: list[str]) -> Iterator[None]:
-    """Give a `main` that reads sys.argv other arguments."""
-    before = sys.argv
-    sys.argv = argv
-    try:
-        yield
-    finally:
-        sys.argv = before

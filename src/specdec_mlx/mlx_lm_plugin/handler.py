@@ -1,54 +1,183 @@
-"""One connection to the server: reads what a request says, and answers, errors included."""
+"""A connection to the server: requests, answers, several choices of one, and errors.
+
+Each choice is answered by a copy of the connection's handler, in a thread. What the copies write
+comes together: a stream's chunks as they come, or one reply with all choices.
+"""
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import logging
 import socket
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from http import HTTPStatus
+from threading import Lock, Thread
 from typing import Any
 
 from mlx_lm.server import APIHandler
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.mlx_lm_plugin.channel import ServerEndingError
-from specdec_mlx.mlx_lm_plugin.choices import Choice, ChoiceEndedError, Choices, Usage
 from specdec_mlx.mlx_lm_plugin.openai_fields import (
+    NUM_SEEDS,
     RequestError,
     check_messages,
+    error_object,
     is_clients,
     prompts_in,
     read_body,
 )
 from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
 
-LONGEST_ANSWER = 1000
-"""Most characters of an error's words: some repeat what the client sent."""
+DATA, DONE = b"data: ", b"[DONE]"
+
+
+class ChoiceEndedError(ConnectionError):
+    """A choice is not wanted any more: another one failed, or the client has gone."""
+
+
+@dataclass(eq=False)
+class Choice:
+    """One of several choices, and the file that its handler writes to.
+
+    counts: tokens of the prompt, of the text, and of the prompt from a cache. reply: if it is not a
+    stream.
+    """
+
+    choices: Choices
+    index: int
+    handler: SpeculatingHandler
+    counts: tuple[int, int, int | None] = (0, 0, None)
+    reply: dict[str, Any] | None = None
+
+    def write(self, data: bytes) -> int:
+        """Take a whole reply, or a part of a stream."""
+        if self.choices.failure is not None:
+            raise ChoiceEndedError("Another choice has ended the request.")
+        if not self.handler.stream:
+            self.reply = json.loads(data)
+        elif not data.startswith(DATA + DONE):
+            is_chunk = data.startswith(DATA)
+            if not is_chunk or json.loads(data.removeprefix(DATA))["choices"]:
+                self.choices.send(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Nothing is held back."""
+
+
+@dataclass(eq=False)
+class Choices:
+    """All choices of a request, `num_choices` of each prompt; `answer` answers one of them."""
+
+    handler: SpeculatingHandler
+    answer: Callable[[SpeculatingHandler, Any], None]
+    num_choices: int
+    failure: Exception | None = None
+    parts: list[Choice] = field(default_factory=list)
+    _lock: Any = field(default_factory=Lock)
+
+    def run(self, requests: Sequence[Any]) -> None:
+        """Answer all requests; raises what the first choice that failed raised."""
+        own = [copy.deepcopy(request) for request in requests for _ in range(self.num_choices)]
+        self.parts = [self._part(index) for index in range(len(own))]
+        threads = [
+            Thread(target=self._run_one, args=pair) for pair in zip(self.parts, own, strict=True)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+        if self.handler.stream:
+            self._end_stream()
+        else:
+            self._reply()
+
+    def _part(self, index: int) -> Choice:
+        """A choice, with a handler, an account and a seed of its own."""
+        handler = copy.copy(self.handler)
+        part = Choice(self, index, handler)
+        assert handler.speculation is not None
+        handler.speculation = replace(handler.speculation)
+        handler.choice, handler.wfile, handler._headers_buffer = part, part, []
+        if handler.seed is not None:
+            handler.seed = (handler.seed + index % self.num_choices) % NUM_SEEDS
+        return part
+
+    def _run_one(self, part: Choice, request: Any) -> None:
+        try:
+            self.answer(part.handler, request)
+        except Exception as error:
+            with self._lock:
+                self.failure = self.failure or error
+
+    def send(self, data: bytes) -> None:
+        """Send a part of a stream, the first one after the head of the reply."""
+        with self._lock:
+            if not self.handler.replying:
+                self.handler._set_stream_headers(200)
+                self.handler.end_headers()
+            self.handler.wfile.write(data)
+            self.handler.wfile.flush()
+
+    def _end_stream(self) -> None:
+        """Send the usage of all choices, if it was asked for, and the end."""
+        if self.handler.stream_options is not None:
+            self.send(DATA + json.dumps(self._usage()).encode() + b"\n\n")
+        self.send(DATA + DONE + b"\n\n")
+
+    def _reply(self) -> None:
+        replies = [part.reply for part in self.parts if part.reply is not None]
+        choices = [choice for reply in replies for choice in reply["choices"]]
+        reply = {**replies[0], "choices": choices, "usage": self._usage()["usage"]}
+        data = json.dumps(reply).encode()
+        self.handler._set_completion_headers(200)
+        self.handler.send_header("Content-Length", str(len(data)))
+        self.handler.end_headers()
+        self.handler.wfile.write(data)
+        self.handler.wfile.flush()
+
+    def _usage(self) -> dict[str, Any]:
+        """mlx-lm's chunk of the usage: a prompt is counted once, and cached tokens of the first."""
+        counts = [part.counts for part in self.parts]
+        prompts = sum(count[0] for count in counts[:: self.num_choices])
+        chunk = self.handler.completion_usage_response(
+            prompts, sum(count[1] for count in counts), counts[0][2]
+        )
+        accounts = [part.handler.account() for part in self.parts]
+        chunk["usage"]["speculation"] = {
+            "drafter": accounts[0]["drafter"],
+            "batched": any(account["batched"] for account in accounts),
+            "choices": accounts,
+        }
+        return chunk
 
 
 class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
-    """A request is not served, for a reason."""
+    """A request is not served, for a reason that the client is told."""
 
     def __init__(self, reason: Exception) -> None:
-        """Keep the reason, which the client is told."""
+        """Keep the reason."""
         super().__init__(str(reason))
         self.reason = reason
 
 
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
-    """Reads what a request says about speculation, and adds the account to its reply.
+    """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form.
 
-    Whatever goes wrong with a request is said to its client in OpenAI's form, as HTTP 400 or, where
-    that is no fault of the request, 500; where a stream has begun, as its last event before [DONE].
+    Where a stream has begun, an error is its last event before [DONE].
     """
 
     speculation: Requested | None = None
     replying = False
-    """Whether the client has the head of a reply."""
+    """True if the client has the head of a reply."""
     choice: Choice | None = None
-    """Which of several choices it answers with; the connection is another handler's then."""
+    """The one of several choices that it answers with; another handler writes to the client."""
 
     def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
         """Handle one connection; the base class does it all in its constructor."""
@@ -70,21 +199,14 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             super().do_POST()
         except ConnectionError:
             raise
-        except Refused as error:
-            self._refuse(error.reason)
         except Exception as error:
-            if self._status(error) == HTTPStatus.INTERNAL_SERVER_ERROR:
-                logging.exception("A request failed.")
-            self._refuse(error)
+            self._refuse(error.reason if isinstance(error, Refused) else error)
 
     def _read_body(self) -> None:
-        """Read and check the body of a request, and leave to mlx-lm what is to be read of it."""
+        """Check the body of a request, and leave to mlx-lm what it is to read."""
         size = self.headers.get("Content-Length", "")
         if size.isdecimal() and self.path.endswith("completions"):
-            try:
-                body = json.dumps(read_body(self.rfile.read(int(size)))).encode()
-            except RequestError as error:
-                raise Refused(error) from error
+            body = json.dumps(read_body(self.rfile.read(int(size)))).encode()
             self.headers.replace_header("Content-Length", str(len(body)))
             self.rfile: Any = io.BytesIO(body)
 
@@ -99,21 +221,11 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         if gone:
             raise ConnectionResetError("The connection was closed.")
 
-    def end_headers(self) -> None:
-        """Send the head of a reply."""
-        if self.choice is None:
-            super().end_headers()
+    def flush_headers(self) -> None:
+        """Send the head of a reply; that of one of several choices is dropped."""
         self.replying = True
-
-    def send_header(self, keyword: str, value: str) -> None:
-        """Add to the head of a reply."""
         if self.choice is None:
-            super().send_header(keyword, value)
-
-    def send_response(self, code: int, message: str | None = None) -> None:
-        """Begin the head of a reply."""
-        if self.choice is None:
-            super().send_response(code, message)
+            super().flush_headers()
 
     def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
         """Begin a reply, unless the request turned out to be one that cannot be served."""
@@ -124,14 +236,11 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     def _refuse(self, error: Exception) -> None:
         """Say what went wrong, in the place of a reply or at the end of one."""
         status = self._status(error)
-        is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
-        words = f"{type(error).__name__}: {error}" if is_ours else str(error)
-        kind = (
-            "invalid_request_error" if status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-        )
-        said = {"message": words[:LONGEST_ANSWER], "type": kind, "code": status}
-        reply = json.dumps({"error": said})
+        if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+            logging.error("A request failed.", exc_info=error)
+        reply = json.dumps(error_object(error, status))
         self.speculation = None
+        self.close_connection = True
         if not self.replying:
             self._headers_buffer: list[bytes] = []  # of the reply that there will not be
             self._set_completion_headers(status)
@@ -139,10 +248,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             self.wfile.write(reply.encode())
         elif self.stream:
             self.wfile.write(f"data: {reply}\n\ndata: [DONE]\n\n".encode())
-        self.close_connection = True
 
     def _status(self, error: Exception) -> HTTPStatus:
-        """What an error is in HTTP's terms."""
         if isinstance(error, ServerEndingError) or not self.response_generator.is_healthy:
             return HTTPStatus.SERVICE_UNAVAILABLE
         if isinstance(error, ModelFolderError):
@@ -187,28 +294,23 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         return self.speculation.usage()
 
     def generate_response(
-        self, text: str, finish_reason: str | None, *args: Any, **kwargs: Any
+        self, text: str, finish_reason: str | None, *counts: Any, **kwargs: Any
     ) -> dict[str, Any]:
         """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
-        reply: dict[str, Any] = super().generate_response(text, finish_reason, *args, **kwargs)
+        reply: dict[str, Any] = super().generate_response(text, finish_reason, *counts, **kwargs)
         if self.choice is not None:
             reply["choices"][0]["index"] = self.choice.index
+            self.choice.counts = (*counts,) or self.choice.counts
         if "usage" in reply:
             reply["usage"]["speculation"] = self.account()
         elif finish_reason is not None:
             reply["speculation"] = self.account()
         return reply
 
-    def completion_usage_response(
-        self,
-        prompt_token_count: int | None = None,
-        completion_token_count: int | None = None,
-        prompt_cache_count: int | None = None,
-    ) -> dict[str, Any]:
+    def completion_usage_response(self, *counts: Any) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for the usage."""
-        counts = prompt_token_count or 0, completion_token_count or 0, prompt_cache_count
         if self.choice is not None:
-            self.choice.usage = Usage(*counts)
+            self.choice.counts = counts
         reply: dict[str, Any] = super().completion_usage_response(*counts)
         reply["usage"]["speculation"] = self.account()
         return reply

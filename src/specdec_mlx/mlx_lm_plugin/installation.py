@@ -1,18 +1,18 @@
 """mlx-lm's own calls speculate: `install()`, `uninstall()`, `with installed():`.
 
 Two names of the module `mlx_lm.generate` are replaced, `generate_step` and
-`speculative_generate_step`. `mlx_lm.generate`, `mlx_lm.stream_generate` and whatever imported those
-two look the steps up there when they run, so all of them speculate, in code written before us too.
+`speculative_generate_step`. `mlx_lm.generate` and `mlx_lm.stream_generate` look them up there when
+they run, so these speculate, wherever they were imported.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,15 +24,17 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
-from specdec_mlx.mlx_lm_plugin.conversation import Continued, remember, tokens_on
+from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
+T = TypeVar("T")
+
 DEFAULT_MAX_TOKENS = 256
-"""What mlx-lm's steps emit if they are not told."""
+"""Default of mlx-lm's steps."""
 
 
 @dataclass(eq=False)
@@ -44,7 +46,7 @@ class Speculation:
         draft_length: as in `speculate`.
         rule: as in `speculate`.
         tokenizer: the target's, for drafters that compare it with their own.
-        grammar: what each text may be, for which the tokenizer must be known.
+        grammar: of each text, for which the tokenizer must be known; None for any text.
         stats: of the generation that emitted a token last, None before the first.
     """
 
@@ -66,18 +68,9 @@ class Speculation:
         prompt_cache: list[Any] | None = None,
         **options: Any,
     ) -> Generator[Token, None, None]:
-        """Tokens of one generation.
+        """Tokens of one generation, with arguments of `speculate`; a draft length None for our own.
 
         Drafters see the earlier turns on the prompt cache as well.
-
-        Args:
-            prompt: [n] token ids.
-            model: the target.
-            drafter: None for plain decoding.
-            draft_length: instead of the one in force, None for that one.
-            sampler: any mlx-lm sampler, None for greedy decoding.
-            prompt_cache: the caches of earlier turns, brought to the end of this one.
-            options: more of what `speculate` takes.
         """
         if self.grammar is not None:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
@@ -86,7 +79,7 @@ class Speculation:
         tokens = speculate(
             model,
             prompt,
-            Continued(drafter, earlier) if earlier and drafter is not None else drafter,
+            continued(drafter, earlier),
             sampler=sampler,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
@@ -106,7 +99,7 @@ class Speculation:
         held: list[int],
         prompt_cache: list[Any] | None,
     ) -> Generator[Token, None, None]:
-        """Pass the tokens on; keep the account, and what the caches hold in the end."""
+        """Pass the tokens on; keep the account, and the tokens that the caches hold."""
         try:
             with closing(tokens):
                 for token in tokens:
@@ -118,7 +111,7 @@ class Speculation:
 
 
 class _InForce:
-    """What is installed, the latest last, and the originals while anything is."""
+    """Speculations in force, the latest last, and mlx-lm's own steps while there are any."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -135,16 +128,30 @@ class _InForce:
             self.stack.append(speculation)
 
     def remove(self, speculation: Speculation) -> None:
-        """Take out, wherever it stands; the last one restores the names."""
+        """Take out, wherever it stands; the last one restores the names.
+
+        A name that others have replaced since stays theirs: they may call our step, which does what
+        mlx-lm's does while nothing is in force.
+        """
         with self.lock:
             self.stack = [s for s in self.stack if s is not speculation]
-            if not self.stack:
-                self._restore()
+            for name, ours in self.replacements.items() if not self.stack else ():
+                if getattr(generate_module(), name) is ours:
+                    setattr(generate_module(), name, self.originals[name])
 
     def latest(self) -> Speculation | None:
         """The one that counts."""
         with self.lock:
             return self.stack[-1] if self.stack else None
+
+    def exchange(self, speculation: Speculation | None) -> None:
+        """Put the latest of `install` in force, or none, in the place of the one before."""
+        with self.lock:
+            if speculation is not None:
+                self.add(speculation)
+            before, self.by_install = self.by_install, speculation
+            if before is not None:
+                self.remove(before)
 
     def _replace(self) -> None:
         check_steps()
@@ -154,16 +161,6 @@ class _InForce:
         self.replacements = {name: makers[name](step) for name, step in self.originals.items()}
         for name, step in self.replacements.items():
             setattr(module, name, step)
-
-    def _restore(self) -> None:
-        """Put the originals back, except under a name that others have replaced since.
-
-        Theirs may call ours, which does what the original does while nothing is in force.
-        """
-        module = generate_module()
-        for name, original in self.originals.items():
-            if getattr(module, name) is self.replacements[name]:
-                setattr(module, name, original)
 
 
 _in_force = _InForce()
@@ -180,7 +177,7 @@ def _step(original: Any) -> Any:
         if speculation is None or not _can_draft(prompt, model, options):
             return original(prompt, model, stream, **options)  # type: ignore[no-any-return]
         tokens = speculation.tokens(prompt, model, speculation.drafter, stream=stream, **options)
-        return _pairs(tokens)
+        return _each(tokens, lambda token: (token.token, token.logprobs))
 
     return generate_step
 
@@ -208,13 +205,13 @@ def _speculative_step(original: Any) -> Any:
         tokens = speculation.tokens(
             prompt, model, drafter, draft_length=num_draft_tokens, stream=stream, **options
         )
-        return _triples(tokens)
+        return _each(tokens, lambda token: (token.token, token.logprobs, token.from_draft))
 
     return speculative_generate_step
 
 
 def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> bool:
-    """True if there is a text to draft from; what mlx-lm refuses it shall refuse itself."""
+    """True if there is a text to draft from, and nothing that mlx-lm refuses itself."""
     if options.get("input_embeddings") is None:
         return True
     from mlx_lm.utils import does_model_support_input_embeddings
@@ -230,8 +227,7 @@ def _showing_last(
 ) -> Generator[Token, None, None]:
     """Call the processors once more, with the last of `max_tokens` tokens in their history.
 
-    mlx-lm's loop is a step ahead when it ends, so that a processor that remembers has seen all of
-    the text then. Nothing is drawn from what they return here.
+    A processor that remembers has seen all of the text then, as in mlx-lm, which is a step ahead.
     """
     with closing(tokens):
         for n, token in enumerate(tokens, start=1):
@@ -242,16 +238,9 @@ def _showing_last(
             yield token
 
 
-def _pairs(tokens: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array]]:
+def _each(tokens: Generator[Token, None, None], shape: Callable[[Token], T]) -> Iterator[T]:
     with closing(tokens):
-        for token in tokens:
-            yield token.token, token.logprobs
-
-
-def _triples(tokens: Generator[Token, None, None]) -> Iterator[tuple[int, mx.array, bool]]:
-    with closing(tokens):
-        for token in tokens:
-            yield token.token, token.logprobs, token.from_draft
+        yield from map(shape, tokens)
 
 
 def make_speculation(
@@ -264,11 +253,8 @@ def make_speculation(
     """Speculation for the arguments of `install`, checked now rather than at the first token."""
     make_draft_length(draft_length)
     make_rule(rule)
-    if isinstance(drafter, nn.Module):
-        chosen = choose_drafter(None, drafter)
-    else:
-        chosen = choose_drafter(drafter, None)
-    return Speculation(chosen, draft_length, rule, tokenizer)
+    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
+    return Speculation(choose_drafter(*given), draft_length, rule, tokenizer)
 
 
 def install(
@@ -276,9 +262,8 @@ def install(
 ) -> Speculation:
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
-    Where a call gives `draft_model=`, that counts instead: a draft model, a drafter or a drafter's
-    name; and with it `num_draft_tokens=` is the draft length. A second call takes the place of the
-    first.
+    A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
+    `num_draft_tokens=` as the draft length. A second `install` replaces the first.
 
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
@@ -286,7 +271,7 @@ def install(
         options: draft_length, rule and tokenizer, see `Speculation`.
 
     Returns:
-        What is in force, which also has the account of the latest generation.
+        The speculation in force, with the account of the latest generation.
 
     Raises:
         MlxLmVersionError: this mlx-lm cannot be extended.
@@ -294,20 +279,13 @@ def install(
         ValueError: options that they do not take.
     """
     speculation = make_speculation(drafter, **options)
-    with _in_force.lock:
-        _in_force.add(speculation)
-        before, _in_force.by_install = _in_force.by_install, speculation
-        if before is not None:
-            _in_force.remove(before)
+    _in_force.exchange(speculation)
     return speculation
 
 
 def uninstall() -> None:
     """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
-    with _in_force.lock:
-        before, _in_force.by_install = _in_force.by_install, None
-        if before is not None:
-            _in_force.remove(before)
+    _in_force.exchange(None)
 
 
 @contextmanager

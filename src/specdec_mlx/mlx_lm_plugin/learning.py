@@ -1,4 +1,4 @@
-"""What learns on while a command runs (`--online`), and is saved at its end."""
+"""Drafters that learn on while a command runs (`--online`), and are saved when it ends."""
 
 from __future__ import annotations
 
@@ -15,29 +15,17 @@ from specdec_mlx.training.online import OnlineDrafter, OnlineDraftModel, learnin
 
 
 class Learner:
-    """The drafter of a folder that learns on, for one target at a time.
-
-    Args:
-        folder: of a trained head or a draft model.
-    """
+    """The learning drafter of a folder, a trained head or a draft model, for a target at a time."""
 
     def __init__(self, folder: str) -> None:
-        """Nothing is loaded yet; what will be is saved when the process ends."""
+        """Nothing is loaded yet; what is learned is saved when the process ends."""
         self.folder = folder
         self._target: nn.Module | None = None
         self._latest: OnlineDrafter | None = None
         atexit.register(self.save)
 
     def drafter(self, target: nn.Module, spec: str) -> OnlineDrafter:
-        """The drafter for a target; with another one it goes on from what was learnt.
-
-        Args:
-            target: the loaded model.
-            spec: options of a draft model, as NAME:key=value,...
-
-        Raises:
-            ValueError: as `learning_on` does, or options that a draft model does not take.
-        """
+        """The drafter for a target, with a draft model's options; raises as `learning_on`."""
         if self._latest is None or self._target is not target:
             self.save()
             self._latest, self._target = learning_on(self.folder, target), target
@@ -50,18 +38,13 @@ class Learner:
         return latest.drafting_as(chosen)
 
     def save(self) -> None:
-        """Write what was learnt, if anything was."""
+        """Write what was learned, if anything was."""
         if self._latest is not None:
             self._latest.save()
 
 
 def check_learns(draft_model: str | None, lighter: Lighter) -> None:
-    """Raise ValueError, before anything is loaded, for what `--online` cannot be given with.
-
-    Args:
-        draft_model: path or name.
-        lighter: what is to be done to it.
-    """
+    """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
     if draft_model is None:
         raise ValueError(
             "argument --online: expected --draft-model, a head or a draft model that "

@@ -1,4 +1,4 @@
-"""Fields of OpenAI's requests that mlx-lm's server passes over, and checks of those it reads."""
+"""OpenAI's protocol: fields of requests that mlx-lm's server does not read or check, and errors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from http import HTTPStatus
 from threading import Thread
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ MOST_PROMPTS = 128
 """Most prompts of one request."""
 
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
-"""Most characters of a JSON schema, levels, and names given by patterns in `patternProperties`.
+"""Most characters, levels, and names of `patternProperties` of a JSON schema.
 
 Each pattern is compared with all others: 100 take 0.2 s, 200 took 6 s and 500 took 77 s.
 """
@@ -33,15 +34,27 @@ Each pattern is compared with all others: 100 take 0.2 s, 200 took 6 s and 500 t
 COMPILE_SECONDS = 10.0
 """Longest that a client waits for its grammar to be compiled."""
 
+LONGEST_ANSWER = 1000
+"""Most characters of an error's message: some repeat what the client sent."""
+
 
 class RequestError(ValueError):
     """A request that cannot be served, in words for the client."""
 
 
 def is_clients(error: BaseException) -> bool:
-    """True if an error is the request's, and not the server's own: those have names."""
+    """True if an error is the request's, not the server's: those are named here or in `errors`."""
     named = type(error).__module__ in (__name__, errors.__name__)
     return named and isinstance(error, ValueError | MissingPackageError)
+
+
+def error_object(error: Exception, status: HTTPStatus) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
+    words = f"{type(error).__name__}: {error}" if is_ours else str(error)
+    is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+    kind = "server_error" if is_server else "invalid_request_error"
+    return {"error": {"message": words[:LONGEST_ANSWER], "type": kind, "code": status}}
 
 
 def grammar_in(response_format: Any) -> Grammar | None:
@@ -83,11 +96,7 @@ def check_schema(schema: dict[str, Any]) -> None:
 
 
 def within(make: Callable[[], T]) -> T:
-    """What `make` returns, made in a thread of its own, which is left alone if it takes too long.
-
-    Raises:
-        RequestError: it takes longer than `COMPILE_SECONDS`.
-    """
+    """Return `make()`; raises RequestError, and abandons it, after `COMPILE_SECONDS`."""
     made: Future[T] = Future()
 
     def run() -> None:
@@ -118,18 +127,14 @@ def prediction_in(given: Any) -> str:
 
 
 def _text_in(part: Any) -> str | None:
-    """The text of a part of a message; None if it is none."""
     text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
     return text if isinstance(text, str) else None
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The body of a request, checked, without the fields that are null: they mean the default.
+    """The body of a request, checked, without fields that are null; raises RequestError.
 
-    An integer `logprobs`, as completions have it, is told to mlx-lm as chats do.
-
-    Raises:
-        RequestError: it is no JSON object, or holds values that mlx-lm cannot get along with.
+    An integer `logprobs`, as completions have it, becomes mlx-lm's boolean and number.
     """
     try:
         body = json.loads(raw.decode())
@@ -176,15 +181,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "presence_penalty": (_is(float), "a finite number"),
     "frequency_penalty": (_is(float), "a finite number"),
 }
-"""Fields that mlx-lm does not check, or not enough: what they may be, in code and in words."""
+"""Fields that mlx-lm checks too little: a test, and its words."""
 
 
 def prompts_in(prompt: Any) -> list[Any]:
-    """The prompts of a completion, texts or token ids: it has one, or a list of several.
-
-    Raises:
-        RequestError: it is neither.
-    """
+    """The prompts of a completion, texts or token ids: one, or several; raises RequestError."""
     prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
     fits = isinstance(prompts, list) and all(isinstance(p, str) or _are_ids(p) for p in prompts)
     if fits and 0 < len(prompts) <= MOST_PROMPTS:
@@ -200,7 +201,7 @@ def _are_ids(value: Any) -> bool:
 
 
 def check_messages(messages: Any) -> None:
-    """Raise RequestError unless the messages of a chat are some, each with a role."""
+    """Raise RequestError unless there is a message, and each has a role."""
     if not isinstance(messages, list) or not messages:
         raise RequestError("messages must be a list of at least one message.")
     for message in messages:
@@ -218,10 +219,7 @@ def check_bias(bias: dict[int, float] | None, vocab_size: int) -> None:
 
 
 def room_after(num_read: int, longest: int, wanted: int | None) -> int:
-    """Most tokens that fit behind a prompt of `num_read`, in a text of at most `longest` positions.
-
-    Raises RequestError for no prompt, one that is too long, and no room for what is `wanted`.
-    """
+    """Most tokens that fit after a prompt of `num_read`; raises RequestError if `wanted` do not."""
     if not num_read:
         raise RequestError("The prompt is empty. Give at least one token.")
     if num_read > longest:

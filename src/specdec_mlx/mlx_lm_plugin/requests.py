@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from inspect import signature
 from pathlib import Path
-from threading import Lock
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import mlx.nn as nn
 from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -42,36 +39,25 @@ from specdec_mlx.types import Checks, DraftContext, Drafter
 T = TypeVar("T")
 
 DEFAULT_MODEL = "default_model"
-"""What mlx-lm calls a model that was given at the start, also where a request names none."""
+"""mlx-lm's name for the model given at the start, also where a request names none."""
 
 LONGEST_DRAFT = 64
-"""Longest draft that a request gets: each token of it is a position in a pass."""
+"""Longest draft of a request: each token of it is a position in a pass."""
 
 MOST_DRAFTERS = 8
 """Most drafters that a request may have tried in order: all of them read the prompt."""
 
-
 MOST_MEMORIES = 64
-"""Users or keys whose memories are kept; those not heard of for longest are forgotten."""
+"""Users or keys whose memories are kept; the least recently used are forgotten."""
 
 
 @dataclass(eq=False)
 class Requested:
     """How one request is to be served, and how it was.
 
-    Args:
-        drafter: None for plain decoding.
-        name: what the reply calls it.
-        draft_length: K, "auto" or "heuristic".
-        rule: name with options.
-        grammar: what the answer may be.
-        prediction: a text that the answer is expected to resemble, "" for none.
-        stats: the account of the speculative part, None before.
-        batched: whether it was served with others, or its end.
-        error: why it turned out to be one that cannot be served.
-        channel: the way to its client, once it is taken up.
-        max_tokens: most tokens that it asks for, None if it does not say.
-        check_client: raises ConnectionError if the client has gone.
+    name: the drafter's in the reply. prediction: a text that the answer is expected to resemble.
+    batched: True if it was served with others, also if only at its end. error: why it cannot be
+    served. check_client: raises ConnectionError if the client has gone.
     """
 
     drafter: Drafter | None
@@ -88,13 +74,13 @@ class Requested:
     check_client: Callable[[], None] = lambda: None
 
     def watched(self, responses: Iterable[T]) -> Iterator[T]:
-        """The responses for as long as the client is there."""
+        """The responses, for as long as the client is there."""
         for response in responses:
             self.check_client()
             yield response
 
     def __getstate__(self) -> dict[str, Any]:
-        """What other ranks are told: they draft nothing, but know whether something is drafted."""
+        """Fields for other ranks, which draft nothing: any drafter stands for the first rank's."""
         drafter = None if self.drafter is None else PromptLookupDrafter()
         ours = dict.fromkeys(("stats", "error", "channel", "check_client"))
         return {**vars(self), **ours, "drafter": drafter}
@@ -106,20 +92,18 @@ class Requested:
 
 
 ANY, TARGETS, GIVEN = "any", "targets", "given"
-"""Which models requests may name: any, any but draft models, or those given at the start."""
-
 NAMED = {ANY: (), TARGETS: ("draft_model",), GIVEN: ("model", "draft_model", "adapters")}
-"""Fields that may name only what was given at the start."""
+"""Values of --request-models, and the fields that may then name only what the start gave."""
 
 TEMPLATE_ARGUMENTS: Set[str] = signature(
     PreTrainedTokenizerBase.apply_chat_template
 ).parameters.keys()
 TEMPLATE_ARGUMENTS -= {"kwargs", "documents", "continue_final_message"}
-"""Of `chat_template_kwargs`, what is no variable of a template: a template, a length to pad to."""
+"""Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that say what requests may bring along."""
+    """Add the server's flags about what requests may bring along."""
     group = parser.add_argument_group("what requests may bring along")
     group.add_argument(
         "--request-models",
@@ -139,10 +123,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 class Access:
     """What requests may bring along.
 
-    Args:
-        given: names that were given at the start, by the field that would name them.
-        limited: fields that may hold no others.
-        refused: what `chat_template_kwargs` may not hold.
+    given: names that were given at the start, by field. limited: fields that may hold no others.
+    refused: names that `chat_template_kwargs` may not hold.
     """
 
     given: Mapping[str, Sequence[str | None]]
@@ -151,7 +133,7 @@ class Access:
 
     @classmethod
     def of(cls, namespace: argparse.Namespace, draft_model: str | None) -> Access:
-        """What the flags say; raises ValueError for a server that could serve nothing."""
+        """As the flags say; raises ValueError for a server that could serve nothing."""
         model = namespace.model
         models = namespace.request_models or (ANY if _is_loopback(namespace.host) else TARGETS)
         if models == GIVEN and model is None:
@@ -184,7 +166,7 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """True if only this machine can reach a server that listens there."""
+    """True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -192,17 +174,13 @@ def _is_loopback(host: str) -> bool:
 
 
 class Menu:
-    """The drafters that requests may name, each made once, with the options of the server's flags.
-
-    A request names drafters without options; the options are the server's, from its own flags.
-    """
+    """The drafters that requests may name, each made once, with options from the server's flags."""
 
     def __init__(self, flags: Flags, access: Access | None = None) -> None:
         """Make the default drafter; raises what `Flags.make` raises."""
         self.flags, self.access = flags, access or Access({})
         self._made: dict[str, Drafter | None] = {}
-        self._memories: OrderedDict[str, Memory] = OrderedDict()
-        self._lock = Lock()
+        self._memory = lru_cache(MOST_MEMORIES)(lambda who: Memory())
         self._specs = {name_in(spec): spec for spec in flags.names}
         for name in self._specs:
             self._make(name)
@@ -219,15 +197,11 @@ class Menu:
             drafter.check(DraftContext(tokenizer=tokenizer))
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
-        """What the body of a request says.
+        """How a request is to be served; raises ValueError and MissingPackageError.
 
         Args:
             body: JSON.
             api_key: whose request it is, "" if it does not say.
-
-        Raises:
-            ValueError: what it says cannot be done, in words for the client.
-            MissingPackageError: the package that does it is not installed.
         """
         names = _names(body.get("drafter"))
         self.access.check(body)
@@ -249,16 +223,9 @@ class Menu:
         )
 
     def _memory_of(self, user: str, api_key: str) -> Memory | None:
-        """The memory of a user or of a key; None where there is one for all, or nobody is named."""
+        """The memory of a user or a key; None where all share one, or nobody is named."""
         who = {USER: user, KEY: api_key}.get(self.flags.memory_for, "")
-        if not who:
-            return None
-        with self._lock:
-            memory = self._memories.setdefault(who, Memory())
-            self._memories.move_to_end(who)
-            if len(self._memories) > MOST_MEMORIES:
-                self._memories.popitem(last=False)
-        return memory
+        return self._memory(who) if who else None
 
     def _make(self, name: str, memory: Memory | None = None) -> Drafter | None:
         if name not in self._specs and name not in drafter_names():
@@ -272,20 +239,15 @@ class Menu:
 
     def _new(self, spec: str) -> Drafter | None:
         flags = self.flags
-        if flags.waits_for_target and name_in(spec) in WITH_MODEL:
-            tokenizer = None if flags.has_head else _tokenizer_of(str(flags.draft_model))
-            load = cast(Callable[[nn.Module], Drafter], partial(flags.make, spec))
-            return HeadToLoad(str(flags.draft_model), load, tokenizer)
-        return flags.make(spec)
-
-
-def _tokenizer_of(folder: str) -> Any:
-    """The tokenizer of a model's folder, as mlx-lm loads it."""
-    return load_tokenizer(Path(folder).expanduser())
+        if not (flags.waits_for_target and name_in(spec) in WITH_MODEL):
+            return flags.make(spec)
+        folder = Path(str(flags.draft_model)).expanduser()
+        tokenizer = None if flags.has_head else load_tokenizer(folder)
+        return HeadToLoad(str(flags.draft_model), partial(flags.make, spec), tokenizer)
 
 
 def _names(given: Any) -> Sequence[str] | None:
-    """One name or several, as a list; None for the default."""
+    """Names as a list; None for the default."""
     names = [given] if isinstance(given, str) else given
     if names is None:
         return None
@@ -297,7 +259,7 @@ def _names(given: Any) -> Sequence[str] | None:
 
 
 def _length(given: Any) -> int | str:
-    """K, as long as a request may have it."""
+    """The draft length, bounded; raises RequestError."""
     try:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
@@ -309,7 +271,7 @@ def _length(given: Any) -> int | str:
 
 
 def _rule(given: Any) -> str:
-    """A rule's name, with numbers, true or false as its options."""
+    """A rule's name with options, which are numbers, true or false; raises ValueError."""
     if isinstance(given, str):
         for option, value in split_spec(given)[1].items():
             if not isinstance(value, int | float):

@@ -1,10 +1,9 @@
 """`specdec-mlx server`: mlx-lm's OpenAI-compatible server, with drafters.
 
-A request that is alone is served with speculation. When others arrive it goes on, with them, as a
-row of one batch, each drafted for as far as it pays for all of them; also with a seed or a grammar.
-Models whose texts cannot be rows, and models on several ranks, go on in mlx-lm's own batch, without
-drafts, and what that cannot serve is served alone: a seed, a grammar. So are quantized caches and
-images always.
+A request that is alone is served with speculation. When others arrive it goes on as a row of one
+batch, in which each is drafted for. Models whose texts cannot be rows, and models on several ranks,
+are batched by mlx-lm, without drafts; requests with a seed or a grammar are served alone there.
+Quantized caches and images always are.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.grammar import (
-    GrammarDrafter,
-    GrammarProcessor,
-    compiled_tokenizer,
-)
+from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, Incoming, SpeculatingBatch, has_rows
@@ -45,18 +40,12 @@ from specdec_mlx.mlx_lm_plugin.conversation import (
     tokens_on,
     with_history,
 )
-from specdec_mlx.mlx_lm_plugin.flags import (
-    Flags,
-    argparse_with_flags,
-    replaced_argv,
-    replaced_names,
-)
+from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.heads import (
     CheckingProvider,
     ConversationCache,
     longest_in,
-    longest_in_memory,
     longest_text,
     with_heads,
     without_readers,
@@ -76,9 +65,7 @@ def run_server(arguments: Sequence[str]) -> None:
     module: Any = importlib.import_module("mlx_lm.server")
     with ExitStack() as stack:
 
-        def on_flags(
-            parser: argparse.ArgumentParser, namespace: argparse.Namespace, flags: Flags
-        ) -> None:
+        def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
             menu = Menu(flags, Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
             if namespace.model is not None:
@@ -86,10 +73,7 @@ def run_server(arguments: Sequence[str]) -> None:
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
             stack.enter_context(replaced_names(module, _names(module, menu, kept, stack)))
 
-        parsers = argparse_with_flags(on_flags, add_server_arguments)
-        stack.enter_context(replaced_names(module, {"argparse": parsers}))
-        stack.enter_context(replaced_argv(["specdec-mlx server", *arguments]))
-        module.main()
+        run_main(module, arguments, on_flags, add_server_arguments)
 
 
 def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
@@ -102,19 +86,14 @@ def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
 
 
 def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
-    """What `main` of mlx-lm's server is made of, and what it is made of here.
+    """Replacements for names that `main` of mlx-lm's server uses.
 
-    Args:
-        module: `mlx_lm.server`.
-        menu: the drafters that requests may name.
-        kept: closed when the server ends, and what was learned is kept then; None to keep nothing.
-        stack: of the command; however that ends, nothing is generated any more.
+    kept: saves tunings when it closes; None to keep none. stack: ends the thread that generates.
     """
-    handler = partial(SpeculatingHandler, menu)
     load_processor, scan = module.load_processor, module.scan_cache_dir
 
     def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
-        longest_text.put(model, min(longest_in(config), longest_in_memory(model)))
+        longest_text.put(model, longest_in(config))
         return load_processor(model, config)
 
     def scan_what_is_there() -> Any:
@@ -130,7 +109,9 @@ def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) ->
         "LRUPromptCache": ConversationCache,
         "ModelProvider": partial(CheckingProvider, kept),
         "ResponseGenerator": partial(SpeculatingGenerator, menu, stack),
-        "_run_http_server": partial(module._run_http_server, handler_class=handler),
+        "_run_http_server": partial(
+            module._run_http_server, handler_class=partial(SpeculatingHandler, menu)
+        ),
     }
 
 
@@ -151,13 +132,12 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         stack.callback(self.stop_and_join)
 
     def _generate(self) -> None:
-        """As in mlx-lm, which batches with what it finds under this name."""
+        """Run mlx-lm's loop, which batches with what it finds under this name."""
         module = importlib.import_module("mlx_lm.server")
         with replaced_names(module, {"BatchGenerator": self._new_batch}):
             super()._generate()
 
     def _new_batch(self, model: nn.Module, *, stream: Any, **sizes: int) -> Any:
-        """Rows that are drafted for, or mlx-lm's own batch where there can be none."""
         if not self._has_rows():
             return BatchGenerator(model, stream=stream, **sizes)
         tokenizer = self.model_provider.tokenizer
@@ -166,11 +146,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return batch
 
     def _has_rows(self) -> bool:
-        """True if requests that run together are drafted for.
-
-        Not on several ranks, where each would draft as far as its own clock says, nor for models
-        whose texts cannot be rows.
-        """
+        """True if requests that run together are drafted for: each rank would draft differently."""
         return not self._is_distributed and has_rows(self.model_provider.model)
 
     def _incoming(self) -> Incoming:
@@ -178,9 +154,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         args = self._latest
         requested: Requested = args.speculation
         assert requested.channel is not None, "it was taken up"
-        top = max(0, args.top_logprobs)
         finish = partial(self._with_drafts, requested)
-        return Incoming(requested.channel, requested, top, args.seed, finish)
+        return Incoming(requested.channel, requested, args.top_logprobs, args.seed, finish)
 
     def _with_drafts(self, requested: Requested, text: Request) -> Request:
         """A text of the batch, with the request's drafter and grammar."""
@@ -200,10 +175,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def generate(
         self, request: Any, generation_args: Any, progress_callback: Callable[[int, int], None]
     ) -> Any:
-        """As in mlx-lm; what the request says about speculation goes along with its arguments.
-
-        Its client is looked after with each token and each part of the prompt.
-        """
+        """As in mlx-lm; ends if the client has gone by a token or a part of the prompt."""
         requested = vars(request).pop("speculation", None) or self.menu.requested({})
         generation_args.speculation = requested
 
@@ -222,7 +194,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return context, requested.watched(responses)
 
     def _next_request(self, timeout: float | None = None) -> Any:
-        """The next request, with its queue in a channel, so that we know when it is finished."""
+        """The next request, with its queue in a channel."""
         taken = super()._next_request(timeout)
         if taken is None:
             return taken
@@ -237,30 +209,27 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return channel, request, args
 
     def _is_batchable(self, args: Any) -> bool:
-        """Whether to serve in a batch: what mlx-lm would, unless it is alone and can be drafted."""
+        """True to serve it in a batch: as mlx-lm, unless it is alone and can be drafted for."""
         return bool(self._from_first(self._should_batch(args)))
 
     def _from_first(self, value: Any) -> Any:
-        """The first rank's value, on all ranks: it alone knows who is waiting, and who hung up."""
+        """The first rank's value, on all ranks: it alone knows who waits, and who hung up."""
         return self._share_object((value,))[0] if self._is_distributed else value
 
     def _should_batch(self, args: Any) -> bool:
-        if args.speculation.drafter is None and not self._is_drawn_alone(args):
-            return self._may_be_batched(args)
-        others = sum(channel.alive for channel in self.channels) > 1 or not self.requests.empty()
-        return (others or self._goes_on(args)) and self._may_be_batched(args)
-
-    def _goes_on(self, args: Any) -> bool:
-        """True if it is half served, so that its noise goes on in the middle."""
-        channel = args.speculation.channel
-        return channel is not None and channel.num_before > 0 and self._is_drawn_alone(args)
+        if args.speculation.drafter is not None or self._is_drawn_alone(args):
+            others = sum(other.alive for other in self.channels) > 1 or not self.requests.empty()
+            channel = args.speculation.channel
+            half_served = channel is not None and channel.num_before > 0
+            if not others and not (half_served and self._is_drawn_alone(args)):
+                return False  # the noise of one that is half served goes on in the middle
+        return self._may_be_batched(args)
 
     def _is_drawn_alone(self, args: Any) -> bool:
         """True if mlx-lm's batch could not serve it; a grammar's error there would end all."""
         return args.seed is not None or args.speculation.grammar is not None
 
     def _may_be_batched(self, args: Any) -> bool:
-        """True if it could be served with others, if there were any."""
         if not self.model_provider.is_batchable or self.cli_args.kv_bits is not None:
             return False
         return not self._is_drawn_alone(args) or self._has_rows()
@@ -302,23 +271,20 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel, request, args = taken
         module = importlib.import_module("mlx_lm.server")
         try:
-            self._check_drafters(args)
+            self.menu.check(self.model_provider.tokenizer)
+            with_heads(args.speculation.drafter, self.model_provider.model)
         except ValueError as error:
             channel.put(error)
             return
         streaming = partial(self._stream, channel, request, args)
-        with replaced_names(module, {"stream_generate": streaming}), channel.served_alone():
+        channel.is_alone = True
+        with replaced_names(module, {"stream_generate": streaming}):
             super()._serve_single(taken, stream)
         if self._from_first(channel.pausing):
             if self._rank == 0:
                 self._hand_over(channel, args)
         elif self.menu.flags.stats and args.speculation.stats is not None:
             logging.info(f"Speculation: {args.speculation.stats}")
-
-    def _check_drafters(self, args: Any) -> None:
-        """Raise TokenizerMismatchError or HeadError for what cannot draft for this model."""
-        self.menu.check(self.model_provider.tokenizer)
-        with_heads(args.speculation.drafter, self.model_provider.model)
 
     def _stream(
         self,
@@ -334,7 +300,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         logits_processors: Sequence[LogitsProcessor],
         **options: Any,
     ) -> Iterator[SpeculativeResponse]:
-        """What mlx-lm's server calls in the place of `stream_generate`."""
+        """The responses of one request; mlx-lm's server calls it for `stream_generate`."""
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
         on_progress = options["prompt_progress_callback"]
@@ -354,7 +320,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
         responses = stream_generate(
             model,
-            drafter=continued(drafter, earlier) if earlier else drafter,
+            drafter=continued(drafter, earlier),
             draft_length=requested.draft_length,
             rule=requested.rule,
             seed=args.seed,
@@ -375,7 +341,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                     return
 
     def _check_goes_on(self, channel: Channel) -> None:
-        """Raise where a request that is served alone is to end: between the passes of one rank."""
+        """Raise where a request that is served alone is to end, on one rank."""
         if self._is_distributed:
             return
         if self._stop:
@@ -386,7 +352,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def _drafter(
         self, drafter: Drafter | None, requested: Requested, tokenizer: Any
     ) -> Drafter | None:
-        """The drafter with what else the request brings to draft from, and caches that are kept."""
+        """The drafter with the request's prediction and grammar, and caches that are kept."""
         if drafter is None:
             return None
         if requested.prediction:
@@ -402,7 +368,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return self._may_be_batched(args)
 
     def _hand_over(self, channel: Channel, args: Any) -> None:
-        """Queue the rest of a request behind those that wait; its cache was just put away."""
+        """Queue the rest of a request after those that wait; its cache was just put away."""
         if not channel.alive or channel.context is None:
             channel.pausing = False
             channel.put(None)
