@@ -31,7 +31,7 @@ NUM_MTP_LAYERS = 5
 """Of families that have several."""
 
 CORRECTION = 23
-"""What is emitted in place of the second draft token; see fixtures/make_references.py."""
+"""Token emitted in place of the second draft token; see fixtures/make_references.py."""
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -66,7 +66,7 @@ class Reference:
         return model
 
     def keys_values(self, drafter: HeadDrafter, end: int) -> Callable[[int], KeysValues]:
-        """What reads the target's caches at a position, whose window holds four."""
+        """Read the target's caches at a position, whose window holds four."""
         head: Any = drafter.head
 
         def read(index: int) -> KeysValues:
@@ -117,7 +117,7 @@ def torch_file(path: Path, shape: int, offset: int = 0) -> Path:
 
 def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> nn.Module:
     """A Llama with these sizes, whose head is not tied to its embeddings."""
-    sizes = {"hidden_size": width, "vocab_size": vocab, "num_hidden_layers": layers}
+    sizes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocab, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     kinds = ["full_attention"] * layers
     return tiny.build(
@@ -182,7 +182,8 @@ def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
     flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-    config = Eagle3Config(layer, _layers(ends), (None, 5), **dict.fromkeys(flags, True))
+    windows: Any = (None, 5)
+    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(flags, True))
     return Eagle3(config, ends, own_embeddings=ends.vocab_size)
 
 
@@ -233,7 +234,7 @@ def mtp(name: str, **changes: Any) -> Callable[[TargetEnds], Head]:
 
 def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> dict[str, mx.array]:
     """The tensors of multi-token prediction layers, by the names of the original repository."""
-    stored = {}
+    stored: dict[str, mx.array] = {}
     for depth, layer in enumerate(head.levels):
         prefix = family.prefix_at(config, depth)
         stored |= {prefix + name: x for name, x in _layer_as_published(layer, family).items()}

@@ -219,7 +219,7 @@ VALUES: list[Any] = [
     *(None, -1, 0, 1, 2, 7, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**12), 1.5, float("nan")),
     *("x", "", [], [1], [[1]], {}, {"a": 1}, True, False, ["x"]),
 ]
-"""What stands in a damaged file where something else should."""
+"""Values of a damaged file."""
 
 
 def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:

@@ -177,7 +177,7 @@ def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, name: str
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma4"])
 def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> None:
-    """What caches hold is unpacked, and of earlier turns too; the text is plain's."""
+    """Keys and values are unpacked, of earlier turns too; the text is plain's."""
     model, options, found = target(name), dict[str, Any](), []
     if name == "qwen2":  # with heads of 32, the smallest group
         model = tiny.build(name, num_attention_heads=2, num_key_value_heads=1)
@@ -309,7 +309,7 @@ def test_the_check_passes_for_a_head(kind: str) -> None:
 
 
 def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it drafted stays in its caches."""
+    """Drafted positions stay in its caches."""
     model = distribution.tiny_llama(distribution.TARGET)
     one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
     prompts = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]

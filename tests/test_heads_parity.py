@@ -88,7 +88,7 @@ def both_drafts(
 
 
 def is_as_in_torch(name: str, part: str, logits: mx.array) -> bool:
-    """Whether logits [n, V] are the fixture's; of tokens that the head does not have, -inf."""
+    """True if logits [n, V] are the fixture's; -inf of tokens that the head does not have."""
     reference = heads.reference(name)
     expected = reference.arrays[f"{part}_logits"]
     got = np.array(logits)
@@ -171,7 +171,7 @@ def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
 
 
 def drafted_entries_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """What was drafted is not taken back out of the caches."""
+    """Drafted positions are not taken back out of the caches."""
     patch.setattr(Rollback, "rewind_to", lambda self, position: position)
 
 

@@ -132,7 +132,7 @@ def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
 
 
 def first_probs(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
-    """What the first token is drawn from at temperature 1."""
+    """Probabilities that the first token is drawn from at temperature 1."""
     sampled = context(sampling=sd.Sampling(temp=1.0))
     logprobs = Shown(drafter, prompt, sampled).propose(1).logprobs
     assert logprobs is not None
@@ -276,7 +276,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
 @FULL
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafters_that_read_tokens_conform(name: str) -> None:
-    """What `check_drafter` asks of any."""
+    """To `check_drafter`."""
     check_drafter(WHOLE[name](), vocab_size=VOCAB, num_draws=400)
 
 

@@ -91,8 +91,8 @@ class Format:
     """A way in which heads are published.
 
     label: its name for people. told_by: pattern of a config's model types and keys, each key with a
-    "=" after it. build: makes a head and the weights that it is to have. renamed: patterns of the
-    checkpoint's names -> ours. loads: False where it is recognised only.
+    "=" after it. build: makes a head with random weights. renamed: patterns of the checkpoint's
+    names -> ours. loads: False where it is recognised only.
     """
 
     label: str
