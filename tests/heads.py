@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -14,14 +15,13 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+import specdec_mlx as sd
 import tiny
-from specdec_mlx.drafters.heads.dflash import DFlash, DFlashConfig
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
-from specdec_mlx.drafters.heads.medusa import Medusa
-from specdec_mlx.drafters.heads.mtp import MTPStack, mtp_head
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES, MTPFamily
+from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
+from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.types import FeatureRows, KeysValues, ReadsCache
 
@@ -31,7 +31,9 @@ NUM_MTP_LAYERS = 5
 """Of families that have several."""
 
 CORRECTION = 23
-"""What is emitted in place of the second draft token; see fixtures/make_references.py."""
+"""Token emitted in place of the second draft token; see fixtures/make_references.py."""
+
+Arrays = Mapping[str, np.ndarray[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Reference:
     """A fixture: a checkpoint, a text with the target's states, and what torch made of them."""
 
     config: dict[str, Any]
-    weights: Mapping[str, np.ndarray[Any, Any]]
-    arrays: Mapping[str, np.ndarray[Any, Any]]
+    weights: Arrays
+    arrays: Arrays
 
     @property
     def prompt(self) -> list[int]:
@@ -64,10 +66,7 @@ class Reference:
         return model
 
     def keys_values(self, drafter: HeadDrafter, end: int) -> Callable[[int], KeysValues]:
-        """What reads the fixture's keys and values, as the target's caches hold them at a position.
-
-        A window holds four positions.
-        """
+        """Read the target's caches at a position, whose window holds four."""
         head: Any = drafter.head
 
         def read(index: int) -> KeysValues:
@@ -90,32 +89,46 @@ def reference(name: str) -> Reference:
     return Reference(config, weights, {k: v for k, v in arrays.items() if not k.startswith("w.")})
 
 
+def loaded(name: str, folder: Path, **changes: Any) -> Any:
+    """The head of a fixture, for the target with its ends."""
+    one = reference(name)
+    return sd.load_head(one.write(folder, **changes), one.target())
+
+
+def medusa_reference() -> Reference:
+    """Two heads of one block, from nobody's file."""
+    made = np.random.default_rng(0).standard_normal((2, 97, 32)).astype(np.float32)
+    weights = {f"{j}.0.linear.weight": made[j, :32] for j in range(2)}
+    weights |= {f"{j}.0.linear.bias": made[j, 0] for j in range(2)}
+    weights |= {f"{j}.1.weight": made[j] for j in range(2)}
+    return Reference({"medusa_num_heads": 2}, weights, {})
+
+
+def torch_file(path: Path, shape: int, offset: int = 0) -> Path:
+    """What `torch.save` would write of {"fc.weight": tensor} on 16 bytes, wherever that points."""
+    dense = f"I{offset}\n(I{shape}\ntp0\n(I1\ntp1\n".encode()
+    storage = b"(S'storage'\nctorch\nFloatStorage\nS'0'\nS'cpu'\nI4\ntQ"
+    tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + dense + b"I00\nN" + b"tR"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("x/data.pkl", b"(dS'fc.weight'\n" + tensor + b"s.")
+        archive.writestr("x/data/0", bytes(16))
+    return path
+
+
 def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> nn.Module:
     """A Llama with these sizes, whose head is not tied to its embeddings."""
+    sizes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocab, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    kinds = ["full_attention"] * layers
     return tiny.build(
-        "llama",
-        hidden_size=width,
-        vocab_size=vocab,
-        num_hidden_layers=layers,
-        layer_types=["full_attention"] * layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        intermediate_size=48,
-        head_dim=8,
-        tie_word_embeddings=False,
+        "llama", layer_types=kinds, intermediate_size=48, tie_word_embeddings=False, **sizes
     )
 
 
 def gemma4_target(**changes: Any) -> nn.Module:
     """A Gemma 4 with the sizes of the assistant's fixture, but for changes."""
-    sizes = {
-        "hidden_size": WIDTH,
-        "vocab_size": VOCAB,
-        "vocab_size_per_layer_input": VOCAB,
-        "head_dim": 8,
-        "global_head_dim": 16,
-        "num_key_value_heads": 2,
-    }
+    sizes = {"hidden_size": WIDTH, "vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB}
+    sizes |= {"head_dim": 8, "global_head_dim": 16, "num_key_value_heads": 2}
     return tiny.build("gemma4_text", **(sizes | changes))
 
 
@@ -128,9 +141,8 @@ def features(
 ) -> FeatureRows:
     """Rows [n, W] as the target would show them; what a head should not read is another state.
 
-    read: the layers that the rows are of, those that the drafter reads if None; for a head that
-    reads the state after the final norm the rows are that. keys_values: what reads the target's
-    caches.
+    read: layers that the rows are of, None for those that the drafter reads; () for the state after
+    the final norm.
     """
     rows = mx.array(rows)
     wanted = drafter.features.layers if read is None else read
@@ -147,18 +159,10 @@ def features(
 
 def layer_config(ends: TargetEnds) -> dict[str, Any]:
     """Of a head's decoder layer, in the width of its target."""
-    return {
-        "model_type": "llama",
-        "hidden_size": ends.width,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": ends.vocab_size,
-        "max_position_embeddings": 512,
-    }
+    config: dict[str, Any] = {"model_type": "llama", "hidden_size": ends.width, "head_dim": 8}
+    config |= {"vocab_size": ends.vocab_size, "intermediate_size": 48, "num_hidden_layers": 1}
+    config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    return config | {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def _layers(ends: TargetEnds) -> tuple[int, ...]:
@@ -176,16 +180,10 @@ def eagle3(ends: TargetEnds) -> Head:
 
 def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
+    layer = layer_config(ends) | {"num_hidden_layers": 2}
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     windows: Any = (None, 5)
-    config = Eagle3Config(
-        layer_config(ends) | {"num_hidden_layers": 2},
-        _layers(ends),
-        windows,
-        norm_before_residual=True,
-        norm_before_fc=True,
-        fc_norm=True,
-        norm_output=True,
-    )
+    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(flags, True))
     return Eagle3(config, ends, own_embeddings=ends.vocab_size)
 
 
@@ -199,23 +197,15 @@ def dflash(ends: TargetEnds) -> Head:
 def assistant(ends: TargetEnds) -> Head:
     """Two layers for each kind of attention of the target; half of 32 groups of tokens."""
     kinds, caches = list(ends.last_caches), ends.last_caches
-    text = {
-        "model_type": "gemma4_text",
-        "vocab_size": ends.vocab_size,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2 * len(kinds),
-        "layer_types": 2 * kinds,
-        "num_attention_heads": 4,
-        "head_dim": caches.get("sliding_attention", caches["full_attention"]).width,
-        "global_head_dim": caches["full_attention"].width,
-    }
-    config = {
-        "text_config": text,
-        "use_ordered_embeddings": ends.vocab_size % 32 == 0,
-        "num_centroids": 32,
-        "centroid_intermediate_top_k": 16,
-    }
+    full = caches["full_attention"]
+    text: dict[str, Any] = {"model_type": "gemma4_text", "layer_types": 2 * kinds}
+    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2 * len(kinds)}
+    text |= {"num_attention_heads": 4, "global_head_dim": full.width}
+    text |= {"vocab_size": ends.vocab_size}
+    text |= {"head_dim": caches.get("sliding_attention", full).width}
+    groups = {"num_centroids": 32, "centroid_intermediate_top_k": 16}
+    ordered = ends.vocab_size % 32 == 0
+    config = {"text_config": text, "use_ordered_embeddings": ordered, **groups}
     return Gemma4Assistant(config, ends)
 
 
@@ -230,25 +220,25 @@ HEADS: dict[str, Callable[[TargetEnds], Head]] = {
 }
 
 
-def mtp(name: str) -> Callable[[TargetEnds], Head]:
+def mtp(name: str, **changes: Any) -> Callable[[TargetEnds], Head]:
     """The multi-token prediction layer of one of the models of `tiny`, by its model type.
 
     For a model that has none, the layer that is trained for it.
     """
-    config = tiny.CONFIGS[name]
-    config = config.get("text_config", config) | {"model_type": name}
+    config = tiny.CONFIGS[name.removesuffix("_mtp")]
+    config = config.get("text_config", config) | {"model_type": name} | changes
     family = FAMILIES.get(name, FAMILIES["llama_mtp"])
-    return lambda ends: mtp_head(family, config, ends, NUM_MTP_LAYERS)
+    num_layers = 1 if family.further == "again" else NUM_MTP_LAYERS
+    return lambda ends: MTPHead(family, config, ends, num_layers=num_layers)
 
 
 def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> dict[str, mx.array]:
     """The tensors of multi-token prediction layers, by the names of the original repository."""
-    if isinstance(head, MTPStack):
-        each = [_layer_as_published(layer, family) for layer in head.layers]
-        prefixes = [family.prefix_at(config, depth) for depth in range(len(each))]
-    else:
-        each, prefixes = [_layer_as_published(head, family)], [family.prefix_at(config)]
-    return {p + name: x for p, one in zip(prefixes, each, strict=True) for name, x in one.items()}
+    stored: dict[str, mx.array] = {}
+    for depth, layer in enumerate(head.levels):
+        prefix = family.prefix_at(config, depth)
+        stored |= {prefix + name: x for name, x in _layer_as_published(layer, family).items()}
+    return stored
 
 
 def _layer_as_published(head: Any, family: MTPFamily) -> dict[str, mx.array]:
@@ -266,7 +256,7 @@ def _layer_as_published(head: Any, family: MTPFamily) -> dict[str, mx.array]:
             stored[family.layer + renamed.get(new, "") + inside.removeprefix(new)] = value
         elif path.startswith(norm):
             stored[f"{names['norm']}.weight"] = value
-        else:
+        elif part != "further":
             stored[f"{names[part]}.{rest}"] = value
     return stored
 

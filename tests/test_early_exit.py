@@ -10,8 +10,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+import heads
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
@@ -30,7 +32,7 @@ from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.types import DraftContext, KeysValues
 
-COPIES = {"qwen2": 1, "qwen3": 1, "gemma2": 1, "gpt2": 1, "deepseek_v3": 1}
+COPIES = ("qwen2", "qwen3", "gemma2", "gpt2", "deepseek_v3")
 READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}
 """Architecture -> layers; those with windows or states are left to read for themselves."""
 
@@ -43,19 +45,16 @@ def exit_of(model: nn.Module, layers: int) -> ExitDrafter:
     return drafter
 
 
-def trained_exit_of(model: nn.Module, layers: int, window: int) -> ExitDrafter:
-    """One with random weights."""
-    shortened, width = cut(model, layers), model.args.hidden_size
-    config = {
-        "hidden_size": width,
-        "intermediate_size": width,
-        "rms_norm_eps": 1e-5,
-        WINDOW: window,
-    }
+def trained_exit_of(model: nn.Module, layers: int, window: int | None) -> ExitDrafter:
+    """One with random weights; for no window the target's own norm."""
+    if window is None:
+        return exit_of(model, layers)
+    width = model.args.hidden_size
     mx.random.seed(0)
-    trained = Exit(config)
+    sizes = {"hidden_size": width, "intermediate_size": width, "rms_norm_eps": 1e-5}
+    trained = Exit({**sizes, WINDOW: window})
     trained.apply(lambda x: mx.random.normal(x.shape))
-    return ExitDrafter(ExitModel(shortened, trained), exit=trained, copies=True)
+    return ExitDrafter(ExitModel(cut(model, layers), trained), exit=trained, copies=True)
 
 
 @contextmanager
@@ -68,11 +67,9 @@ def fed_to_exits() -> Iterator[list[int]]:
         rows.append(ids.shape[0])
         return feed(self, ids, tree)
 
-    ModelSession.feed = counted  # type: ignore[method-assign]
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelSession, "feed", counted)
         yield rows
-    finally:
-        ModelSession.feed = feed  # type: ignore[method-assign]
 
 
 def written(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
@@ -83,48 +80,64 @@ def written(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **option
     return [t.token for t in tokens], tokens[-1].stats.rounds, rows
 
 
-@pytest.mark.parametrize("name", COPIES)
+def test_an_early_exit_by_hand() -> None:
+    """Embedding, first layers, final norm, head, all of them the target's own arrays."""
+    model, ids = heads.target(), mx.array([[3, 14, 15, 9, 2]])
+    h = model.model.embed_tokens(ids)
+    for layer in model.layers[:3]:
+        h = layer(h, "causal", None)
+    short = cut(model, 3)
+    assert mx.allclose(short(ids), model.lm_head(model.model.norm(h)), atol=1e-5)
+    assert len(model.layers) == heads.NUM_LAYERS
+    shared, own = ({id(x) for _, x in tree_flatten(m.parameters())} for m in (model, short))
+    assert own <= shared
+
+
+def test_an_exit_that_is_none_is_refused() -> None:
+    """Before the first layer, behind the last, or of a model that has two lists of layers."""
+    for layers in (0, 8, -1):
+        with pytest.raises(sd.errors.HeadError, match="expected 1 to 7"):
+            sd.drafters.early_exit(heads.target(), layers)
+    with pytest.raises(sd.errors.DraftModelError, match="no single list of layers"):
+        sd.drafters.early_exit(tiny.build("afm7"), 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "window"), [*((name, None) for name in COPIES), *(("qwen2", w) for w in (1, 8, 64))]
+)
 @pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_drafts_are_those_of_an_exit_that_reads_for_itself(name: str, temp: float) -> None:
-    """And the same text; not a row of the prompt is run through the exit's layers."""
+def test_drafts_are_those_of_an_exit_that_reads_for_itself(
+    name: str, window: int | None, temp: float
+) -> None:
+    """And the same text; only what a trained exit attends to is run through the layers."""
     model = tiny.build(name)
-    drafter = exit_of(model, COPIES[name])
+    drafter = trained_exit_of(model, 1, window)
     assert drafter.copies
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
     text, rounds, rows = written(model, drafter, **options)
     own_text, own_rounds, own_rows = written(model, replace(drafter, copies=False), **options)
     assert (text, rounds) == (own_text, own_rounds)
-    assert own_rows[0] >= len(PROMPT) - 16
-    assert max(rows) <= 2
-    assert rows[0] == 1
-
-
-@pytest.mark.parametrize("window", [1, 8, 64])
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_a_trained_exit_reads_what_its_layer_attends_to(window: int, temp: float) -> None:
-    """And drafts what it would have drafted, had it read all of the prompt."""
-    model = tiny.build("qwen2")
-    drafter = trained_exit_of(model, 1, window)
-    options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
-    text, rounds, rows = written(model, drafter, **options)
-    own_text, own_rounds, own_rows = written(model, replace(drafter, copies=False), **options)
-    assert (text, rounds) == (own_text, own_rounds)
     assert text == written(model, None, **options)[0] or temp
-    assert sum(own_rows) - sum(rows) == max(0, len(PROMPT) + 1 - window)
+    assert sum(own_rows) - sum(rows) == max(0, len(PROMPT) + 1 - (window or 1))
+    if window is None:
+        assert rows[0] == 1
+        assert max(rows) <= 2
 
 
-def test_a_trained_exit_copies_an_earlier_turn() -> None:
+@in_one_test("window", [None, 8])
+def test_an_earlier_turn_is_copied(window: int | None) -> None:
     """Into the caches of the target's layers; its own layer reads what it attends to."""
     model = tiny.build("qwen2")
-    drafter, caches = trained_exit_of(model, 1, 8), make_prompt_cache(model)
+    drafter, caches = trained_exit_of(model, 1, window), make_prompt_cache(model)
     written(model, None, prompt_cache=caches)
     session, held = session_beside(model, drafter, PROMPT)
     held.caches, held.position, before = caches, 0, caches[0].offset
     held.feed(PROMPT[:-1])
     session.propose(2)
-    of_layers, own = session.rollback.caches
-    assert of_layers.offset == before + len(PROMPT) + 1  # one of two drafted was fed
-    assert own.offset == 7 + 1 + 1
+    of_layers, *own = session.rollback.caches
+    assert session.rollback.position == len(PROMPT) + 1  # one of two drafted was fed
+    assert of_layers.offset == before + len(PROMPT) + 1
+    assert [cache.offset for cache in own] == ([] if window is None else [7 + 1 + 1])
 
 
 @in_one_test("temp", [0.0, 1.0])
@@ -170,27 +183,6 @@ def test_quantized_caches_are_unpacked() -> None:
     assert text == written(model, None, **options)[0]
     assert rounds
     assert max(rows) <= 2
-
-
-def test_an_earlier_turn_is_copied_too() -> None:
-    """From the target's caches, which hold it; a draft model would not know of it."""
-    model = tiny.build("qwen2")
-    drafter, seen = exit_of(model, 1), []
-
-    class Seen(ExitSession):
-        def copy_missed(self) -> None:
-            super().copy_missed()
-            seen.append((self.rollback.position, self.rollback.caches[0].offset))
-
-    caches = make_prompt_cache(model)
-    first = written(model, drafter, prompt_cache=caches)[0]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specdec_mlx.drafters.heads.early_exit.ExitSession", Seen)
-        written(model, drafter, [7, 8, 9], prompt_cache=caches, max_tokens=4)
-    assert len({offset - position for position, offset in seen}) == 1
-    position, offset = seen[0]
-    assert position == 3  # the prompt; the first token after it is fed with the draft
-    assert offset == len(PROMPT) + len(first) + 3
 
 
 def test_caches_of_the_callers_hold_this_calls_text_alone() -> None:
@@ -244,20 +236,6 @@ def session_beside(
     return session, held
 
 
-def test_what_is_copied_is_what_it_would_have_read() -> None:
-    """Keys and values of each layer."""
-    model = tiny.build("qwen2")
-    drafter = exit_of(model, 1)
-    session, _ = session_beside(model, drafter, PROMPT)
-    alone = ModelSession(drafter, PROMPT, DraftContext(vocab_size=128))
-    for one in (session, alone):
-        one.catch_up()
-    for mine, read in zip(session.rollback.caches, alone.rollback.caches, strict=True):
-        assert mine.offset == read.offset == len(PROMPT) - 1
-        for a, b in zip(mine.keys_and_values(), read.keys_and_values(), strict=True):
-            assert mx.allclose(a, b, atol=1e-4)
-
-
 def test_a_fork_reads_for_itself() -> None:
     """What the target's caches hold is the text of the session that was forked."""
     session, _ = session_beside(tiny.build("qwen2"), exit_of(tiny.build("qwen2"), 1), PROMPT)
@@ -289,7 +267,7 @@ def test_caches_that_hold_something_else_are_told() -> None:
 def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     """Their caches are rows, so that it reads for itself; so it is with what was trained."""
     model = tiny.build("qwen2")
-    drafter = exit_of(model, 1) if window is None else trained_exit_of(model, 1, window)
+    drafter = trained_exit_of(model, 1, window)
     options = {"max_tokens": 8, "draft_length": 2}
     alone = [written(model, drafter, PROMPT[i:], **options)[:2] for i in (0, 3)]
     assert alone[0][0] == written(model, None, max_tokens=8)[0]

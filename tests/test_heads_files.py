@@ -24,11 +24,9 @@ from command_line import in_this_way, run
 from hub import Hub, hub_at
 from selection import cases, in_one_test
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.known import heads_lines
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.models import load_model
 from tiny_model_folder import write_model_folder
-from torch_files import torch_file
 
 # Fetched from the Hub ----------------------------------------------------------------------------
 
@@ -78,15 +76,20 @@ def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(
     hub: type[Hub], tmp_path: Path
 ) -> None:
     """By its index; other shards may be hundreds of gigabytes."""
-    reference = heads.reference("mtp_qwen3_5")
-    put(hub, reference.write(tmp_path / "here"))
-    hub.files["model-2.safetensors"] = hub.files.pop("model.safetensors")
-    index = dict.fromkeys(reference.weights, "model-2.safetensors")
-    index["model.embed_tokens.weight"] = "model-1.safetensors"
-    hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
-    fetched = sd.load_head("me/model", reference.target())
-    assert sorted(set(hub.asked)) == sorted(hub.files)
-    assert fetched.key == sd.load_head(tmp_path / "here", reference.target()).key
+    for kind in ("mtp_qwen3_5", "mtp_deepseek_v3", "mtp_longcat_flash", "mtp_step3p5"):
+        reference, index = heads.reference(kind), {"model.embed_tokens.weight": "a.safetensors"}
+        tensors = sorted(reference.weights)
+        half = len(tensors) // 2
+        hub.asked, hub.files = [], {}
+        for shard, names in (("b", tensors[:half]), ("c", tensors[half:])):
+            weights = {name: reference.weights[name] for name in names}
+            put(hub, heads.Reference(reference.config, weights, {}).write(tmp_path / kind / shard))
+            hub.files[f"{shard}.safetensors"] = hub.files.pop("model.safetensors")
+            index |= dict.fromkeys(names, f"{shard}.safetensors")
+        hub.files["model.safetensors.index.json"] = json.dumps({"weight_map": index}).encode()
+        fetched = sd.load_head(f"me/{kind}", reference.target())
+        assert sorted(set(hub.asked)) == sorted(hub.files)
+        assert fetched.key == heads.loaded(kind, tmp_path / kind).key
 
 
 def test_what_the_hub_does_not_give_is_said(hub: type[Hub], tmp_path: Path) -> None:
@@ -159,20 +162,12 @@ def stub_of_torch(
         asked.append((path.name, options))
         return saved
 
-    def is_tensor(value: Any) -> bool:
-        return isinstance(value, Stub)
-
-    module = types.ModuleType("torch")
-    vars(module).update(__version__=version, load=load, is_tensor=is_tensor)
-    module.__spec__ = types.SimpleNamespace(name="torch")  # type: ignore[assignment]
+    module: Any = types.ModuleType("torch")
+    module.__version__, module.load = version, load
+    module.is_tensor = lambda value: isinstance(value, Stub)
+    module.__spec__ = types.SimpleNamespace(name="torch")
     monkeypatch.setitem(sys.modules, "torch", module)
     return asked
-
-
-def no_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no such module be installed."""
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    monkeypatch.setattr("specdec_mlx.drafters.heads.files.find_spec", lambda name: None)
 
 
 def test_torchs_files_are_read_by_torch_which_runs_no_code(
@@ -181,15 +176,11 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(
     """Where there is nothing else; numbers with a point as float32, what is no tensor left out."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"of torch")
-    saved = {
-        "half": Stub([0.5, -1.5], "float16"),
-        "whole": Stub([7, -8], "int64"),
-        "truth": Stub([True, False], "bool"),
-        "epoch": 3,
-    }
+    saved = {"half": Stub([0.5, -1.5], "float16"), "whole": Stub([7, -8], "int64"), "epoch": 3}
+    saved["truth"] = Stub([True, False], "bool")
     asked = stub_of_torch(monkeypatch, saved)
     files = HeadFiles(tmp_path)
-    assert files.names == {"half", "whole", "truth"}
+    assert files.weight_map.keys() == {"half", "whole", "truth"}
     read, converted = files.read(["half", "whole"])
     assert (read["half"].dtype, read["half"].tolist()) == (mx.float32, [0.5, -1.5])
     assert (read["whole"].dtype, read["whole"].tolist()) == (mx.int64, [7, -8])
@@ -197,38 +188,29 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(
     assert asked == 2 * [("pytorch_model.bin", {"weights_only": True, "map_location": "cpu"})]
     stub_of_torch(monkeypatch, saved, version="2.5.1")
     with pytest.raises(sd.errors.HeadError, match=r"2\.5\.1 may run code"):
-        HeadFiles(tmp_path).names  # noqa: B018
+        HeadFiles(tmp_path).weight_map  # noqa: B018
     stub_of_torch(monkeypatch, [1])
     with pytest.raises(sd.errors.HeadError, match=r"pytorch_model\.bin cannot be read"):
-        HeadFiles(tmp_path).names  # noqa: B018
+        HeadFiles(tmp_path).weight_map  # noqa: B018
 
 
-@pytest.mark.parametrize(("shape", "offset"), [(100_000, 0), (4, 10**12), (4, 0)])
 def test_a_torch_file_is_not_read_without_torch(
-    shape: int, offset: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Least of all one that reaches beyond its storage; it is said how to convert it."""
-    no_torch(monkeypatch)
-    reference = heads.reference("eagle3")
-    folder = reference.write(tmp_path)
-    (folder / "model.safetensors").unlink()
-    torch_file(folder / "pytorch_model.bin", shape, offset)
-    with pytest.raises(
-        sd.errors.HeadError, match=r"Install torch, or convert it: safetensors\.torch\."
-    ):
-        sd.load_head(folder, reference.target())
-
-
-def test_safetensors_come_before_what_torch_wrote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Under any name, where both are in a folder."""
-    no_torch(monkeypatch)
+    """Nor beside safetensors of any name, nor beyond its storage; it is said how to convert it."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr("specdec_mlx.drafters.heads.files.find_spec", lambda name: None)
     reference = heads.reference("eagle3")
     folder = reference.write(tmp_path)
-    torch_file(folder / "pytorch_model.bin", 4)
+    heads.torch_file(folder / "pytorch_model.bin", 4)
     (folder / "model.safetensors").rename(folder / "weights.safetensors")
     assert sd.load_head(folder, reference.target()).describe().startswith(f"{folder}: EAGLE-3")
+    (folder / "weights.safetensors").unlink()
+    how = r"Install torch, or convert it: safetensors\.torch\."
+    for shape, offset in ((100_000, 0), (4, 10**12), (4, 0)):
+        heads.torch_file(folder / "pytorch_model.bin", shape, offset)
+        with pytest.raises(sd.errors.HeadError, match=how):
+            sd.load_head(folder, reference.target())
 
 
 # Damaged files -----------------------------------------------------------------------------------
@@ -237,7 +219,7 @@ VALUES: list[Any] = [
     *(None, -1, 0, 1, 2, 7, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**12), 1.5, float("nan")),
     *("x", "", [], [1], [[1]], {}, {"a": 1}, True, False, ["x"]),
 ]
-"""What stands in a damaged file where something else should."""
+"""Values of a damaged file."""
 
 
 def places(value: Any, before: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -264,19 +246,10 @@ def with_other_values(value: Any, rng: random.Random) -> Any:
 
 
 def with_other_bytes(content: bytes, rng: random.Random) -> bytes:
-    """Cut off, overwritten, with more or fewer bytes in the middle."""
-    data, place = bytearray(content), rng.randrange(len(content))
-    what = rng.choice(["cut", "write", "insert", "drop"])
-    if what == "cut":
-        del data[place:]
-    elif what == "write":
-        for _ in range(rng.choice([1, 3, 20])):
-            data[rng.randrange(len(data))] = rng.randrange(256)
-    elif what == "insert":
-        data[place:place] = rng.randbytes(rng.choice([1, 5, 40]))
-    else:
-        del data[place : place + rng.choice([1, 5, 40])]
-    return bytes(data)
+    """Cut off, or with other, more or fewer bytes in the middle."""
+    place, size = rng.randrange(len(content)), rng.choice([1, 5, 40])
+    end = place + rng.choice([0, size, size, len(content)])
+    return content[:place] + rng.randbytes(rng.choice([0, size, size])) + content[end:]
 
 
 def damaged_config(content: bytes, rng: random.Random) -> bytes:
@@ -338,15 +311,6 @@ SHARES = 4
 """Tests that the 80 files of each kind are spread over."""
 
 
-def medusa() -> heads.Reference:
-    """Two heads of one block, from nobody's file."""
-    made = np.random.default_rng(0).standard_normal((2, 97, 32)).astype(np.float32)
-    weights = {f"{j}.0.linear.weight": made[j, :32] for j in range(2)}
-    weights |= {f"{j}.0.linear.bias": made[j, 0] for j in range(2)}
-    weights |= {f"{j}.1.weight": made[j] for j in range(2)}
-    return heads.Reference({"medusa_num_heads": 2}, weights, {})
-
-
 @pytest.mark.parametrize("share", cases(range(SHARES), 0))
 @pytest.mark.parametrize("name", FUZZED)
 def test_a_damaged_file_is_refused_or_a_head_that_works(
@@ -356,11 +320,12 @@ def test_a_damaged_file_is_refused_or_a_head_that_works(
     refused = worked = 0
     for case in range(share, 80, SHARES):
         kind = [*KINDS, "medusa"][case // SHARES % (len(KINDS) + 1)]
-        reference = medusa() if kind == "medusa" else heads.reference(kind)
+        is_medusa = kind == "medusa"
+        reference = heads.medusa_reference() if is_medusa else heads.reference(kind)
         folder = reference.write(tmp_path / str(case))
         rng = random.Random(f"{name} {case}")
         (folder / name).write_bytes(FUZZED[name]((folder / name).read_bytes(), rng))
-        target = reference.target() if kind != "medusa" else heads.target()
+        target = heads.target() if is_medusa else reference.target()
         try:
             drafter = sd.load_head(folder, target)
         except sd.errors.HeadError as error:
@@ -374,11 +339,12 @@ def test_a_damaged_file_is_refused_or_a_head_that_works(
     assert refused + worked == 80 // SHARES
 
 
+ATTENTION = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
 COUNTS = {
-    "eagle3": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    "dflash": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "block_size"),
-    "gemma4_assistant": ("num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-    "mtp_step3p5": ("num_hidden_layers", "num_attention_heads"),
+    "eagle3": ATTENTION,
+    "dflash": (*ATTENTION, "block_size"),
+    "gemma4_assistant": ATTENTION,
+    "mtp_step3p5": ATTENTION[:2],
 }
 
 
@@ -396,12 +362,14 @@ def test_counts_that_cannot_be_are_refused(kind: str, value: int, tmp_path: Path
 
 
 def test_ids_of_a_file_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
-    """MLX reads and writes beyond an array unchecked: masks, groups of tokens, drafted tokens."""
-    dflash = heads.reference("dflash")
-    nested = dflash.config["dflash_config"] | {"mask_token_id": 97}
-    folder = dflash.write(tmp_path / "dflash", dflash_config=nested)
+    """MLX reads and writes beyond an array unchecked: masks, groups of tokens; layers too."""
+    layers: tuple[list[Any], ...] = ([1, 3, 99], [1, 3, 1.5], [1, 3, ["x"]])
+    for ids in layers:
+        with pytest.raises(sd.errors.HeadError, match=str(tmp_path)):
+            heads.loaded("eagle3", tmp_path, eagle_aux_hidden_state_layer_ids=ids)
+    nested = heads.reference("dflash").config["dflash_config"] | {"mask_token_id": 97}
     with pytest.raises(sd.errors.HeadError, match="mask_token_id is 97, expected 0 to 96"):
-        sd.load_head(folder, dflash.target())
+        heads.loaded("dflash", tmp_path / "dflash", dflash_config=nested)
     gemma = heads.reference("gemma4_assistant")
     name = next(name for name in gemma.weights if name.endswith("token_ordering"))
     for wrong in (-1, 10**6):
@@ -424,15 +392,6 @@ def test_a_token_beyond_a_heads_own_embeddings_reads_its_last_row(tmp_path: Path
     assert mx.array_equal(last, beyond)
 
 
-def test_layers_that_the_target_lacks_are_refused_when_the_head_is_loaded(tmp_path: Path) -> None:
-    """And not in the middle of the first text."""
-    reference = heads.reference("eagle3")
-    for wrong in ([1, 3, 99], [1, 3, 1.5], [1, 3, ["x"]]):
-        folder = reference.write(tmp_path, eagle_aux_hidden_state_layer_ids=wrong)
-        with pytest.raises(sd.errors.HeadError, match=str(folder)):
-            sd.load_head(folder, reference.target())
-
-
 def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     """With its name; a configuration nested too deep as well."""
     reference = heads.reference("mtp_qwen3_5")
@@ -446,15 +405,3 @@ def test_an_index_that_is_none_is_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(sd.errors.HeadError, match=r"config\.json cannot be read"):
         sd.load_head(folder, reference.target())
-
-
-def test_a_damaged_head_does_not_stop_the_list_of_those_here(tmp_path: Path) -> None:
-    """It stands there with the reason."""
-    write_model_folder(tmp_path / "target")
-    reference = heads.reference("eagle3")
-    reference.write(tmp_path / "damaged", vocab_size="many")
-    reference.write(tmp_path / "odd", transformer_layer_config=[1])
-    found = [(name, tmp_path / name) for name in ("damaged", "odd")]
-    text = "\n".join(heads_lines("m", tmp_path / "target", found))
-    for name in ("damaged", "odd"):
-        assert f"  {name}  EAGLE-3, its config.json is damaged" in text

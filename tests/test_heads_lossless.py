@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 import heads
@@ -25,14 +27,18 @@ import test_distribution as distribution
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases
+from specdec_mlx.checks import texts
+from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
+from specdec_mlx.checks.texts import VARIATIONS_NAME, check_variations
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
-from specdec_mlx.drafters.heads.recurrent import Level
+from specdec_mlx.drafters.heads.mtp import FAMILIES
+from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.rules.block import Block
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.taps import Taps
@@ -50,9 +56,14 @@ def target(name: str) -> nn.Module:
     return tiny.build(name)
 
 
+def text_of(model: nn.Module, drafter: Any, max_tokens: int = 24, **options: Any) -> list[int]:
+    steps = sd.speculate(model, PROMPT, drafter, max_tokens=max_tokens, **options)
+    return [step.token for step in steps]
+
+
 @cache
 def plain(name: str) -> list[int]:
-    return [t.token for t in sd.speculate(target(name), PROMPT, max_tokens=NUM_TOKENS)]
+    return text_of(target(name), None, NUM_TOKENS)
 
 
 @cache
@@ -110,9 +121,11 @@ class PartlyRightSession:
         return Draft(self.script[start : start + len(draft)])
 
 
-def rows_of(model: nn.Module, tokens: Sequence[int], wanted: Features) -> FeatureRows:
-    """The states of a fresh pass over these tokens."""
-    caches = make_prompt_cache(model)
+def rows_of(
+    model: nn.Module, tokens: Sequence[int], wanted: Features, caches: list[Any] | None = None
+) -> FeatureRows:
+    """The states of a pass over these tokens, by default a fresh one."""
+    caches = caches or make_prompt_cache(model)
     taps = Taps(model, wanted, lambda index: keys_values_of(caches, index))
     taps.read(lambda: model(mx.array([tokens]), cache=caches)[0])
     assert taps.features is not None
@@ -158,21 +171,18 @@ def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str)
 def test_greedy_text_is_the_targets_own_at_any_draft_length(kind: str, name: str) -> None:
     """With heads that are nearly always wrong."""
     for length in (0, 1, 2, 5, 8, "auto"):
-        tokens = sd.speculate(
-            target(name), PROMPT, drafter(kind, name), max_tokens=24, draft_length=length
-        )
-        assert [t.token for t in tokens] == plain(name)[:24], length
+        text = text_of(target(name), drafter(kind, name), draft_length=length)
+        assert text == plain(name)[:24], length
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma4"])
 def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> None:
-    """What caches hold is unpacked, and of earlier turns too; the text is plain's."""
-    model, options = target(name), dict[str, Any]()
+    """Keys and values are unpacked, of earlier turns too; the text is plain's."""
+    model, options, found = target(name), dict[str, Any](), []
     if name == "qwen2":  # with heads of 32, the smallest group
         model = tiny.build(name, num_attention_heads=2, num_key_value_heads=1)
         options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
     one = HeadDrafter(heads.random_head(heads.HEADS["assistant"], model))
-    texts = []
     for reader in (None, one):
         options["prompt_cache"] = make_prompt_cache(model)
         text: list[int] = []
@@ -180,8 +190,8 @@ def test_an_assistant_reads_quantized_caches_and_earlier_turns(name: str) -> Non
             turn = sd.speculate(model, prompt, reader, draft_length=3, **options)
             text += [next(turn).token for _ in range(12)]
             turn.close()
-        texts.append(text)
-    assert texts[0] == texts[1]
+        found.append(text)
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("lets_go", [True, False])
@@ -191,23 +201,13 @@ def test_an_assistant_lets_the_caches_grow_in_place(
     """Their memory stays where it is from pass to pass; held for longer it would be copied."""
     if not lets_go:
         monkeypatch.setattr(AssistantSession, "end_draft", lambda self: None)
-    caches = make_prompt_cache(target("qwen2"))
-    tokens = sd.speculate(
-        target("qwen2"),
-        PROMPT * 10,
-        drafter("assistant", "qwen2"),
-        prompt_cache=caches,
-        max_tokens=20,
-        draft_length=3,
-    )
-    places = {place_of(caches[-1].keys) for _ in tokens}
+    model, one = target("qwen2"), drafter("assistant", "qwen2")
+    caches, places = make_prompt_cache(model), set()
+    options: dict[str, Any] = {"prompt_cache": caches, "max_tokens": 20, "draft_length": 3}
+    for _ in sd.speculate(model, PROMPT * 10, one, **options):
+        mx.eval(caches[-1].keys)
+        places.add(np.asarray(memoryview(caches[-1].keys)).ctypes.data)
     assert (len(places) == 1) == lets_go
-
-
-def place_of(array: mx.array) -> int:
-    """Where its numbers lie."""
-    mx.eval(array)
-    return int(np.asarray(memoryview(array)).ctypes.data)
 
 
 def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
@@ -220,10 +220,8 @@ def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
         caches = make_prompt_cache(model)
         if begin:
             model(mx.array([text[:begin]]), cache=caches)
-        taps = Taps(model, one.features, lambda index: keys_values_of(caches, index))
-        taps.read(lambda: model(mx.array([text[begin:-1]]), cache=caches)[0])
         session = one.begin(text[begin:], context)
-        session.see(taps.features)
+        session.see(rows_of(model, text[begin:-1], one.features, caches))
         return to_list(session.propose(4).tokens)
 
     assert draft_after(0) == draft_after(len(PROMPT))
@@ -233,35 +231,24 @@ def test_the_caches_of_an_earlier_turn_are_attended_to() -> None:
 def test_a_seeds_text_is_the_same_with_a_head(kind: str, name: str) -> None:
     """Under the coupled rule, drawn at temperature 1, on every kind of cache."""
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}
-    alone, with_head = (
-        [
-            t.token
-            for t in sd.speculate(target(name), PROMPT, d, max_tokens=24, draft_length=k, **options)
-        ]
-        for d, k in ((None, 0), (drafter(kind, name), 4))
-    )
-    assert alone == with_head
+    with_head = text_of(target(name), drafter(kind, name), draft_length=4, **options)
+    assert with_head == text_of(target(name), None, draft_length=0, **options)
 
 
 @pytest.mark.parametrize(("kind", "name"), IN_SHORT)
 def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str, name: str) -> None:
     """A head does not know the earlier turn; the caches hold what was handed out."""
-    model, one = target(name), drafter(kind, name)
-    caches = {True: make_prompt_cache(model), False: make_prompt_cache(model)}
-    texts = {}
-    for with_head, kept in caches.items():
-        loop = sd.speculate(
-            model, PROMPT, one if with_head else None, prompt_cache=kept, draft_length=3
-        )
+    model, found = target(name), []
+    for one in (None, drafter(kind, name)):
+        kept = make_prompt_cache(model)
+        loop = sd.speculate(model, PROMPT, one, prompt_cache=kept, draft_length=3)
         first = [next(loop).token for _ in range(5)]
         loop.close()
         lengths = {cache.offset for cache in leaves(kept) if hasattr(cache, "offset")}
         assert lengths == {len(PROMPT) + 5}
-        second = sd.speculate(
-            model, [7, 7, 21], one if with_head else None, prompt_cache=kept, max_tokens=12
-        )
-        texts[with_head] = first + [t.token for t in second]
-    assert texts[True] == texts[False]
+        second = sd.speculate(model, [7, 7, 21], one, prompt_cache=kept, max_tokens=12)
+        found.append(first + [t.token for t in second])
+    assert found[0] == found[1]
 
 
 # Drawn at random ----------------------------------------------------------------------------------
@@ -286,36 +273,21 @@ def test_texts_follow_the_targets_law_with_the_heads_q(kind: str, rule: str) -> 
         assert min(count.accepted, count.rejected) > NUM_TEXTS / 8
 
 
-@dataclass(frozen=True, eq=False)
-class Flattened:
-    """A head that declares another distribution than it draws from."""
-
-    head: HeadDrafter
-
-    @property
-    def features(self) -> Features:
-        return self.head.features
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        session = self.head.begin(prompt, context)
-        propose = session.propose
-
-        def wrong(limit: int) -> Draft:
-            draft = propose(limit)
-            uniform = mx.full(draft.logprobs.shape, -mx.log(mx.array(6.0)))
-            return Draft(draft.tokens, uniform)
-
-        session.propose = wrong  # type: ignore[method-assign]
-        return session
-
-
 @FULL
-def test_another_q_than_the_drafts_were_drawn_from_is_found() -> None:
+def test_another_q_than_the_drafts_were_drawn_from_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """By the comparison above."""
-    model = distribution.tiny_llama(distribution.TARGET)
-    wrong = Flattened(HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model)))
+    model, propose = distribution.tiny_llama(distribution.TARGET), HeadSession.propose
+
+    def wrong(self: HeadSession, limit: int) -> Draft:
+        draft = propose(self, limit)
+        return replace(draft, logprobs=mx.full((len(draft), 6), -np.log(6)))
+
+    monkeypatch.setattr(HeadSession, "propose", wrong)
+    one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
     sampling = distribution.SETTINGS["temperature 1"]
-    count = distribution.generate(model, wrong, sampling, 2 * NUM_TEXTS, "rejection")
+    count = distribution.generate(model, one, sampling, 2 * NUM_TEXTS, "rejection")
     assert distribution.p_value(count.texts, distribution.joint_law(sampling)) < 1e-6
 
 
@@ -326,34 +298,160 @@ def test_another_q_than_the_drafts_were_drawn_from_is_found() -> None:
 def test_the_check_passes_for_a_head(kind: str) -> None:
     """Its parts have drafts to look at, though most of them ask sessions outside of generations."""
     model = distribution.tiny_llama(distribution.TARGET)
-    one = HeadDrafter(heads.random_head(heads.HEADS[kind], model))
-    report = sd.check(
-        model,
-        None,
-        drafter=sd.FirstOf(sd.PromptLookupDrafter(min_ngram=5), one) if kind == "eagle3" else one,
-        sampler=sd.Sampling(temp=1.0),
-        draft_length=3,
-        prompts=[[1, 4, 1, 5], [2, 0, 3]],
-        budget=6,
-        progress=False,
-    )
+    one: Any = HeadDrafter(heads.random_head(heads.HEADS[kind], model))
+    if kind == "eagle3":
+        one = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=5), one)
+    options: dict[str, Any] = {"draft_length": 3, "budget": 6, "progress": False}
+    sampler, prompts = sd.Sampling(temp=1.0), [[1, 4, 1, 5], [2, 0, 3]]
+    report = sd.check(model, None, drafter=one, sampler=sampler, prompts=prompts, **options)
     assert not [part.name for part in report.parts if part.status == "failed"]
     assert report["drafter's state"].status == "passed"
 
 
 def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it drafted stays in its caches."""
+    """Drafted positions stay in its caches."""
     model = distribution.tiny_llama(distribution.TARGET)
     one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
-    subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), TEXTS, 6)
+    prompts = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]
+    subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), prompts, 6)
     work = Work(time.perf_counter() + 60)
     assert check_state(subject, work).status == "passed"
 
-    def wrong(self: Level) -> None:
-        self.num_read = self.rollback.position
+    read_pairs = RecurrentSession._read_pairs
 
-    monkeypatch.setattr(Level, "rewind", wrong)
+    def wrong(self: RecurrentSession, but: int = 0) -> None:
+        for level in self.levels:
+            level.num_read = level.rollback.position
+        read_pairs(self, but)
+
+    monkeypatch.setattr(RecurrentSession, "_read_pairs", wrong)
     assert check_state(subject, work).status == "failed"
 
 
-TEXTS = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]
+# Other readings of its files, on a target whose next token follows from the last one alone --------
+
+WIDTH, VOCAB = 64, 97
+PROMPTS = [[5, 17, 9], [33, 71, 2, 64]]
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts as short as will do."""
+    monkeypatch.setattr(texts, "VARIED_TOKENS", 16)
+
+
+def table() -> nn.Module:
+    """A target that writes token x + 1 after x: its layers add nothing, and its head looks back."""
+    model = heads.target(width=WIDTH, vocab=VOCAB, layers=2)
+    for layer in model.layers:
+        layer.self_attn.o_proj.weight = mx.zeros_like(layer.self_attn.o_proj.weight)
+        layer.mlp.down_proj.weight = mx.zeros_like(layer.mlp.down_proj.weight)
+    model.model.norm.weight = mx.ones(WIDTH)
+    embeddings = mx.random.normal((VOCAB, WIDTH), key=mx.random.key(3))
+    model.model.embed_tokens.weight = embeddings
+    model.lm_head.weight = embeddings[mx.arange(VOCAB) - 1]
+    return model
+
+
+def right_head(model: nn.Module) -> HeadDrafter:
+    """A layer that passes on the embedding of the token that it is given."""
+    drafter = HeadDrafter(heads.random_head(heads.mtp("qwen3_5"), model))
+    head: Any = drafter.head
+    scale = 0.25 * mx.where(mx.arange(WIDTH) % 2 == 0, 1.0, -1.0)
+    head.embedding_norm.weight = scale
+    head.projection.weight = mx.concatenate([mx.diag(1 / scale), mx.zeros((WIDTH, WIDTH))], axis=1)
+    silenced = [
+        (name, mx.zeros_like(value))
+        for name, value in tree_flatten(head.body.parameters())
+        if "down_proj" in name or "o_proj" in name
+    ]
+    head.body.load_weights(silenced, strict=False)
+    head.body.norm.weight = mx.ones(WIDTH)
+    return drafter
+
+
+def checked(model: nn.Module, drafter: HeadDrafter) -> Part:
+    """The check's part on it."""
+    subject = Subject(model, drafter, sd.Sampling(), Block(), PROMPTS, VOCAB, draft_length=3)
+    return check_variations(subject, drafter, Work(time.perf_counter() + 60))
+
+
+def written(drafter: HeadDrafter, folder: Path, *, shifted: bool) -> Path:
+    """The head's file, its norms as w - 1 as Qwen's are, or shifted; not marked as MLX's."""
+    text = tiny.CONFIGS["qwen3_5"]["text_config"]
+    tensors = heads.as_published(drafter.head, FAMILIES["qwen3_5"], text)
+    less = 0.0 if shifted else 1.0
+    arrays = {
+        name: np.array(value - less if "norm" in name and value.ndim == 1 else value)
+        for name, value in tensors.items()
+    }
+    config = {"model_type": "qwen3_5", "text_config": text}
+    return heads.Reference(config, arrays, {}).write(folder)
+
+
+@pytest.mark.usefixtures("short")
+def test_a_head_read_as_it_was_meant_has_no_better_reading(tmp_path: Path) -> None:
+    """Everything that it drafts is accepted, and the other norms are worse."""
+    model = table()
+    loaded = sd.load_head(written(right_head(model), tmp_path, shifted=False), model)
+    part = checked(model, loaded)
+    assert part.numbers["accepted_as_read"] > 0.95
+    assert part.numbers["accepted_otherwise"]["norms plus one"] < 0.5
+    assert "no other reading of its files does better" in part.verdict
+
+
+@pytest.mark.usefixtures("short")
+def test_a_shifted_file_is_found_and_what_to_load_it_with(tmp_path: Path) -> None:
+    """The loader adds the ones that are there already; with its advice the head is right."""
+    model = table()
+    folder = written(right_head(model), tmp_path, shifted=True)
+    wrong = sd.load_head(folder, model)
+    report = sd.check(model, None, drafter=wrong, prompts=PROMPTS[:1], budget=20, progress=False)
+    assert report["greedy text"].status == "passed"
+    part = report[VARIATIONS_NAME]
+    assert part.numbers["accepted_as_read"] < 0.5
+    assert "this file looks already shifted; load it with norms_less_one=False" in part.verdict
+    part = checked(model, sd.load_head(folder, model, norms_less_one=False))
+    assert part.numbers["accepted_as_read"] > 0.95
+
+
+@pytest.mark.usefixtures("short")
+def test_the_other_order_is_found() -> None:
+    """A projection whose halves stand the other way round."""
+    model = table()
+    drafter = right_head(model)
+    head: Any = drafter.head
+    halves = mx.split(head.projection.weight, 2, axis=1)
+    head.projection.weight = mx.concatenate(halves[::-1], axis=1)
+    assert "with the other order of state and embedding" in checked(model, drafter).verdict
+
+
+LAYERS = {"mtp": "qwen3_5", "mtp stack": "step3p5"}
+VARIED = ["eagle3", "eagle1", "dflash", *LAYERS, "medusa", "assistant"]
+
+
+@pytest.mark.parametrize("kind", cases(VARIED, "eagle3", *LAYERS, "medusa"))
+def test_a_variation_reads_otherwise_and_leaves_the_head_as_it_was(kind: str) -> None:
+    """Each changes what is drafted from, and nothing of it stays; not even after an exception."""
+    model = tiny.build("qwen3_5")
+    make = heads.mtp(LAYERS[kind]) if kind in LAYERS else heads.HEADS[kind]
+    head = heads.random_head(make, model)
+    drafter = HeadDrafter(head)
+    before = logits_of(model, drafter)
+    for variation in head.variations():
+        with variation.applied():
+            assert not mx.array_equal(logits_of(model, drafter), before), variation.name
+        assert mx.array_equal(logits_of(model, drafter), before), variation.name
+        with pytest.raises(KeyError), variation.applied():
+            raise KeyError
+        assert mx.array_equal(logits_of(model, drafter), before), variation.name
+
+
+def logits_of(model: nn.Module, drafter: HeadDrafter) -> mx.array:
+    """Distributions of a draft of three tokens, shown the states of a fresh pass."""
+    context = DraftContext(sampling=sd.Sampling(temp=1.0), noise=Noise(1), vocab_size=128)
+    session = drafter.begin(PROMPT, context)
+    session.see(rows_of(model, PROMPT[:-1], drafter.features))
+    logprobs = session.propose(3).logprobs
+    assert logprobs is not None
+    return logprobs

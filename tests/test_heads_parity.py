@@ -21,9 +21,9 @@ import heads
 import specdec_mlx as sd
 from selection import each
 from specdec_mlx.drafters import drawing
-from specdec_mlx.drafters.heads import dflash, gemma4_assistant, mtp_families
+from specdec_mlx.drafters.heads import gemma4_assistant, mtp, one_pass
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.recurrent import Level
+from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import DraftContext, KeysValues
@@ -31,16 +31,17 @@ from specdec_mlx.types import DraftContext, KeysValues
 TOLERANCE = 1e-4
 """Of the largest logit."""
 
-STACKS = ("mtp_step3p5", "mtp_mimo_v2_flash")
+MTP = ("qwen3_5", "deepseek_v3", "exaone_moe", "longcat_flash", "nemotron_h")
+STACKS = ("step3p5", "mimo_v2_flash")
 """Several prediction layers, which draft a token each."""
 
-RECURRENT = (
-    *("eagle3", "eagle1", "mtp_qwen3_5", "mtp_deepseek_v3"),
-    *("mtp_exaone_moe", "mtp_longcat_flash", "mtp_nemotron_h"),
-)
-NAMES = (*RECURRENT, *STACKS, "dflash", "gemma4_assistant")
+RECURRENT = ("eagle3", "eagle1", *(f"mtp_{name}" for name in MTP))
+NAMES = (*RECURRENT, *(f"mtp_{name}" for name in STACKS), "dflash", "gemma4_assistant")
 READS = {"eagle3": (1, 3, 4), "dflash": (1, 3, 5), "mtp_step3p5": (heads.NUM_LAYERS - 1,)}
 """Layers that the rows of a fixture are of; of others they are the state after the final norm."""
+
+SHOWN = ((0, 4), (4, 6), (6, 8))
+"""Positions shown: the prompt in two chunks, and those kept after the first draft."""
 
 Change = Callable[[pytest.MonkeyPatch, dict[str, Any]], None]
 
@@ -48,8 +49,7 @@ Change = Callable[[pytest.MonkeyPatch, dict[str, Any]], None]
 def load(name: str, folder: Path, **options: Any) -> Any:
     """The head of a fixture, for the target with its ends."""
     reference = heads.reference(name)
-    changes = options.pop("changes", {})
-    path = reference.write(folder, **changes)
+    path = reference.write(folder, **options.pop("changes", {}))
     return sd.load_head(path, reference.target(), **options)
 
 
@@ -70,12 +70,10 @@ def both_drafts(
     with monkeypatch.context() as patch:
         patch.setattr(drawing.Draws, "draw", noting)
         asked = drafter.begin(reference.prompt, context)
+        read = READS.get(name, ())
         shown = [
             heads.features(
-                drafter,
-                rows[a:b],
-                read=READS.get(name, ()),
-                keys_values=reference.keys_values(drafter, b),
+                drafter, rows[a:b], read=read, keys_values=reference.keys_values(drafter, b)
             )
             for a, b in SHOWN
         ]
@@ -85,18 +83,12 @@ def both_drafts(
         asked.see(shown[2])
         asked.observe([int(reference.arrays["first_tokens"][0]), heads.CORRECTION])
         second = to_list(asked.propose(3).tokens)
-    return {
-        "first": (first, mx.concatenate(seen[:3])),
-        "second": (second, mx.concatenate(seen[3:])),
-    }
-
-
-SHOWN = ((0, 4), (4, 6), (6, 8))
-"""Positions shown: the prompt in two chunks, and those kept after the first draft."""
+    logits = mx.concatenate(seen)
+    return {"first": (first, logits[:3]), "second": (second, logits[3:])}
 
 
 def is_as_in_torch(name: str, part: str, logits: mx.array) -> bool:
-    """Whether logits [n, V] are the fixture's; of tokens that the head does not have, -inf."""
+    """True if logits [n, V] are the fixture's; -inf of tokens that the head does not have."""
     reference = heads.reference(name)
     expected = reference.arrays[f"{part}_logits"]
     got = np.array(logits)
@@ -147,28 +139,18 @@ def option(**options: Any) -> Change:
 
 def family(name: str, **changes: Any) -> Change:
     """A control that takes the layer to be written otherwise."""
-    changed = replace(mtp_families.FAMILIES[name], **changes)
-    return lambda patch, given: patch.setitem(mtp_families.FAMILIES, name, changed)
+    changed = replace(mtp.FAMILIES[name], **changes)
+    return lambda patch, given: patch.setitem(mtp.FAMILIES, name, changed)
 
 
-def together(*changes: Change) -> Change:
-    """A control of several parts."""
-
-    def change(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-        for part in changes:
-            part(patch, given)
-
-    return change
-
-
-def with_a_rotation(config: mtp_families.Config, depth: int) -> mtp_families.Config:
+def with_a_rotation(config: mtp.Config, depth: int) -> mtp.Config:
     """EXAONE's layer as if no other had a window."""
-    return {"layer_types": ["full_attention"]}
+    return {"is_moe_layer": [False], "layer_types": ["full_attention"]}
 
 
 def without_scaled_ranks(model: Any) -> None:
     """LongCat's latent attention as DeepSeek's."""
-    mtp_families.keep_half_of_its_layer(model)
+    mtp.keep_half_of_its_layer(model)
     attention = model.model.layers[0].self_attn[0]
     attention.mla_scale_q_lora = attention.mla_scale_kv_lora = 1.0
 
@@ -189,19 +171,19 @@ def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
 
 
 def drafted_entries_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """What was drafted is not taken back out of the caches."""
+    """Drafted positions are not taken back out of the caches."""
     patch.setattr(Rollback, "rewind_to", lambda self, position: position)
 
 
 def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """The context stands one position nearer to the block."""
-    keys_and_values = dflash._keys_and_values
+    keys_and_values = one_pass._keys_and_values
 
     def wrong(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
         is_block = x.shape[1] == 4
         return keys_and_values(attention, x, offset if is_block else offset + 1)
 
-    patch.setattr(dflash, "_keys_and_values", wrong)
+    patch.setattr(one_pass, "_keys_and_values", wrong)
 
 
 def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
@@ -216,31 +198,15 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     patch.setattr(gemma4_assistant.AssistantSession, "next_logits", wrong)
 
 
-def caches_of(**changes: Callable[[KeysValues], KeysValues]) -> Change:
-    """A control that reads one of the caches otherwise."""
-
-    def change(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-        begin = gemma4_assistant.AssistantSession.begin_draft
-
-        def wrong(self: Any, limit: int) -> int:
-            length = begin(self, limit)
-            self.held |= {kind: f(self.held[kind]) for kind, f in changes.items()}
-            return length
-
-        patch.setattr(gemma4_assistant.AssistantSession, "begin_draft", wrong)
-
-    return change
-
-
-def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array]]) -> Change:
-    """A control whose steps get other inputs; change: (self, state, embedded) -> both."""
+def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> Change:
+    """A control whose steps get other inputs; change: (state, embedded, caches) -> all three."""
 
     def apply(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
         step = gemma4_assistant.Gemma4Assistant.step
 
         def wrong(self: Any, state: mx.array, token: mx.array, read: Any) -> Any:
             ends, scale = self.ends, self.ends.width**0.5
-            state, embedded = change(state, ends.embed(token) * scale)
+            state, embedded, read = change(state, ends.embed(token) * scale, read)
             self.ends = replace(ends, embed=lambda _: embedded / scale)
             try:
                 return step(self, state, token, read)
@@ -252,79 +218,73 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array]]) -> Change
     return apply
 
 
-def off_by_one(kv: KeysValues) -> KeysValues:
+def off_by_one(state: mx.array, x: mx.array, read: Any) -> tuple[mx.array, mx.array, Any]:
     """The position before."""
-    return kv._replace(offset=kv.offset - 1)
+    full = read["full_attention"]
+    return state, x, read | {"full_attention": full._replace(offset=full.offset - 1)}
 
 
-def one_short(kv: KeysValues) -> KeysValues:
+def one_short(state: mx.array, x: mx.array, read: Any) -> tuple[mx.array, mx.array, Any]:
     """Without the last key."""
-    return kv._replace(keys=kv.keys[:, :, :-1], values=kv.values[:, :, :-1])
+    keys, values, offset = read["sliding_attention"]
+    short = KeysValues(keys[:, :, :-1], values[:, :, :-1], offset)
+    return state, x, read | {"sliding_attention": short}
 
 
-CONTROLS: dict[str, tuple[str, Change]] = {
-    "Qwen norms not shifted": ("mtp_qwen3_5", option(norms_less_one=False)),
-    "DeepSeek norms shifted": ("mtp_deepseek_v3", option(norms_less_one=True)),
-    "Qwen before the final norm": ("mtp_qwen3_5", option(pre_norm=True)),
-    "DeepSeek before the final norm": ("mtp_deepseek_v3", option(pre_norm=True)),
-    "Qwen, state first": ("mtp_qwen3_5", family("qwen3_5", hidden_first=True)),
-    "DeepSeek, state first": ("mtp_deepseek_v3", family("deepseek_v3", hidden_first=True)),
-    "EXAONE, state first": ("mtp_exaone_moe", family("exaone_moe", hidden_first=True)),
-    "EXAONE, rotated": ("mtp_exaone_moe", family("exaone_moe", derived=with_a_rotation)),
-    "EXAONE before the final norm": ("mtp_exaone_moe", option(pre_norm=True)),
-    "EXAONE, tokens off by one": ("mtp_exaone_moe", tokens_off_by_one),
-    "LongCat, state first": ("mtp_longcat_flash", family("longcat_flash", hidden_first=True)),
-    "LongCat before the final norm": ("mtp_longcat_flash", option(pre_norm=True)),
-    "LongCat, ranks not scaled": (
-        "mtp_longcat_flash",
-        family("longcat_flash", adapted=without_scaled_ranks),
-    ),
-    "Nemotron, state first": ("mtp_nemotron_h", family("nemotron_h", hidden_first=True)),
-    "Nemotron before the final norm": ("mtp_nemotron_h", option(pre_norm=True)),
-    "Nemotron, norms shifted": ("mtp_nemotron_h", option(norms_less_one=True)),
-    "Nemotron, tokens off by one": ("mtp_nemotron_h", tokens_off_by_one),
-    "Step, state first": ("mtp_step3p5", family("step3p5", hidden_first=True)),
-    "Step after the final norm": ("mtp_step3p5", option(pre_norm=False)),
-    "Step, normed states chained": (
-        "mtp_step3p5",
-        together(family("step3p5", pre_norm=False), option(pre_norm=True)),
-    ),
-    "Step, norms not shifted": ("mtp_step3p5", option(norms_less_one=False)),
-    "Step, not chained": ("mtp_step3p5", family("step3p5", further="side by side")),
-    "Step, first layer again": ("mtp_step3p5", family("step3p5", further="again")),
-    "Step, target's head": ("mtp_step3p5", by_the_targets_head),
-    "Step, tokens off by one": ("mtp_step3p5", tokens_off_by_one),
-    "Step, window one wider": ("mtp_step3p5", option(changes={"sliding_window": 5})),
-    "MiMo-V2, state first": ("mtp_mimo_v2_flash", family("mimo_v2_flash", hidden_first=True)),
-    "MiMo-V2 before the final norm": ("mtp_mimo_v2_flash", option(pre_norm=True)),
-    "MiMo-V2, chained": ("mtp_mimo_v2_flash", family("mimo_v2_flash", further="chained")),
-    "MiMo-V2, first layer again": ("mtp_mimo_v2_flash", family("mimo_v2_flash", further="again")),
-    "MiMo-V2, tokens off by one": ("mtp_mimo_v2_flash", tokens_off_by_one),
-    "MiMo-V2, window one wider": ("mtp_mimo_v2_flash", option(changes={"sliding_window_size": 5})),
-    "EAGLE-3, layers off by one": ("eagle3", option(layers=(2, 4, 5))),
-    "EAGLE-3, layers in another order": ("eagle3", option(layers=(4, 3, 1))),
-    "EAGLE-3, normed residual": ("eagle3", option(changes={"norm_before_residual": True})),
-    "EAGLE-3, normed state fed back": ("eagle3", option(changes={"norm_output": True})),
-    "EAGLE-3, tokens off by one": ("eagle3", tokens_off_by_one),
-    "EAGLE-1, tokens off by one": ("eagle1", tokens_off_by_one),
-    "DeepSeek, tokens off by one": ("mtp_deepseek_v3", tokens_off_by_one),
-    "DFlash, layers off by one": ("dflash", option(layers=(2, 4, 6))),
-    "DFlash, context off by one": ("dflash", context_off_by_one),
-    "DFlash, no window": ("dflash", option(changes={"layer_types": None})),
-    "DFlash, window one wider": ("dflash", option(changes={"sliding_window": 5})),
-    "DFlash, window both ways": ("dflash", option(changes={"is_causal": False})),
-    "Gemma, position moves on": ("gemma4_assistant", position_moves_on),
-    "Gemma, position off by one": ("gemma4_assistant", caches_of(full_attention=off_by_one)),
-    "Gemma, last key missing": ("gemma4_assistant", caches_of(sliding_attention=one_short)),
-    "Gemma, state first": ("gemma4_assistant", assistant_inputs(lambda state, x: (x, state))),
-    "Gemma, bare embedding": (
-        "gemma4_assistant",
-        assistant_inputs(lambda state, x: (state, x / heads.WIDTH**0.5)),
-    ),
-    "Gemma, fewer groups": (
-        "gemma4_assistant",
-        option(changes={"centroid_intermediate_top_k": 4}),
-    ),
+def of_layers(name: str) -> dict[str, Change]:
+    """The controls of a prediction layer of any family."""
+    one = mtp.FAMILIES[name]
+    return {
+        "state first": family(name, hidden_first=True),
+        "state on the other side of the norm": option(pre_norm=not one.pre_norm),
+        "norms shifted or not": option(norms_less_one=not one.norms_less_one),
+        "tokens off by one": tokens_off_by_one,
+    }
+
+
+def normed_states_chained(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
+    """As if its own norm did not belong to the head."""
+    family("step3p5", pre_norm=False)(patch, given)
+    given.update(pre_norm=True)
+
+
+CONTROLS: dict[str, dict[str, Change]] = {f"mtp_{n}": of_layers(n) for n in (*MTP, *STACKS)}
+CONTROLS["mtp_exaone_moe"]["rotated"] = family("exaone_moe", changes=with_a_rotation)
+CONTROLS["mtp_longcat_flash"]["ranks"] = family("longcat_flash", adapted=without_scaled_ranks)
+CONTROLS["mtp_step3p5"] |= {
+    "normed states chained": normed_states_chained,
+    "not chained": family("step3p5", further="side by side"),
+    "first layer again": family("step3p5", further="again"),
+    "target's head": by_the_targets_head,
+    "window one wider": option(changes={"sliding_window": 5}),
+}
+CONTROLS["mtp_mimo_v2_flash"] |= {
+    "chained": family("mimo_v2_flash", further="chained"),
+    "first layer again": family("mimo_v2_flash", further="again"),
+    "window one wider": option(changes={"sliding_window_size": 5}),
+}
+CONTROLS["eagle3"] = {
+    "layers off by one": option(layers=(2, 4, 5)),
+    "layers in another order": option(layers=(4, 3, 1)),
+    "normed residual": option(changes={"norm_before_residual": True}),
+    "normed state fed back": option(changes={"norm_output": True}),
+    "tokens off by one": tokens_off_by_one,
+}
+CONTROLS["eagle1"] = {"tokens off by one": tokens_off_by_one}
+CONTROLS["dflash"] = {
+    "layers off by one": option(layers=(2, 4, 6)),
+    "context off by one": context_off_by_one,
+    "no window": option(changes={"layer_types": None}),
+    "window one wider": option(changes={"sliding_window": 5}),
+    "window both ways": option(changes={"is_causal": False}),
+}
+CONTROLS["gemma4_assistant"] = {
+    "position moves on": position_moves_on,
+    "position off by one": assistant_inputs(off_by_one),
+    "last key missing": assistant_inputs(one_short),
+    "state first": assistant_inputs(lambda state, x, read: (x, state, read)),
+    "bare embedding": assistant_inputs(lambda state, x, read: (state, x / heads.WIDTH**0.5, read)),
+    "fewer groups": option(changes={"centroid_intermediate_top_k": 4}),
 }
 
 
@@ -335,16 +295,14 @@ def test_the_comparison_finds_each_trap(name: str, tmp_path: Path) -> None:
     def check(control: str) -> None:
         options: dict[str, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
-            CONTROLS[control][1](patch, options)
+            CONTROLS[name][control](patch, options)
             drafts = both_drafts(name, load(name, tmp_path / control, **options), patch)
         assert not all(is_as_in_torch(name, part, logits) for part, (_, logits) in drafts.items())
 
-    traps = [control for control, (of, _) in CONTROLS.items() if of == name]
-    assert traps
-    each(traps, check)
+    each(CONTROLS[name], check)
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *STACKS])
+@pytest.mark.parametrize("name", [*RECURRENT, *(f"mtp_{name}" for name in STACKS)])
 def test_drafted_entries_that_stay_are_found_by_the_second_draft(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

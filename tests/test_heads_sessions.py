@@ -17,16 +17,11 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
-from selection import FULL, each, in_one_test
-from specdec_mlx.drafters.drawing import Draws, draw_rows
+from selection import FULL, in_one_test
 from specdec_mlx.drafters.heads import session as head_session
-from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.early_exit import first_layers
-from specdec_mlx.drafters.heads.medusa import Medusa
-from specdec_mlx.drafters.heads.mtp import mtp_head
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
@@ -40,37 +35,18 @@ def target() -> nn.Module:
     return heads.target()
 
 
-def config_of(name: str) -> dict[str, Any]:
-    """Of a model of a family; layers that were trained for others are Llama's."""
-    return tiny.CONFIGS[name.removesuffix("_mtp")]
-
-
-def mtp(name: str) -> Callable[[TargetEnds], Head]:
-    def make(ends: TargetEnds) -> Head:
-        config = config_of(name) | {"vocab_size": VOCAB, "model_type": name}
-        config = config.get("text_config", config)
-        return mtp_head(FAMILIES[name], config, ends, heads.NUM_MTP_LAYERS)
-
-    return make
-
-
 HEADS = heads.HEADS
-FAMILY_HEADS = {name: mtp(name) for name in FAMILIES}
 
 
 @cache
 def drafter(name: str) -> HeadDrafter:
-    """A head with random weights for a target of its width."""
-    make = HEADS.get(name) or FAMILY_HEADS[name]
-    width = WIDTH if name in HEADS else _width(name)
-    return HeadDrafter(
-        heads.random_head(make, target() if width == WIDTH else heads.target(width=width))
-    )
-
-
-def _width(name: str) -> int:
-    config = config_of(name)
-    return int(config.get("text_config", config)["hidden_size"])
+    """A head with random weights for a target of its width; of a family by its name."""
+    if name in HEADS:
+        return HeadDrafter(heads.random_head(HEADS[name], target()))
+    config = tiny.CONFIGS[name]
+    width = config.get("text_config", config)["hidden_size"]
+    model = target() if width == WIDTH else heads.target(width=width)
+    return HeadDrafter(heads.random_head(heads.mtp(name, vocab_size=VOCAB), model))
 
 
 def context(**given: Any) -> DraftContext:
@@ -112,9 +88,9 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
 
     def keys_values(index: int) -> KeysValues:
         width = next(one.width for one in drafter.head.reads.values() if one.index == index)
-        made = np.random.default_rng(index).standard_normal((2, 2, 600, width))
-        keys, values = mx.array(made[:, :, : start + count].astype(np.float32))
-        return KeysValues(keys[None], values[None], start + count)
+        made = np.random.default_rng(index).standard_normal((2, 1, 2, 600, width))
+        keys, values = mx.array(made[..., : start + count, :].astype(np.float32))
+        return KeysValues(keys, values, start + count)
 
     return FeatureRows(layers, rows[:, 8], keys_values=keys_values)
 
@@ -145,18 +121,18 @@ def test_a_draft_depends_on_every_row_and_every_token(name: str) -> None:
     """Of the text before it; Medusa's on the last row."""
     one = drafter(name)
     assert len(Shown(one, PROMPT[:1], context()).propose(4)) == 0, "before a row was shown"
-    logits = first_logits(one, PROMPT)
+    probs = first_probs(one, PROMPT)
     for position in range(len(PROMPT) - 1):
         changed = list(PROMPT)
         changed[position + 1] += 1
-        by_token = mx.abs(first_logits(one, changed) - logits).max().item()
+        by_token = mx.abs(first_probs(one, changed) - probs).max().item()
         reads_all = name not in ("dflash", "assistant")
         reads_token = "medusa" not in name and (reads_all or position == len(PROMPT) - 2)
         assert (by_token > 0) == reads_token, position
 
 
-def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
-    """What the first token is drawn from, as log-probabilities at temperature 1."""
+def first_probs(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
+    """Probabilities that the first token is drawn from at temperature 1."""
     sampled = context(sampling=sd.Sampling(temp=1.0))
     logprobs = Shown(drafter, prompt, sampled).propose(1).logprobs
     assert logprobs is not None
@@ -165,7 +141,7 @@ def first_logits(drafter: HeadDrafter, prompt: Sequence[int]) -> mx.array:
 
 @in_one_test("name", HEADS)
 def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
-    """Normalised, filtered like the target's, and the argmax of it with the draft's own noise."""
+    """Normalised, filtered, and the argmax of it with the draft's noise; greedy: a point mass."""
     sampling = sd.Sampling(temp=0.7, top_p=0.9)
     given = context(sampling=sampling)
     draft = Shown(drafter(name), PROMPT, given).propose(3)
@@ -176,20 +152,10 @@ def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
     assert to_list(draft.tokens) == mx.argmax(draft.logprobs + noise, axis=-1).tolist()
     assert not mx.isinf(draft.logprobs).all()
     assert mx.isinf(draft.logprobs).any(), "top-p left everything in"
-
-
-def test_a_greedy_target_gets_point_masses() -> None:
-    """So does an opaque sampler, and any target if that is asked for."""
-    each(HEADS, gets_point_masses)
-
-
-def gets_point_masses(name: str) -> None:
-    one = drafter(name)
+    greedy = HeadDrafter(drafter(name).head, greedy=True)
+    assert Shown(greedy, PROMPT, given).propose(2).logprobs is None
     for given in (context(sampling=sd.Sampling()), context()):
-        assert Shown(one, PROMPT, given).propose(2).logprobs is None
-    greedy = HeadDrafter(one.head, greedy=True)
-    sampled = context(sampling=sd.Sampling(temp=1.0))
-    assert Shown(greedy, PROMPT, sampled).propose(2).logprobs is None
+        assert Shown(drafter(name), PROMPT, given).propose(2).logprobs is None
 
 
 def test_drafts_may_have_a_temperature_of_their_own() -> None:
@@ -204,11 +170,12 @@ def test_drafts_may_have_a_temperature_of_their_own() -> None:
 
 
 def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
-    """And all others do."""
-    sampled = context(sampling=sd.Sampling(temp=1.0))
-    logprobs = Shown(drafter("eagle3"), PROMPT, sampled).propose(1).logprobs
-    finite = [i for i in range(VOCAB) if mx.isfinite(logprobs[0, i])]
-    assert finite == list(range(0, VOCAB, 3))
+    """And all others do; in another order logits find their places."""
+    probs = first_probs(drafter("eagle3"), PROMPT)
+    assert [i for i in range(VOCAB) if probs[0, i] > 0] == list(range(0, VOCAB, 3))
+    logits = mx.array([[1.0, 2.0, 3.0]])
+    assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
+    assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
 
 
 @in_one_test("name", HEADS)
@@ -233,50 +200,44 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(head_session, "MOST_WAITING", most)
     prompt = [i % VOCAB for i in range(5 * most)]
     shown = Shown(drafter(name), prompt, context(), chunk=6)
-    assert len(shown.session.waiting) < most
+    assert shown.session.waiting.num_rows < most
     fresh = Shown(drafter(name), prompt, context())
     assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
     for i in range(2 * most):
         shown.emit(i % VOCAB)
-        assert len(shown.session.waiting) <= most
+        assert shown.session.waiting.num_rows <= most
     fresh = Shown(drafter(name), shown.text, context())
     assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
 
-@in_one_test("name", ["eagle1", "medusa", "assistant", "deepseek_v3"])
-def test_a_head_read_otherwise_has_another_key(name: str) -> None:
-    """Its costs are the same, its acceptance is not."""
-    one = drafter(name)
-    keys = {one.key}
-    for variation in one.head.variations():
-        if "state" in variation.name and "order" not in variation.name:
-            with variation.applied():
-                keys.add(one.key)
-    assert len(keys) == 2
-
-
-def test_two_heads_do_not_share_a_key() -> None:
-    """By content and options; the same head loaded twice does."""
+def test_keys_differ_by_content_options_and_reading() -> None:
+    """The costs of a head that is read otherwise are the same, its acceptance is not."""
     keys = {drafter(name).key for name in HEADS} | {HeadDrafter(drafter("eagle1").head, True).key}
     assert len(keys) == len(HEADS) + 1
+    for name in ("eagle1", "medusa", "assistant", "deepseek_v3"):
+        one = drafter(name)
+        key = one.key
+        other_state = next(v for v in one.head.variations() if v.name.startswith("state "))
+        with other_state.applied():
+            assert one.key != key
+        assert one.key == key
 
 
-# Medusa by its formula ---------------------------------------------------------------------------
-
-
-def test_medusa_is_its_formula() -> None:
-    """Head i: x + silu(W x + b), twice, then its matrix, of the last state shown."""
-    one = drafter("medusa")
+@in_one_test("name", ["medusa", "medusa, target's head"])
+def test_medusa_is_its_formula(name: str) -> None:
+    """Head i: x + silu(W x + b) for each block, then a matrix, of the last state shown."""
+    one = drafter(name)
     head = one.head
-    state = np.array(states(one, len(PROMPT) - 2, 1).head_input)[0].astype(np.float64)
+    matrices = head.lm_heads if name == "medusa" else [target().lm_head] * 5
     expected = []
-    for blocks, matrix in zip(head.blocks, head.lm_heads, strict=True):
-        x = state
+    for blocks, matrix in zip(head.blocks, matrices, strict=True):
+        x = np.array(states(one, len(PROMPT) - 2, 1).head_input)[0].astype(np.float64)
         for block in blocks:
             y = np.array(block.weight) @ x + np.array(block.bias)
             x = x + y / (1 + np.exp(-y))
         expected.append(int(np.argmax(np.array(matrix.weight) @ x)))
-    assert to_list(Shown(one, PROMPT, context()).propose(9).tokens) == expected
+    for length in (9, 2):
+        assert to_list(Shown(one, PROMPT, context()).propose(length).tokens) == expected[:length]
 
 
 # PARD ---------------------------------------------------------------------------------------------
@@ -291,57 +252,17 @@ MASK = VOCAB - 1
 
 
 def test_pard_drafts_what_stands_behind_its_masks() -> None:
-    """The last K rows of one pass over the text and K - 1 masks, whatever was drafted before."""
+    """The last rows of one pass over text and masks; its caches hold no mask afterwards."""
     session = PardDrafter(small(), mask_token=MASK).begin(PROMPT, context())
     text = list(PROMPT)
     for length, emitted in ((4, 2), (1, 1), (6, 0), (3, 3)):
         got = to_list(session.propose(length).tokens)
         logits = small()(mx.array([[*text, *[MASK] * (length - 1)]]))[0, -length:]
         assert got == mx.argmax(logits, axis=-1).tolist()
+        assert session.rollback.position == session.rollback.caches[0].offset == len(text)
         tokens = [*got[:emitted], 50]
         session.observe(tokens)
         text += tokens
-
-
-def test_pard_caches_hold_the_text_and_no_mask() -> None:
-    """After each proposal: as many positions as the text has."""
-    session = PardDrafter(small(), mask_token=MASK).begin(PROMPT, context())
-    session.propose(5)
-    assert session.rollback.position == len(PROMPT)
-    assert session.rollback.caches[0].offset == len(PROMPT)
-
-
-# Early exit ---------------------------------------------------------------------------------------
-
-
-def test_an_early_exit_by_hand() -> None:
-    """Embedding, first layers, final norm, head, all of them the target's own arrays."""
-    model = heads.target()
-    ids = mx.array([[3, 14, 15, 9, 2]])
-    h = model.model.embed_tokens(ids)
-    for layer in model.layers[:3]:
-        h = layer(h, "causal", None)
-    expected = model.lm_head(model.model.norm(h))
-    short = first_layers(model, 3)
-    assert mx.allclose(short(ids), expected, atol=1e-5)
-    assert len(model.layers) == heads.NUM_LAYERS
-    shared, own = ({id(x) for _, x in tree_flatten(m.parameters())} for m in (model, short))
-    assert own <= shared
-
-
-@in_one_test("layers", [0, 8, -1])
-def test_an_exit_that_is_none_is_refused(layers: int) -> None:
-    """Before the first layer, or behind the last."""
-    with pytest.raises(sd.errors.HeadError, match="expected 1 to 7"):
-        sd.drafters.early_exit(heads.target(), layers)
-
-
-def test_layers_that_cannot_run_alone_are_refused() -> None:
-    """This model has two lists of layers."""
-    with pytest.raises(
-        sd.errors.HeadError, match=r"1 layers of mlx_lm\.models\.afm7 cannot be run"
-    ):
-        sd.drafters.early_exit(tiny.build("afm7"), 1)
 
 
 # The conformance tests, and whole texts ----------------------------------------------------------
@@ -355,7 +276,7 @@ WHOLE: dict[str, Callable[[], Any]] = {
 @FULL
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafters_that_read_tokens_conform(name: str) -> None:
-    """What `check_drafter` asks of any."""
+    """To `check_drafter`."""
     check_drafter(WHOLE[name](), vocab_size=VOCAB, num_draws=400)
 
 
@@ -372,37 +293,6 @@ def test_their_text_is_the_targets_own(name: str, length: int) -> None:
         assert [t.token for t in tokens] == plain
 
 
-@in_one_test("temp", [0.0, 0.7])
-def test_rows_drawn_together_are_those_drawn_one_by_one(temp: float) -> None:
-    """Tokens, distributions and confidences, and every head of a draft."""
-    logits = 3 * mx.random.normal((5, VOCAB), key=mx.random.key(2))
-    together, single = (Draws(context(), sd.Sampling(temp=temp), PROMPT, 7) for _ in range(2))
-    draw_rows(together, logits)
-    confidences = []
-    for i in range(len(logits)):
-        single.draw(logits[i : i + 1])
-        confidences.append(single.log_confidence().item())
-    assert len(together) == len(single) == 5
-    assert np.allclose(together.log_confidences(), confidences, atol=1e-6)
-    for length in (2, 5):
-        some, others = together.draft(length), single.draft(length)
-        assert to_list(some.tokens) == to_list(others.tokens)
-        assert (some.logprobs is None) == (others.logprobs is None) == (temp == 0)
-        if some.logprobs is not None:
-            assert np.allclose(some.logprobs, others.logprobs, atol=1e-6)
-
-
-@in_one_test("own", [0, VOCAB])
-def test_heads_together_guess_what_each_does(own: int) -> None:
-    """With the target's matrix, and with matrices of their own."""
-    head = heads.random_head(lambda ends: Medusa(3, 1, ends, own_heads=own), target())
-    state = mx.random.normal((1, WIDTH), key=mx.random.key(3))
-    matrices = head.lm_heads if own else [head.ends.logits] * 3
-    each = mx.concatenate([matrices[i](head.state(state, i)) for i in range(3)])
-    assert np.allclose(head.guesses(0, 3, [state]), each, atol=1e-4)
-    assert np.allclose(head.guesses(0, 2, [state]), each[:2], atol=1e-4)
-
-
 @in_one_test("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
 def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
     """Neighbours, all of them, others, in any order."""
@@ -414,21 +304,13 @@ def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
     assert (-taken.head_input).tolist() == expected
 
 
-def test_a_whole_vocabulary_needs_no_widening() -> None:
-    """In the target's order; in another order its logits find their places."""
-    logits = mx.array([[1.0, 2.0, 3.0]])
-    assert DraftVocabulary(mx.array([0, 0, 0]), 3).widen(logits).tolist() == [[1, 2, 3]]
-    assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
-    assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
-
-
 @in_one_test("name", ["eagle1", "eagle3", "qwen3_5"])
 def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> None:
     """No attention and no logits are computed but at the last position, which drafts."""
     one = drafter(name)
     session = Shown(one, list(range(40)), context()).session
     assert operations_of(session.read()).isdisjoint({"ScaledDotProductAttention", "Softmax"})
-    assert len(session.waiting) == 1
+    assert session.waiting.num_rows == 1
     fresh = Shown(one, list(range(40)), context())
     assert to_list(session.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 

@@ -21,7 +21,6 @@ from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
 from specdec_mlx.types import DraftContext, Step, Stepwise
 from tiny_model_folder import write_model_folder
-from torch_files import torch_file
 
 PROMPT = "the cat in the hat and the other cat in the hat"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -51,6 +50,14 @@ def complete(client: openai.OpenAI, messages: list[Any] = MESSAGES, **more: Any)
 
 def text_of(reply: Any) -> str:
     return str(reply.choices[0].message.content)
+
+
+def refused(client: openai.OpenAI, **more: Any) -> str:
+    """Status and answer of a request that is refused."""
+    body = {"messages": MESSAGES, "max_tokens": 2, **more}
+    status, answer = post(client, "chat/completions", body)
+    assert status >= 400
+    return f"{status} {json.dumps(answer)}"
 
 
 def test_a_head_drafts_and_the_text_is_plain_decodings(client: openai.OpenAI) -> None:
@@ -83,42 +90,30 @@ def test_a_later_turn_is_drafted_for_too(client: openai.OpenAI) -> None:
     assert both.usage.speculation["drafter"] == "ngram+model"
 
 
-def test_a_request_may_name_a_head_as_its_draft_model(folders: dict[str, str]) -> None:
-    """Of a server that has none; one that does not fit is refused with the reason."""
+def test_a_request_may_name_a_head_as_its_draft_model(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a server that has none; one that does not fit is refused, and so are torch's files."""
     with serving("--model", folders["target"], "--draft-length", "3") as running:
         plain = complete(running, extra_body={"drafter": "none"})
         reply = complete(running, extra_body={"draft_model": folders["head"]})
         assert text_of(reply) == text_of(plain)
         assert reply.usage.speculation["drafted"] > 0
-        body = {"messages": MESSAGES, "max_tokens": 2, "draft_model": folders["wide"]}
-        status, answer = post(running, "chat/completions", body)
-        assert status >= 400
-        assert "was trained for a target" in json.dumps(answer)
+        assert "was trained for a target" in refused(running, draft_model=folders["wide"])
         assert text_of(complete(running)) == text_of(plain)
-
-
-def test_a_request_does_not_have_a_file_of_torchs_read(
-    folders: dict[str, str], tmp_path: Path
-) -> None:
-    """Not even where torch is installed; one that points far out of its bytes, least of all."""
-    for path in Path(folders["head"]).glob("config.json"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    torch_file(tmp_path / "pytorch_model.bin", shape=4, offset=10**12)
-    with serving("--model", folders["target"], "--draft-length", "3") as running:
-        body = {"messages": MESSAGES, "max_tokens": 2, "draft_model": str(tmp_path)}
-        status, answer = post(running, "chat/completions", body)
-        assert 400 <= status < 500
-        assert "torch.save wrote is not read here. Start the server with it" in json.dumps(answer)
+        # torch's files are not read on request, least of all one that points far out of its bytes
+        (tmp_path / "config.json").write_bytes(Path(folders["head"], "config.json").read_bytes())
+        heads.torch_file(tmp_path / "pytorch_model.bin", shape=4, offset=10**12)
+        said = refused(running, draft_model=str(tmp_path))
+        assert "torch.save wrote is not read here. Start the server with it" in said
+        assert said.startswith("4")
         assert complete(running).choices
 
 
 def test_a_head_of_another_target_is_refused_when_it_is_asked(folders: dict[str, str]) -> None:
     """By its flag; without it the server goes on."""
     with serving("--model", folders["target"], "--draft-model", folders["wide"]) as running:
-        body = {"messages": MESSAGES, "max_tokens": 2}
-        status, answer = post(running, "chat/completions", body)
-        assert status >= 400
-        assert "was trained for a target" in json.dumps(answer)
+        assert "was trained for a target" in refused(running)
         assert complete(running, extra_body={"drafter": "ngram"}).choices
 
 
@@ -126,14 +121,9 @@ def test_a_draft_model_whose_caches_are_kept_still_stops_in_the_middle() -> None
     """By the draft length's decision."""
     model = tiny.build("qwen2")
     context = DraftContext(vocab_size=128)
-    stepping = {"alone": True, "in one pass": True}
-    drafters = {
-        "alone": sd.ModelDrafter(model),
-        "in one pass": PardDrafter(model, mask_token=127),
-    }
-    for name, drafter in drafters.items():
+    for drafter in (sd.ModelDrafter(model), PardDrafter(model, mask_token=127)):
         session = keeping_caches(drafter, LRUPromptCache()).begin([5, 17, 99, 3], context)
-        assert isinstance(session, Stepwise) == stepping[name]
+        assert isinstance(session, Stepwise)
         if isinstance(session, Stepwise):
             assert len(session.propose_while(4, lambda evidence: Step.STOP_AFTER)) == 1
 

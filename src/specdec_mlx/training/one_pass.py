@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm, first_layers
-from specdec_mlx.drafters.heads.medusa import Medusa
+from specdec_mlx.drafters.heads.one_pass import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained

@@ -18,8 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
-from specdec_mlx.drafters.heads.mtp import LAYER, MTPHead
-from specdec_mlx.drafters.heads.mtp_families import FAMILIES
+from specdec_mlx.drafters.heads.mtp import FAMILIES, LAYER, MTPHead
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import Batch

@@ -3,127 +3,160 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.growing import check_branches
-from specdec_mlx.drafters.heads.session import HeadSession
+from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation
 from specdec_mlx.errors import HeadError
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
+from specdec_mlx.sampling.drafts import check_draft_temp
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 
 class Head(nn.Module):  # type: ignore[misc]
-    """A head's weights, and what it reads of the target.
+    """A head's weights, and how they are run.
 
-    kind: what it is called. session: its side of a generation. grows_trees: True if its drafts may
-    fork. ends: of the target. vocabulary: what its logits are over, None for the target's tokens.
+    grows_trees: True if it can draft trees. levels: its layers, where it drafts token by token.
+    vocabulary: tokens that its logits are over, None for the target's. pre_norm: True if it reads
+    the target's state before the final norm, not after it.
     """
 
     kind = ""
     session: type[HeadSession]
     grows_trees = True
+    levels: Sequence[RecurrentHead] = ()
     ends: TargetEnds
     vocabulary: DraftVocabulary | None = None
+    pre_norm = False
 
     @property
-    @abstractmethod
     def features(self) -> Features:
-        """What it reads of the target."""
+        """States of the target that it reads: the input of its head, or of its final norm."""
+        last = self.ends.num_layers - 1
+        return Features(layers=(last,)) if self.pre_norm else Features(head_input=True)
 
-    @abstractmethod
     def rows(self, features: FeatureRows) -> mx.array:
-        """[n, W] what it keeps of n positions that the target has read."""
-
-    @abstractmethod
-    def variations(self) -> list[Variation]:
-        """What its files may mean as well."""
+        """[n, W] of n positions that the target has read, as the session keeps them."""
+        rows: Any = features.head_input
+        return features.layers[self.ends.num_layers - 1] if self.pre_norm else rows
 
     def make_cache(self) -> list[Any]:
         """New caches, one for each layer."""
         return [KVCache() for _ in self.layers]
 
     def logits(self, states: mx.array) -> mx.array:
-        """Logits [n, V] of states [n, D], -inf for tokens that are not in the draft vocabulary."""
+        """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
         logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
     def draft_logits(self, states: mx.array) -> mx.array:
-        """Logits [..., Vd] over the draft vocabulary, of states [..., D]; by the target's head."""
+        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
         return self.ends.logits(states)
 
     def notes(self) -> list[str]:
-        """What else is to be known about it, each in a few words."""
-        if self.vocabulary is None:
-            return []
-        return [f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens"]
-
-
-class FinalStateHead(Head):
-    """A head that reads the target's state after its final norm.
-
-    pre_norm: True if it reads the state before that norm instead.
-    """
-
-    pre_norm = False
-
-    @property
-    def features(self) -> Features:
-        """The input of the target's head, or the output of its last layer."""
-        layers = (self.ends.num_layers - 1,) if self.pre_norm else ()
-        return Features(layers=layers, head_input=not self.pre_norm)
-
-    def rows(self, features: FeatureRows) -> mx.array:
-        """[n, D] the target's states."""
-        last = self.ends.num_layers - 1
-        rows = features.layers[last] if self.pre_norm else features.head_input
-        assert rows is not None
-        return rows
-
-    def notes(self) -> list[str]:
-        """Where it reads, if not where it is usual."""
-        return ["reads the state before the final norm"] if self.pre_norm else []
+        """Its variant, for `describe` and `key`."""
+        notes = ["reads the state before the final norm"] if self.pre_norm else []
+        if self.vocabulary is not None:
+            notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
+        return notes
 
     def variations(self) -> list[Variation]:
-        """The state on the other side of the norm."""
+        """Other readings of its files: the state on the other side of the norm."""
         other = not self.pre_norm
-        where = "before" if other else "after"
-        return [
-            Variation(
-                f"state {where} the final norm",
-                f"it looks trained on the state {where} the final norm; load it with "
-                f"pre_norm={other}",
-                [self],
-                {"pre_norm": other},
-            )
-        ]
+        name = f"state {'before' if other else 'after'} the final norm"
+        advice = f"it looks trained on the {name}; load it with pre_norm={other}"
+        return [Variation(self, name, advice, {"pre_norm": other})]
+
+
+class RecurrentHead(Head):
+    """A head that drafts token by token from its own states, or one of its layers.
+
+    moves_on: True if its one layer drafts any number of tokens. chained: True if a layer reads the
+    states of the layer before it, not the target's.
+    """
+
+    width: int
+    session = RecurrentSession
+    moves_on = True
+    chained = True
+
+    @property
+    def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
+        """The layers that draft a token each, or the one that drafts all."""
+        return [self]
+
+    def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """States [n, D] of n further positions, by states [n, D] and the tokens [n] after them."""
+        return self.forward(states[None], tokens[None], cache)[0]
+
+    @abstractmethod
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+        """`step` of a batch: states [batch, n, D], tokens [batch, n]."""
+
+
+@dataclass(frozen=True)
+class Variation:
+    """Another reading of a head's files, which `check` compares by acceptance.
+
+    advice: for the user, if it does better. changes: attributes of the head and its layers.
+    norm_shift: added to the scales of all norms.
+    """
+
+    head: Head
+    name: str
+    advice: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    norm_shift: float = 0.0
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Read the head so within the context."""
+        parts = [self.head, *self.head.levels]
+        before = [{key: getattr(part, key) for key in self.changes} for part in parts]
+        weights = tree_flatten(self.head.parameters()) if self.norm_shift else []
+        norms = {name: x for name, x in weights if is_norm(name, x)}
+        try:
+            shifted = {name: x + self.norm_shift for name, x in norms.items()}
+            self._set([self.changes] * len(parts), shifted)
+            yield
+        finally:
+            self._set(before, norms)
+
+    def _set(self, changes: Sequence[Mapping[str, Any]], norms: Mapping[str, mx.array]) -> None:
+        for part, values in zip([self.head, *self.head.levels], changes, strict=True):
+            for key, value in values.items():
+                setattr(part, key, value)
+        self.head.update(tree_unflatten(list(norms.items())))
+
+
+def is_norm(name: str, value: mx.array) -> bool:
+    """True for the scale of a norm."""
+    return "norm" in name and value.ndim == 1
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class HeadDrafter:
     """Draft with a trained head, which reads the states of the target that it was loaded for.
 
-    What is emitted has the target's distribution, whatever the head proposes. Greedy targets and
-    opaque samplers get the head's argmax, others draws from its logits under the target's own
-    sampling (Leviathan et al. 2023, section 2.2), with the distribution of each handed over.
+    Greedy targets and opaque samplers get the head's argmax; others get draws from its logits under
+    the target's own sampling (Leviathan et al. 2023, section 2.2), with the distribution of each.
 
     Args:
         head: as `load_head` makes it.
         greedy: propose the argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
-        name: what it was loaded from.
-        vocab_size: V of the target that it was loaded for, None for any.
-        branches: most tokens at a place. With more than one it proposes trees; see
-            `drafters.growing`.
+        name: folder or repository.
+        vocab_size: of its target, None for any.
+        branches: most tokens at a place; with more than one it proposes trees.
         on_every_rank: see `ModelDrafter`.
     """
 
@@ -136,7 +169,7 @@ class HeadDrafter:
     on_every_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse a temperature and a number of branches that are none."""
+        """Check the temperature and the branches."""
         check_draft_temp(self.draft_temp)
         check_branches(self.branches)
         if self.branches > 1 and not self.head.grows_trees:
@@ -144,12 +177,12 @@ class HeadDrafter:
 
     @property
     def model(self) -> nn.Module:
-        """The head's weights, which are kept wired while it drafts."""
+        """Weights to keep wired while it drafts."""
         return self.head
 
     @property
     def features(self) -> Features:
-        """What its sessions read of the target."""
+        """States of the target that its sessions read."""
         return self.head.features
 
     @property
@@ -157,20 +190,16 @@ class HeadDrafter:
         """The head by its content, and how it drafts."""
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
         branches = f", branches={self.branches}" if self.branches > 1 else ""
-        options = f"greedy={self.greedy}, draft_temp={self.draft_temp}{branches}"
-        return f"HeadDrafter({content}, {options})"
+        drafts = f"greedy={self.greedy}, draft_temp={self.draft_temp}{branches}"
+        return f"HeadDrafter({content}, {drafts})"
 
     def describe(self) -> str:
-        """What was recognised, in a line."""
+        """Kind and variant that were recognised, in a line."""
         return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
 
     def __repr__(self) -> str:
-        """What was recognised."""
+        """`describe` in brackets."""
         return f"<HeadDrafter {self.describe()}>"
-
-    def sampling_for(self, target: Sampling | None) -> Sampling:
-        """How to draw for a target: its filters, at the drafts' temperature."""
-        return sampling_of_drafts(target, greedy=self.greedy, draft_temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
@@ -183,5 +212,4 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        sampling = self.sampling_for(context.sampling)
-        return self.head.session(self.head, sampling, prompt, context, self.branches)
+        return self.head.session(self, prompt, context)

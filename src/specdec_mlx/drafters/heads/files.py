@@ -27,24 +27,14 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
-"""Where tensors are if there is no index, the first that exists."""
-
-MLX_FORMAT = "mlx"
+"""Files of tensors if there is no index, the first that exists."""
 
 
 class HeadFiles:
-    """A head's configuration, the names of its tensors, and the tensors themselves.
-
-    Args:
-        path_or_repo: a folder, or a Hugging Face name.
-        torch_files: whether to read what `torch.save` wrote, where there is nothing else.
-
-    Raises:
-        HeadError: there is no such folder or repository, or no config.json that can be read.
-    """
+    """A head's config and tensors; torch_files: read torch's where there is no other file."""
 
     def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
-        """Read the configuration."""
+        """Read the config.json of a folder or a repository; HeadError if that fails."""
         self.name = str(path_or_repo)
         folder = Path(path_or_repo).expanduser()
         self.folder = folder if folder.is_dir() else None
@@ -65,7 +55,7 @@ class HeadFiles:
         return content
 
     def expect(self, name: str, value: Any, low: int, high: int) -> None:
-        """Raise HeadError for a number of the files that is not within bounds."""
+        """Raise HeadError for a number that is not within bounds."""
         if not (isinstance(value, int) and low <= value <= high):
             raise HeadError(
                 f"{self.name}: {name} is {value!r}, expected {low} to {high}. Fetch it again, or "
@@ -73,16 +63,18 @@ class HeadFiles:
             )
 
     def path(self, name: str) -> Path | None:
-        """Where a file is now, fetched if it has to be; None if there is no such file.
-
-        Raises:
-            HeadError: it is torch's, which cannot or may not be read, or it cannot be fetched.
-        """
+        """Path of a file, fetched if needed, or None; HeadError if it cannot be fetched or read."""
         path = self.folder / name if self.folder is not None else None
         if path is not None and not path.is_file():
             return None
-        if not name.endswith((".json", ".safetensors")):
-            self._check_torch(name)
+        is_torchs, may_read = not name.endswith((".json", ".safetensors")), self.torch_files
+        if is_torchs and not (may_read and find_spec("torch") is not None):
+            way = "Install torch" if may_read else "Start the server with it as --draft-model"
+            raise HeadError(
+                f"{self.name} has no safetensors, and what torch.save wrote is not read here. "
+                f'{way}, or convert it: safetensors.torch.save_file(torch.load("{name}"), '
+                f'"{SINGLE[0]}").'
+            )
         if path is not None:
             return path
         try:
@@ -96,47 +88,26 @@ class HeadFiles:
                 f"There is no folder {self.name}, and no Hugging Face repository of that name that "
                 "can be read from here."
             ) from error
-        except Exception as error:  # of whatever carries it, another in each version of the Hub's
+        except Exception as error:  # each version of the Hub's client raises others
             raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
-
-    def _check_torch(self, name: str) -> None:
-        """Raise HeadError where torch's own files are not to be read, before they are fetched."""
-        if self.torch_files and find_spec("torch") is not None:
-            return
-        way = "Install torch" if self.torch_files else "Start the server with it as --draft-model"
-        raise HeadError(
-            f"{self.name} has no safetensors, and what torch.save wrote is not read here. {way}, "
-            f'or convert it: safetensors.torch.save_file(torch.load("{name}"), "{SINGLE[0]}").'
-        )
 
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
-        """Name of each tensor -> the file that holds it; of an index, without fetching any."""
+        """Name of each tensor -> its file; by the index if there is one."""
         index = self.path(INDEX)
         if index is not None:
             files = self._read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
                 raise HeadError(f"{self.name}: {INDEX} does not name a file for each tensor.")
             return files
-        files = self._first_of(SINGLE)
+        files = list(islice(filter(self.path, SINGLE), 1))
         if not files and self.folder is not None:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
-        files = files or self._first_of(TORCH)
+        files = files or list(islice(filter(self.path, TORCH), 1))
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
 
-    def _first_of(self, names: Iterable[str]) -> list[str]:
-        return list(islice(filter(self.path, names), 1))
-
-    @property
-    def names(self) -> set[str]:
-        """Names of all tensors."""
-        return set(self.weight_map)
-
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
-        """These tensors, and whether they were converted for MLX.
-
-        Only the files that hold them are fetched.
-        """
+        """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
         wanted = list(names)
         read: dict[str, mx.array] = {}
         converted = False
@@ -147,7 +118,7 @@ class HeadFiles:
         return read, converted
 
     def _tensors(self, file: str) -> tuple[Mapping[str, mx.array], bool]:
-        """Tensors of a file, computed when they are used, and whether it was written for MLX."""
+        """Tensors of a file, lazy, and True if it was written for MLX."""
         path = self.path(file)
         if path is None:
             raise HeadError(f"{self.name} has no {file}, which its index names.")
@@ -161,14 +132,13 @@ class HeadFiles:
                 f"{self.name}: {file} cannot be read: {error}. Fetch it again, or give another."
             ) from error
         tensors, metadata = loaded
-        return tensors, metadata.get("format") == MLX_FORMAT
+        return tensors, metadata.get("format") == "mlx"
 
 
 def _read_torch(path: Path) -> dict[str, mx.array]:
-    """Tensors of a dictionary that `torch.save` wrote, by a torch that runs no code of the file.
+    """Tensors of a dictionary that `torch.save` wrote, floating point as float32.
 
-    Numbers with a point come as float32. Before torch 2.6 `weights_only` could be got around
-    (CVE-2025-32434).
+    Before torch 2.6 `weights_only` could be circumvented (CVE-2025-32434).
     """
     torch: Any = importlib.import_module("torch")
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:

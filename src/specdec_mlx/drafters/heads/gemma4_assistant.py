@@ -3,10 +3,9 @@
     x(i) = pre_projection [embed(token i) * sqrt(D), h(i)],  s(i) = norm(layers(x(i)))
     logits of token i + 1 = head(s(i)),                      h(i + 1) = post_projection s(i)
 
-Token 0 is the last one of the text, and h(0) the target's state after its final norm where it was
-made. The layers have queries only: each reads what the target's last layer of its kind of attention
-has in the cache. Nothing is added there while drafting, so that all tokens of a draft are asked
-from one position, that of the text's last token. (transformers, `Gemma4Assistant`.)
+Token 0 is the last one of the text, and h(0) the target's state after its final norm at the token
+before. The layers have queries only: each reads the cache of the target's last layer of its kind of
+attention, always from the position of the text's last token. (transformers, `Gemma4Assistant`.)
 """
 
 from __future__ import annotations
@@ -19,35 +18,29 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead
-from specdec_mlx.drafters.heads.session import SteppingSession
+from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
 
 
 def layer_args(config: Mapping[str, Any]) -> gemma4_text.ModelArgs:
-    """Of an assistant's layers, which have queries only, by its config.json."""
-    queries_only = {
-        "num_kv_shared_layers": config["text_config"]["num_hidden_layers"],
-        "hidden_size_per_layer_input": 0,
-        "use_double_wide_mlp": False,
-    }
-    return gemma4_text.ModelArgs.from_dict({**config["text_config"], **queries_only})
+    """Arguments of an assistant's layers, which have queries only, from its config.json."""
+    text = config["text_config"]
+    others = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
+    queries_only = {"num_kv_shared_layers": text["num_hidden_layers"], **others}
+    return gemma4_text.ModelArgs.from_dict({**text, **queries_only})
 
 
 def key_widths(args: gemma4_text.ModelArgs) -> dict[str, int]:
-    """Kind of attention -> width of the keys that its queries go with."""
+    """Kind of attention -> width of its keys."""
     wide = {"full_attention": args.global_head_dim or args.head_dim}
     return {kind: wide.get(kind, args.head_dim) for kind in args.layer_types}
 
 
-class AssistantSession(SteppingSession):
-    """Keeps the target's last state, and reads its caches for each draft; see `SteppingSession`.
-
-    state: [1, D] the target's last, None before the first. handed_on: what the next step begins
-    with. held: what the caches hold, for the length of a draft. keys_values: reads them.
-    """
+class AssistantSession(HeadSession):
+    """Keeps the target's last state [1, D], and reads its caches for each draft."""
 
     state: mx.array | None = None
     handed_on: Any = None
@@ -63,10 +56,6 @@ class AssistantSession(SteppingSession):
         if rows.shape[0] >= MOST_WAITING:  # not computed, it would hold all of them
             mx.async_eval(self.state)
 
-    def read(self) -> list[Any]:
-        """Nothing waits."""
-        return []
-
     def begin_draft(self, limit: int) -> int:
         """`limit`; 0 before the prompt was read."""
         if limit == 0 or self.state is None or self.keys_values is None:
@@ -76,32 +65,26 @@ class AssistantSession(SteppingSession):
         return limit
 
     def end_draft(self) -> None:
-        """Let go of the caches."""
+        """Release the caches, which could not grow in place otherwise."""
         self.held, self.handed_on = {}, self.state
 
     def next_logits(self, token: mx.array | None) -> mx.array:
-        """Each of the state that the step before handed on."""
+        """From the state that the step before handed on."""
         last = to_ids(self.tokens[-1:]) if token is None else token
         logits: mx.array
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits
 
 
-class Gemma4Assistant(FinalStateHead):
-    """An assistant of a Gemma 4 model.
-
-    Args:
-        config: its config.json. With `use_ordered_embeddings` only tokens of some groups have
-            logits for a state.
-        ends: of the target.
-    """
+class Gemma4Assistant(Head):
+    """An assistant; with `use_ordered_embeddings` only tokens of some groups get logits."""
 
     kind = "Gemma 4 assistant"
     session = AssistantSession
     grows_trees = False
 
     def __init__(self, config: Mapping[str, Any], ends: TargetEnds) -> None:
-        """Random weights."""
+        """Random weights, by its config.json."""
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size
@@ -113,12 +96,10 @@ class Gemma4Assistant(FinalStateHead):
         self.pre_projection = nn.Linear(2 * ends.width, width, bias=False)
         self.post_projection = nn.Linear(width, ends.width, bias=False)
         if config.get("use_ordered_embeddings"):
-            self.masked_embedding = TokenGroups(
-                width,
-                config.get("num_centroids", 2048),
-                config.get("centroid_intermediate_top_k", 32),
-                args.vocab_size,
-            )
+            groups = self.masked_embedding = nn.Module()
+            groups.centroids = nn.Linear(width, config.get("num_centroids", 2048), bias=False)
+            groups.token_ordering = mx.arange(args.vocab_size, dtype=mx.int32)
+            self.num_chosen = config.get("centroid_intermediate_top_k", 32)
 
     @property
     def features(self) -> Features:
@@ -129,15 +110,9 @@ class Gemma4Assistant(FinalStateHead):
     def step(
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
     ) -> tuple[mx.array, mx.array]:
-        """One step of a draft.
+        """Logits [1, V] of what follows a state [1, D] and a token [1], and the next state [1, D].
 
-        Args:
-            state: [1, D] the target's, or the one that the step before handed on.
-            token: [1] the one behind it.
-            read: kind of attention -> what the target has read.
-
-        Returns:
-            Logits [1, V] of the next token, and the state [1, D] to hand on.
+        read: kind of attention -> keys and values of the target.
         """
         embedded = self.ends.embed(token) * self.ends.width**0.5
         h: mx.array = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
@@ -147,55 +122,24 @@ class Gemma4Assistant(FinalStateHead):
         made: mx.array = self.norm(h[0])
         return self.logits(made), self.post_projection(made)
 
-    def nothing_read(self, kind: str) -> KeysValues:
-        """A single position without content, in place of what a cache holds."""
-        heads = self.layers[0].self_attn.n_kv_heads
-        nothing = mx.zeros((1, heads, 1, self.reads[kind].width), self.ends.dtype)
-        return KeysValues(nothing, nothing, 1)
-
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of states [n, d]; -inf for tokens of groups that were not chosen."""
         if "masked_embedding" not in self:
             everything: mx.array = self.embed_tokens.as_linear(states)
             return everything
-        ids = self.masked_embedding.likely(states)
+        groups = self.masked_embedding
+        scores, order = groups.centroids(states), groups.token_ordering
+        chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[..., : self.num_chosen]
+        ids = order.reshape(scores.shape[-1], -1)[chosen].reshape(states.shape[0], -1)
         some = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
-        wide = mx.full((states.shape[0], self.masked_embedding.vocab_size), -mx.inf, some.dtype)
+        wide = mx.full((states.shape[0], order.size), -mx.inf, some.dtype)
         return mx.put_along_axis(wide, ids, some, axis=-1)
 
     def notes(self) -> list[str]:
-        """What it reads, and its groups of tokens."""
+        """Caches and groups of tokens."""
         read = ", ".join(f"{cache.index} ({kind})" for kind, cache in self.reads.items())
         notes = [f"reads the target's caches {read}"]
         if "masked_embedding" in self:
-            groups = self.masked_embedding
-            count = groups.centroids.weight.shape[0]
-            notes.append(f"{groups.num_chosen} of {count} groups of tokens")
+            count = self.masked_embedding.centroids.weight.shape[0]
+            notes.append(f"{self.num_chosen} of {count} groups of tokens")
         return notes + super().notes()
-
-
-class TokenGroups(nn.Module):  # type: ignore[misc]
-    """The tokens in groups of like ones, each with a centroid that says whether it is worth a look.
-
-    Args:
-        width: of the states.
-        num_groups: how many.
-        num_chosen: of these, for a state.
-        vocab_size: tokens in all, a multiple of `num_groups`.
-    """
-
-    def __init__(self, width: int, num_groups: int, num_chosen: int, vocab_size: int) -> None:
-        """Random centroids, the tokens in their own order."""
-        super().__init__()
-        self.num_chosen = num_chosen
-        self.vocab_size = vocab_size
-        self.centroids = nn.Linear(width, num_groups, bias=False)
-        self.token_ordering = mx.arange(vocab_size, dtype=mx.int32)
-
-    def likely(self, states: mx.array) -> mx.array:
-        """[n, m] ids of the tokens of the likeliest groups, for states [n, d]."""
-        scores = self.centroids(states)
-        chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[..., : self.num_chosen]
-        groups = self.token_ordering.reshape(scores.shape[-1], -1)
-        ids: mx.array = groups[chosen].reshape(states.shape[0], -1)
-        return ids

@@ -1,12 +1,13 @@
-"""Loading a head for a target: what kind it is, whether it fits, its weights."""
+"""Loading a head for a target: the table of published formats, the fit, the weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,33 +16,264 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config, LayersHead
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.formats import (
-    FORMATS,
-    Variant,
-    build_head,
-    kind_of,
-    known_kind,
-    without_its_layer,
-)
-from specdec_mlx.drafters.heads.mtp_families import family_of, other_formula
+from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
+from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, mtp_weights, other_formula
+from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec
 from specdec_mlx.sampling.drafts import check_draft_temp
-from specdec_mlx.types import DraftContext, Drafter, FeatureRows
+from specdec_mlx.types import DraftContext, Drafter, FeatureRows, KeysValues
 
-MOST_NAMED = 8
-"""Tensors that an error names."""
+Tensors = dict[str, mx.array]
 
-KEEPS_TYPE = ("e_score_correction_bias",)
-"""Parameters whose type is not the target's: sums that choose experts."""
+IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")
+SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")
+"""Tensors that a head may come with and does not need; copies of the target's ends."""
 
-GROUP_SIZES = (64, 32)
-"""Of quantization, the first that divides the rows."""
+VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
+"""Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
+
+
+class Source(NamedTuple):
+    """Files of a head, their tensors by our names, and the variant that `load_head` was told."""
+
+    files: HeadFiles
+    ends: TargetEnds
+    tensors: Tensors
+    layers: Sequence[int] | None
+    pre_norm: bool | None
+    norms_less_one: bool | None
+
+    def rows(self, name: str) -> int:
+        """Rows of a matrix; 0 if it is missing."""
+        return self.tensors[name].shape[0] if name in self.tensors else 0
+
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The draft vocabulary, None for the target's own tokens."""
+        found = self.tensors.get("d2t")
+        return None if found is None else DraftVocabulary(found, self.ends.vocab_size)
+
+    def with_layers(self, config: Any) -> Any:
+        """A config with the layers that the caller names, checked."""
+        if self.layers is not None:
+            config = replace(config, layers=tuple(self.layers))
+        self.check_width(self.columns("fc") / len(config.layers))
+        return config
+
+    def columns(self, name: str) -> int:
+        """Columns of a matrix, unpacked if it is quantized."""
+        columns = self.tensors[f"{name}.weight"].shape[-1]
+        if f"{name}.scales" not in self.tensors:
+            return columns
+        written = self.files.config["quantization"]
+        own = written.get(name) or written.get(f"model.{name}") or {}
+        return columns * 32 // int({**written, **own}["bits"])
+
+    def check_width(self, width: float) -> None:
+        """Raise HeadError for a head that reads states of another width."""
+        if width != self.ends.width:
+            raise HeadError(
+                f"{self.files.name} was trained for a target whose states have {width:g} numbers, "
+                f"and those of this one have {self.ends.width}. Use a head that was trained for "
+                "this target."
+            )
+
+
+@dataclass(frozen=True)
+class Format:
+    """A way in which heads are published.
+
+    label: its name for people. told_by: pattern of a config's model types and keys, each key with a
+    "=" after it. build: makes a head with random weights. renamed: patterns of the checkpoint's
+    names -> ours. loads: False where it is recognised only.
+    """
+
+    label: str
+    told_by: str
+    build: Callable[[Source], Head] | None = None
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    loads: bool = True
+
+
+def known_kind(config: Mapping[str, Any]) -> str | None:
+    """Key of FORMATS by a config alone; "mtp" is then a repository of just that layer."""
+    named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
+    said = " ".join([*map(str, named), *(f"{key}=" for key in config)]).lower()
+    return next((kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None)
+
+
+def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Key of FORMATS by config and tensors; "mtp" for a model that still has its layer."""
+    kind = known_kind(config)
+    if kind is not None:
+        return kind
+    found = family_of(config)
+    if found is not None and found[1].prefixes_in(names, config.get("text_config") or config):
+        return "mtp"
+    if any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in names):
+        return "medusa"
+    if "fc.weight" in names and any(name.startswith(("layers.0.", "midlayer.")) for name in names):
+        return "eagle3" if any("hidden_norm" in name for name in names) else "eagle"
+    return None
+
+
+def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
+    """A head of a format that has a `build`, and its weights; HeadError if it does not fit."""
+    files, ends, form = source.files, source.ends, FORMATS[kind]
+    assert form.build is not None
+    config, size = files.config, ends.vocab_size
+    part = config.get("transformer_layer_config") or config.get("text_config") or config
+    for said in (config, part):
+        files.expect("num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS)
+        for key, count in said.items():
+            if key.endswith("_heads") and count is not None:  # MLX's attention divides by them
+                files.expect(key, count, 1, MOST_LAYERS)
+    if abs((part.get("vocab_size") or size) - size) > VOCABULARY_MARGIN:
+        raise HeadError(
+            f"{files.name} was trained for a vocabulary of {part['vocab_size']} tokens, and this "
+            f"target has {size}. Use a head that was trained for this target."
+        )
+    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
+    for old, new in form.renamed.items():
+        tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
+    head = form.build(source._replace(tensors=tensors))
+    for layer in head.features.layers:
+        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
+    if source.pre_norm is not None and not isinstance(head, LayersHead):
+        head.pre_norm = source.pre_norm
+    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
+    names = [n for n in tensors if not IGNORED.match(n) and not n.startswith(unused)]
+    return head, {name: tensors[name] for name in names}
+
+
+def _eagle3(source: Source) -> Head:
+    config = source.with_layers(Eagle3Config.read(source.files.config, source.ends.num_layers))
+    own = {"own_embeddings": source.rows("embed_tokens.weight")}
+    own["own_head"] = source.rows("lm_head.weight")
+    return Eagle3(config, source.ends, source.vocabulary(), **own)
+
+
+def _eagle(source: Source) -> Head:
+    source.check_width(source.columns("fc") / 2)
+    config = source.files.config | {"qkv_bias": source.rows("layers.0.self_attn.q_proj.bias") > 0}
+    own, has_bias = source.rows("embed_tokens.weight"), "fc.bias" in source.tensors
+    return Eagle1(config, source.ends, own_embeddings=own, has_bias=has_bias)
+
+
+def _dflash(source: Source) -> Head:
+    config = source.with_layers(DFlashConfig.read(source.files.config, source.ends.num_layers))
+    source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
+    source.files.expect("block_size", config.block_size, 2, 1024)
+    return DFlash(config, source.ends, source.vocabulary())
+
+
+def _gemma4(source: Source) -> Head:
+    files, ends = source.files, source.ends
+    source.check_width(files.config.get("backbone_hidden_size", ends.width))
+    for kind, width in key_widths(layer_args(files.config)).items():
+        cache = ends.last_caches.get(kind)
+        if cache is None or cache.width != width:
+            has = "no such cache" if cache is None else f"keys of {cache.width} numbers"
+            raise HeadError(
+                f"{files.name} attends to keys of {width} numbers of the target's last layer with "
+                f"{kind.replace('_', ' ')}, and this target has {has}. Use an assistant that was "
+                "trained for this target."
+            )
+    order = source.tensors.get("masked_embedding.token_ordering", mx.zeros(1, mx.int32))
+    last = files.config["text_config"]["vocab_size"] - 1
+    for token in (order.min().item(), order.max().item()):
+        files.expect("a token of token_ordering", token, 0, last)
+    return Gemma4Assistant(files.config, ends)
+
+
+def _medusa(source: Source) -> Head:
+    source.check_width(source.rows("blocks.0.0.weight"))
+    blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
+    heads, layers = len({block[1] for block in blocks}), len({block[2] for block in blocks})
+    return Medusa(heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight"))
+
+
+def _mtp(source: Source) -> Head:
+    files, found = source.files, family_of(source.files.config)
+    config = files.config.get("text_config") or files.config
+    prefixes = found[1].prefixes_in(files.weight_map, config) if found is not None else []
+    if found is None or not prefixes:
+        raise HeadError(refusal(files))
+    source.check_width(config["hidden_size"])
+    family = found[1]
+    head = MTPHead(family, config, source.ends, num_layers=len(prefixes))
+    vocabulary = source.vocabulary()
+    if vocabulary is not None:
+        head.choose_among(vocabulary)
+    begins = (*(f"{theirs}." for theirs in family.names.values()), family.layer)
+    for depth, prefix in enumerate(prefixes):
+        rests = {n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)}
+        wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
+        tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
+        add_one = source.norms_less_one
+        if add_one is None:
+            add_one = family.norms_less_one and not converted
+        weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
+        ours = f"further.{depth - 1}." if depth else ""
+        source.tensors.update({ours + name: x for name, x in weights.items()})
+    return head
+
+
+def refusal(files: HeadFiles, kind: str | None = None) -> str:
+    """The error for files that cannot be loaded; kind: key of FORMATS, None for none."""
+    config, model_type = files.config, files.config.get("model_type")
+    if kind is not None:
+        return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
+    if (found := family_of(config)) is not None:
+        prefix = found[1].prefix_at(config.get("text_config") or config)
+        return (
+            f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
+            f"layer ({prefix}...), which conversions leave out. Give the original repository, or "
+            "one that has just this layer."
+        )
+    if (other := other_formula(config)) is not None:
+        return (
+            f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
+            "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
+        )
+    known = ", ".join(kind for kind, one in FORMATS.items() if one.loads)
+    return (
+        f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
+        f"{model_type!r}. A small model with the target's tokenizer is loaded by mlx_lm.load and "
+        "drafts with ModelDrafter."
+    )
+
+
+_STYLE = {r"^model\.": "", r"midlayer\.": "layers.0."}
+_EAGLE3 = _STYLE | {r"layers\.0\.hidden_norm": "hidden_norm"}
+_MEDUSA = {
+    r"^(medusa_head\.)?(\d+)\.(\d+)\.linear\.(\w+)$": r"blocks.\2.\3.\4",
+    r"^(medusa_head\.)?(\d+)\.\d+\.(\w+)$": r"lm_heads.\2.\3",
+}
+
+
+FORMATS: dict[str, Format] = {
+    "dspark": Format("DSpark, a block with a Markov chain", r"dspark|\bmarkov_rank=", loads=False),
+    "dflash2": Format("DFlash 2, with its convolutions", r"dflash2|\bselector_rank=", loads=False),
+    "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
+    "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False),
+    "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),
+    "eagle": Format("EAGLE", "(?!)", _eagle, _STYLE),  # told by its tensors alone
+    "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
+    "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False),
+    "pard": Format("PARD", r"\bpard_token="),
+    "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads=", loads=False),
+    "medusa": Format("Medusa", "medusa", _medusa, _MEDUSA),
+    "exit": Format("trained exit", r"\bexit_layer="),
+    "mtp": Format("multi-token prediction", r"_mtp( |$)", _mtp),
+}
+"""Name of a format -> how it is read; the first that a config matches counts."""
 
 
 def load_head(
@@ -57,187 +289,142 @@ def load_head(
     norms_less_one: bool | None = None,
     torch_files: bool = True,
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
-    """A trained head as a drafter for a loaded target.
-
-    What kind it is, is told from its config.json and the names of its tensors; the drafter's
-    `describe()` says it. Of a repository with more in it only the files are fetched that hold the
-    head.
+    """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
 
     Args:
-        path_or_repo: a folder, or a Hugging Face name: of a head, or the original repository of a
-            target that was trained with a multi-token prediction layer.
-        target: the model that it is to draft for, which lends it embeddings and head.
+        path_or_repo: a folder or a Hugging Face name, of a head or of the original repository of
+            a target with a multi-token prediction layer. Only files that hold the head are fetched.
+        target: the model to draft for, which lends it embeddings and head.
         draft_bits: quantize the head's matrices to so many bits.
         greedy: propose the head's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
-        branches: most tokens that it proposes at a place; with more than one its drafts are trees.
-        layers: whose outputs of the target it reads, from 0, where its config is wrong.
-        pre_norm: whether a head that reads the target's last state is to read it before the final
-            norm; None for what its family does, which is after it for nearly all.
-        norms_less_one: whether its norms are stored as w - 1; None for what its family does.
-        torch_files: read what `torch.save` wrote, by torch, where there are no safetensors.
+        branches: most tokens at a place; with more than one its drafts are trees.
+        layers: of the target, from 0, whose outputs it reads, where its config is wrong.
+        pre_norm: it reads the target's state before the final norm; None: its family's default.
+        norms_less_one: its norms are stored as w - 1; None: its family's default.
+        torch_files: read files of `torch.save`, by torch, where there are no safetensors.
 
     Raises:
         HeadError: it is not known, not complete, or does not fit the target.
     """
     check_draft_temp(draft_temp)
     check_branches(branches)
-    options: Any = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
+    options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
-    with _explained(files):
-        kind = kind_of(files.config, files.names)
-        if kind == "exit":
-            return load_exit(files, target, **options)
-        if kind == "pard":
-            model, tokenizer = load_model(path_or_repo)
-            mask = files.config["pard_token"]
-            files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
-            _quantize(model, draft_bits)
-            return PardDrafter(model, tokenizer, mask_token=mask, **options)
-        if kind is None or FORMATS[kind].build is None:
-            raise HeadError(_refusal(files, kind))
-    ends = target_ends(target)
-    with _explained(files):
-        head, weights = build_head(kind, files, ends, Variant(layers, pre_norm, norms_less_one))
-        _set_weights(head, weights, files, ends)
-    _quantize(head, draft_bits)
-    drafter = HeadDrafter(head, name=files.name, vocab_size=ends.vocab_size, **options)
-    with _explained(files):
-        mx.eval(head.parameters())
-        _try_out(drafter, ends)
+    try:
+        return _load(files, target, draft_bits, (layers, pre_norm, norms_less_one), options)
+    except (HeadError, ModelFolderError):
+        raise
+    except Exception as error:  # a damaged file may fail anywhere in mlx-lm
+        raise HeadError(
+            f"{files.name}: its config.json and its tensors make no head that runs on this target "
+            f"({type(error).__name__}: {error}). It was trained for another target, or is damaged."
+        ) from error
+
+
+def _load(
+    files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
+) -> HeadDrafter | PardDrafter | ExitDrafter:
+    kind = kind_of(files.config, files.weight_map)
+    if kind == "exit":
+        return load_exit(files, target, **options)
+    if kind == "pard":
+        model, tokenizer = load_model(files.name)
+        mask = files.config["pard_token"]
+        files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
+        _quantize(model, bits)
+        return PardDrafter(model, tokenizer, mask_token=mask, **options)
+    if kind is None or FORMATS[kind].build is None:
+        raise HeadError(refusal(files, kind))
+    source = Source(files, target_ends(target), {}, *variant)
+    head, weights = build_head(kind, source)
+    _set_weights(head, weights, source)
+    _quantize(head, bits)
+    drafter = HeadDrafter(head, name=files.name, vocab_size=source.ends.vocab_size, **options)
+    mx.eval(head.parameters())
+    _try_out(drafter, source.ends)
     return drafter
 
 
 def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
-    """Draft behind a made-up text: configurations may contradict the tensors only in a pass."""
+    """Draft once after zeros: some configs contradict the tensors in a pass only."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)
-    held = {cache.index: head.nothing_read(kind) for kind, cache in head.get("reads", {}).items()}
+    held = {}
+    for cache in head.get("reads", {}).values():
+        nothing = mx.zeros((1, head.layers[0].self_attn.n_kv_heads, 1, cache.width), ends.dtype)
+        held[cache.index] = KeysValues(nothing, nothing, 1)
     rows = dict.fromkeys(head.features.layers, blank)
     session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
     session.see(FeatureRows(rows, blank, keys_values=held.__getitem__))
     mx.eval(session.propose(3).tokens)
 
 
-@contextmanager
-def _explained(files: HeadFiles) -> Iterator[None]:
-    """Raise HeadError, with the files' name, where the block cannot make a head of them."""
-    try:
-        yield
-    except (HeadError, ModelFolderError):
-        raise
-    except Exception as error:  # whatever a damaged file leads to, in any module of mlx-lm's
-        raise HeadError(
-            f"{files.name}: its config.json and its tensors make no head that runs "
-            f"({type(error).__name__}: {error}). Fetch it again, or give another."
-        ) from error
-
-
 def named_head(
     spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
 ) -> Drafter:
-    """A head with options that were typed: `model:branches=4`.
-
-    Args:
-        spec: NAME or NAME:key=value,...; what `load_head` takes, such as branches or greedy.
-        path_or_repo: a folder, or a Hugging Face name.
-        target: the model that it is to draft for.
-        draft_bits: quantize the head's matrices to so many bits.
+    """`load_head` with options that were typed: NAME or NAME:key=value,..., as `model:branches=4`.
 
     Raises:
-        ValueError: an option that heads do not take.
-        HeadError: the head is not known, does not fit, or drafts chains where trees are asked for.
+        ValueError: an option that `load_head` does not take.
     """
     name, options = split_spec(spec)
     load = partial(load_head, path_or_repo, target)
     return make_with("drafter", name, load, {"draft_bits": draft_bits} | options)
 
 
-def is_head(path_or_repo: str | Path) -> bool:
-    """True if a folder or repository says that it holds a head rather than a model of its own."""
+def config_of(path_or_repo: str | Path) -> dict[str, Any]:
+    """The config of a folder or repository; empty if it cannot be read."""
     try:
-        files = HeadFiles(path_or_repo)
+        return HeadFiles(path_or_repo).config
     except HeadError:
-        return False
-    return known_kind(files.config) is not None
+        return {}
 
 
-def _refusal(files: HeadFiles, kind: str | None) -> str:
-    """Why these files cannot be loaded."""
-    if kind is not None:
-        return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
-    found, other = family_of(files.config), other_formula(files.config)
-    if found is not None:
-        return without_its_layer(files, *found)
-    if other is not None:
-        model_type = files.config.get("model_type")
-        return (
-            f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
-            "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
-        )
-    known = ", ".join(kind for kind, one in FORMATS.items() if one.loads)
-    return (
-        f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
-        f"{files.config.get('model_type')!r}. A small model with the target's tokenizer is loaded "
-        "by mlx_lm.load and drafts with ModelDrafter."
-    )
+def is_head(path_or_repo: str | Path) -> bool:
+    """True if the config of a folder or repository is a head's."""
+    return known_kind(config_of(path_or_repo)) is not None
 
 
-def _set_weights(
-    head: Head, weights: dict[str, mx.array], files: HeadFiles, ends: TargetEnds
-) -> None:
-    """Give a head its weights, in the target's type; quantized layers where they are quantized.
-
-    Raises:
-        HeadError: some are missing, some it has no place for, or shapes do not fit.
-    """
+def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
+    """Give a head its weights, in the target's type; HeadError if they do not fit."""
 
     def stored(path: str, part: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
             return False
         return dict(infer_quant_config(path, part, weights))
 
-    if files.config.get("quantization") is not None:
+    if source.files.config.get("quantization") is not None:
         nn.quantize(head, class_predicate=stored)
-    expected = dict(tree_flatten(head.parameters()))
-    missing = sorted(expected.keys() - weights.keys())
-    unknown = sorted(weights.keys() - expected.keys())
-    if missing or unknown:
-        what = [f"it lacks {_named(missing)}"] if missing else []
-        what += [f"there is no place for {_named(unknown)}"] if unknown else []
+    shapes = {name: x.shape for name, x in tree_flatten(head.parameters())}
+    faults = [f"it lacks {name}" for name in sorted(shapes.keys() - weights.keys())]
+    faults += [f"there is no place for {name}" for name in sorted(weights.keys() - shapes.keys())]
+    for name in sorted(shapes.keys() & weights.keys()):
+        if weights[name].shape != shapes[name]:
+            found, expected = list(weights[name].shape), list(shapes[name])
+            faults.append(f"{name} has the shape {found}, for this target {expected} is expected")
+    if faults:
+        named = ", ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])
         raise HeadError(
-            f"{files.name} was recognised as {head.kind}, but {' and '.join(what)}. It is another "
-            "variant, or not complete."
+            f"{source.files.name} was recognised as {head.kind}, but {named}. It is another "
+            "variant, not complete, or was trained for another target."
         )
-    wrong = [n for n, x in weights.items() if x.shape != expected[n].shape]
-    if wrong:
-        name = wrong[0]
-        raise HeadError(
-            f"{files.name}: {name} has the shape {list(weights[name].shape)}, and for this target "
-            f"{list(expected[name].shape)} is expected. Use a head that was trained for it."
-        )
+    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
     for name, x in weights.items():
-        if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(KEEPS_TYPE):
-            weights[name] = x.astype(ends.dtype)
+        if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type):
+            weights[name] = x.astype(source.ends.dtype)
     head.load_weights(list(weights.items()))
 
 
-def _named(names: list[str]) -> str:
-    """A few of the names, and how many more."""
-    more = len(names) - MOST_NAMED
-    return ", ".join(names[:MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
 def _quantize(head: nn.Module, bits: int | None) -> None:
-    """Quantize what can be; experts' routers stay as they are."""
+    """Quantize the matrices, but not the routers of experts."""
     if bits is None:
         return
 
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(part, "to_quantized") or path.endswith(("gate", "router", "classifier")):
             return False
-        width = part.weight.shape[-1]
-        size = next((size for size in GROUP_SIZES if width % size == 0), None)
-        return False if size is None else {"group_size": size, "bits": bits}
+        sizes = [size for size in (64, 32) if part.weight.shape[-1] % size == 0]
+        return {"group_size": sizes[0], "bits": bits} if sizes else False
 
     nn.quantize(head, class_predicate=how)

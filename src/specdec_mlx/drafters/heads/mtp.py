@@ -3,92 +3,278 @@
     in(t) = projection [embedding_norm(embed(x_{t+1})), hidden_norm(h_t)]
     s(t)  = norm(decoder_layer(in(t))),  logits of x_{t+2} = head(s(t))
 
-(DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm,
-and s(t) takes its place when the layer drafts further. Step reads states before that norm, and its
-own norm belongs to the head. The decoder layer is a model of mlx-lm's with one layer, whose
-embedding passes on what it is given: its attention, experts, masks and caches are the target's own.
+(DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm;
+s(t) takes its place when the layer drafts further. The decoder layer is a model of mlx-lm's with
+one layer and no embedding. mlx-lm drops these tensors when it loads a model, so they are read from
+the original repository, or from one that has nothing else.
 """
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import FinalStateHead, Head
-from specdec_mlx.drafters.heads.mtp_families import MTPFamily
-from specdec_mlx.drafters.heads.recurrent import RecurrentHead
+from specdec_mlx.drafters.heads.drafter import RecurrentHead, Variation, is_norm
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
-from specdec_mlx.drafters.heads.variations import Variation, is_norm, shifted_norms
-from specdec_mlx.target.strategies import leaves
 
 LAYER = "layers.0."
-EMBEDDINGS = ("embed_tokens", "word_embeddings", "embeddings")
-"""What mlx-lm's models call them."""
+
+Config = Mapping[str, Any]
+
+Further = Literal["again", "chained", "side by side"]
+"""Layer of further tokens: the same, or one each, over the states of the one before or the target.
+"""
 
 
-class MTP(FinalStateHead, RecurrentHead):
-    """One or several such layers.
+@dataclass(frozen=True)
+class MTPFamily:
+    """The layer of a family.
 
-    family: how they are written. levels: those that draft, each an `MTPHead`.
+    architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
+        original repository; {layer}: among the target's layers, {depth}: among such layers.
+    names: ours -> the checkpoint's; {last}: the last decoder layer. Without "norm" no norm follows
+        the layer; with "head" it has one of its own.
+    layer, here: prefix of the decoder layer itself, in the checkpoint and in mlx-lm's model.
+    renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
+    changes: of the config, for a model of this layer alone. adapted: changes that model.
+    body, final_norm: mlx-lm's names in that model. attributes: set on the body.
+    hidden_first: the state comes before the embedding. norms_less_one: norms are stored as w - 1.
+    pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
     """
 
-    family: MTPFamily
+    architecture: str
+    prefix: str
+    names: Mapping[str, str]
+    layer: str = ""
+    here: str = "layers.0."
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    changes: Config | Callable[[Config, int], Config] = field(default_factory=dict)
+    adapted: Callable[[nn.Module], None] = lambda model: None
+    body: str = "model"
+    final_norm: str = "norm"
+    attributes: Mapping[str, Any] = field(default_factory=dict)
+    hidden_first: bool = False
+    norms_less_one: bool = False
+    pre_norm: bool = False
+    further: Further = "again"
 
-    def variations(self) -> list[Variation]:
-        """Norms, the state that it reads, the order, and the first position."""
-        order = replace(self.family, hidden_first=not self.family.hidden_first)
-        return [
-            *shifted_norms(self),
-            *super().variations(),
-            Variation(
-                "the other order of state and embedding",
-                "its projection looks written for the other order, which is another family's",
-                self.levels,
-                {"family": order},
-            ),
-            Variation(
-                "no embedding at position 0",
-                "it looks trained without the embedding at position 0, as some engines run it",
-                self.levels,
-                {"skips_first": True},
-            ),
-        ]
+    def prefix_at(self, config: Config, depth: int = 0) -> str:
+        """Prefix of a layer's tensors in the original repository."""
+        layer = int(config.get("num_hidden_layers") or 0) + depth
+        return self.prefix.format(layer=layer, depth=depth)
+
+    def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
+        """Prefixes of the layers found among tensors, in order."""
+        again, projection = self.further == "again", f"{self.names['projection']}.weight"
+        prefixes = [self.prefix_at(config)]
+        if again:  # a repository of the layer alone leaves the prefix out, or keeps `mtp.`
+            prefixes += ["mtp.", ""]
+        found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
+        while found and not again:
+            following = self.prefix_at(config, len(found))
+            if not any(name.startswith(following) for name in names):
+                break
+            found.append(following)
+        return found
 
 
-class MTPHead(MTP):
-    """A multi-token prediction layer.
+def _names(theirs: str) -> dict[str, str]:
+    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "head")
+    return dict(zip(ours, theirs.split(), strict=False))
 
-    Args:
-        family: how it is written.
-        config: of the target, as in the original repository.
-        ends: of the target.
-        depth: how many such layers draft before it.
 
-    skips_first: True if it does not read the embedding at position 0.
+_QWEN = _names("pre_fc_norm_embedding pre_fc_norm_hidden fc norm")
+_DEEPSEEK = _names("enorm hnorm eh_proj shared_head.norm")
+_LING = _names("enorm hnorm eh_proj final_layernorm")
+_MIMO = _names("token_layernorm hidden_layernorm input_proj final_layernorm")
+_ERNIE = _names("mtp_emb_norm.0 mtp_hidden_norm.0 mtp_linear_proj.0")
+_HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
+
+
+def _qwen(architecture: str, **changes: Any) -> MTPFamily:
+    """A full-attention layer, although most layers of the target are recurrent."""
+    return MTPFamily(
+        architecture,
+        "mtp.",
+        _QWEN,
+        layer="layers.0.",
+        changes={"full_attention_interval": 1, **changes},
+        norms_less_one=True,
+        attributes={"ssm_idx": None},
+    )
+
+
+def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
+    """The layer after the target's last, with experts; Ling's and Ring's have full attention."""
+    changes = {"first_k_dense_replace": 0, **changes}
+    return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
+
+
+def _exaone_moe(config: Config, depth: int) -> Config:
+    """Its own kind of attention, and the others', by which mlx-lm decides on rotation."""
+    kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
+    windows = config.get("mtp_sliding_windows")
+    window = {"sliding_window": windows[0]} if kind == "sliding_attention" and windows else {}
+    return {"is_moe_layer": [False], "layer_types": [kind, *config["layer_types"]], **window}
+
+
+class HalfLayer(nn.Module):  # type: ignore[misc]
+    """One of two attentions and dense networks of a LongCat-Flash layer (arXiv 2509.01322)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        """Take the first of each."""
+        super().__init__()
+        for part in (*_HALVED, "mlps"):
+            self[part] = layer[part][:1]
+
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+        """States [batch, n, D] of n positions."""
+        attended = self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
+        x = x + attended
+        made: mx.array = x + self.mlps[0](self.post_attention_layernorm[0](x))
+        return made
+
+
+def keep_half_of_its_layer(model: nn.Module) -> None:
+    """Replace the layer of a model with one layer by half of it, with a cache for that."""
+    model.model.layers = [HalfLayer(model.model.layers[0])]
+    model.make_cache = lambda: [CacheList(KVCache())]
+
+
+def _step(config: Config, depth: int) -> Config:
+    """The values of its layer; lists that end before it repeat their last."""
+    at, found = config["num_hidden_layers"] + depth, {"layer_types": ["sliding_attention"]}
+    names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
+    for name in names.split():
+        if isinstance(config.get(name), list) and config[name]:
+            found[name] = [config[name][min(at, len(config[name]) - 1)]]
+    return {"moe_layers_enum": None, **found}
+
+
+def _nemotron_h(config: Config, depth: int) -> Config:
+    """Several layers, each of one kind, that predict one token; by a pattern or by a list."""
+    kinds = {"hybrid_override_pattern": None, "layer_types": None}
+    if config.get("mtp_layers_block_type"):
+        return kinds | {"layers_block_type": config["mtp_layers_block_type"]}
+    pattern = config.get("mtp_hybrid_override_pattern") or "*E"
+    return kinds | {"hybrid_override_pattern": list(pattern)}
+
+
+_EXPERTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+
+FAMILIES: dict[str, MTPFamily] = {
+    "qwen3_next": _qwen("qwen3_next", mlp_only_layers=[], decoder_sparse_step=1),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _qwen("qwen3_5_moe")),
+    **{name: _deepseek(name, moe_layer_freq=1) for name in _EXPERTS},
+    "bailing_moe": _deepseek("bailing_moe", _LING),
+    "bailing_hybrid": _deepseek("bailing_hybrid", _LING, layer_group_size=1),
+    "bailing_moe_v3": _deepseek("bailing_moe_v3", _LING, layer_group_size=1),
+    "llama_mtp": MTPFamily("llama", "mtp.", _QWEN, layer="layers.0."),
+    "mimo": MTPFamily("mimo", "model.mtp_layers.0.", _MIMO, hidden_first=True),
+    "ernie4_5_moe": MTPFamily("ernie4_5", "model.", _ERNIE, layer="mtp_block.0."),
+    "exaone_moe": MTPFamily("exaone_moe", "mtp.", _QWEN, layer="layers.0.", changes=_exaone_moe),
+    "longcat_flash": MTPFamily(
+        "longcat_flash",
+        "model.mtp.",
+        _names("layers.0.enorm.m layers.0.hnorm.m layers.0.eh_proj norm"),
+        layer="layers.0.",
+        renamed={"transformer_layer.mlp.": "mlps.0.", **{f"{n}.": f"{n}.0." for n in _HALVED}},
+        changes={"num_layers": 1},
+        adapted=keep_half_of_its_layer,
+    ),
+    "step3p5": MTPFamily(
+        "step3p5",
+        "model.layers.{layer}.",
+        _names("enorm hnorm eh_proj transformer.shared_head.norm transformer.shared_head.output"),
+        changes=_step,
+        norms_less_one=True,
+        pre_norm=True,
+        further="chained",
+    ),
+    "nemotron_h": MTPFamily(
+        "nemotron_h",
+        "mtp.",
+        _names("layers.0.enorm layers.0.hnorm layers.0.eh_proj layers.{last}.final_layernorm"),
+        layer="layers.",
+        here="layers.",
+        changes=_nemotron_h,
+        body="backbone",
+        final_norm="norm_f",
+        attributes={"ssm_idx": slice(0)},  # of the caches that of no recurrent layer: no mask
+    ),
+    "mimo_v2_flash": MTPFamily(
+        "mimo_v2_flash",
+        "model.mtp.layers.{depth}.",
+        _LING,
+        renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
+        changes={"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},  # one of each kind
+        attributes={"ga_idx": 0},
+        further="side by side",
+    ),
+}
+"""Model type -> its layer. "llama_mtp" was trained for a model that has none itself."""
+
+OTHER_FORMULAS = {
+    "longcat_flash_ngram": "reads embeddings of several tokens, in a way that is not known here",
+    "kimi_linear": "is not in its repository",
+    "kimi_k3": "is not in its repository",
+    "deepseek_v4": "carries four streams of states, which are added instead of concatenated",
+    "deepseek_v41": "is DSpark, which drafts a block and corrects it by a Markov chain",
+}
+"""Model type -> why its multi-token prediction is refused."""
+
+
+def family_of(config: Config) -> tuple[str, MTPFamily] | None:
+    """Model type and family of a config, its text part included."""
+    return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
+
+
+def other_formula(config: Mapping[str, Any]) -> str | None:
+    """The entry of OTHER_FORMULAS for a config."""
+    return next((OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None)
+
+
+def _model_types(config: Mapping[str, Any]) -> list[str]:
+    """Model types of a config and its text part, also without the suffix of a part."""
+    text = config.get("text_config") or {}
+    whole = [str(config.get("model_type")), str(text.get("model_type"))]
+    return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
+
+
+class MTPHead(RecurrentHead):
+    """A multi-token prediction layer, with those of further tokens.
+
+    config: of the target, as in the original repository. depth: such layers before it. num_layers:
+    such layers from it on.
     """
 
     kind = "multi-token prediction"
-    skips_first = False
 
     def __init__(
-        self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, depth: int = 0
+        self,
+        family: MTPFamily,
+        config: Mapping[str, Any],
+        ends: TargetEnds,
+        depth: int = 0,
+        num_layers: int = 1,
     ) -> None:
         """Random weights."""
         super().__init__()
         shell = one_layer_model(family, config, depth)
         body = getattr(shell, family.body)
         width, eps = ends.width, body[family.final_norm].eps
-        body[next(name for name in EMBEDDINGS if name in body)] = nn.Identity()
+        embeddings = ("embed_tokens", "word_embeddings", "embeddings")  # names in mlx-lm's models
+        body[next(name for name in embeddings if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
         self.norm = nn.RMSNorm(width, eps) if family.pre_norm else nn.Identity()
-        if family.pre_norm or not family.has_final_norm:
+        if family.pre_norm or "norm" not in family.names:
             body[family.final_norm] = nn.Identity()
         self.family = family
         self.width = width
@@ -101,13 +287,21 @@ class MTPHead(MTP):
             self.head = nn.Linear(width, ends.vocab_size, bias=False)
         self.pre_norm = family.pre_norm
         self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
+        self.moves_on = self.grows_trees = family.further == "again"
+        self.chained = family.further != "side by side"
+        depths = range(depth + 1, depth + num_layers)
+        self.further = [MTPHead(family, config, ends, depth) for depth in depths]
+        if not self.moves_on:
+            self.kind = "layered multi-token prediction"
+
+    @property
+    def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
+        """The layers, one for each token of a draft, or the one for all."""
+        return [self, *self.further]
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D] in place of the target's after its final norm."""
-        embedded = self.ends.embed(tokens)
-        if self.skips_first and next(leaves(cache)).offset == 0:
-            embedded = mx.where(mx.arange(tokens.shape[-1])[:, None] > 0, embedded, 0)
-        parts = [self.embedding_norm(embedded), self.hidden_norm(states)]
+        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
@@ -119,83 +313,43 @@ class MTPHead(MTP):
         return self.head(states) if "head" in self else self.ends.logits(states)
 
     def choose_among(self, vocabulary: DraftVocabulary) -> None:
-        """Propose only these of the target's tokens, so that there are fewer logits to make."""
+        """Compute the logits of these tokens alone."""
         self.vocabulary = vocabulary
         self.ends = self.ends.narrowed(vocabulary.ids)
 
     def make_cache(self) -> list[Any]:
-        """As the target makes it for such a layer."""
+        """New caches, as the target makes them for such a layer."""
         return self._make_cache()
 
     def notes(self) -> list[str]:
-        """What kind of layer, and what it reads."""
-        where = "before" if self.pre_norm else "after"
-        notes = [f"{self.family.architecture} layer", f"reads the state {where} the final norm"]
-        notes += Head.notes(self)
-        return notes + (["the state comes first"] if self.family.hidden_first else [])
+        """Architecture, number and states of its layers, vocabulary, order."""
+        layer = f"{self.family.architecture} layer"
+        if not self.moves_on:
+            layer = f"{len(self.levels)} {layer}s, one for each token"
+        after = [] if self.pre_norm else ["reads the state after the final norm"]
+        order = ["the state comes first"] if self.family.hidden_first else []
+        return [layer, *after, *super().notes(), *order]
 
-
-class MTPStack(MTP):
-    """Multi-token prediction layers that draft one token each.
-
-    Args:
-        family: how they are written.
-        config: of the target, as in the original repository.
-        ends: of the target.
-        num_layers: how many there are.
-    """
-
-    kind = "layered multi-token prediction"
-    grows_trees = False
-    moves_on = False
-
-    def __init__(
-        self, family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int
-    ) -> None:
-        """Random weights."""
-        super().__init__()
-        self.family = family
-        self.ends = ends
-        self.chained = family.further == "chained"
-        self.pre_norm = family.pre_norm
-        self.layers = [MTPHead(family, config, ends, depth) for depth in range(num_layers)]
-
-    @property
-    def levels(self) -> Sequence[RecurrentHead]:
-        """The layers."""
-        return list(self.layers)
-
-    def notes(self) -> list[str]:
-        """How many layers of what kind, and what they read."""
-        where = f"the state {'before' if self.pre_norm else 'after'} the final norm"
-        layers = f"{len(self.layers)} {self.family.architecture} layers, one for each token"
-        if self.chained:
-            return [layers, f"the first reads {where}, the others what the one before made"]
-        return [layers, f"all read {where}"]
-
-
-def mtp_head(
-    family: MTPFamily, config: Mapping[str, Any], ends: TargetEnds, num_layers: int = 1
-) -> MTPHead | MTPStack:
-    """What a family drafts with, random weights; see the classes."""
-    if family.further == "again":
-        return MTPHead(family, config, ends)
-    return MTPStack(family, config, ends, num_layers)
+    def variations(self) -> list[Variation]:
+        """Norms stored otherwise, another state, the other order."""
+        less = "this file looks already shifted; load it with norms_less_one=False"
+        more = "its norms look stored as w - 1; load it with norms_less_one=True"
+        order = "its projection looks written for the other order, which is another family's"
+        other = replace(self.family, hidden_first=not self.family.hidden_first)
+        return [
+            Variation(self, "norms less one", less, norm_shift=-1.0),
+            Variation(self, "norms plus one", more, norm_shift=1.0),
+            *super().variations(),
+            Variation(self, "the other order of state and embedding", order, {"family": other}),
+        ]
 
 
 def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:
-    """A model of the family's architecture with the decoder layer alone, random weights.
-
-    Args:
-        family: how the layer is written.
-        config: of the target.
-        depth: how many such layers draft before it.
-    """
+    """A model of the family's architecture with the decoder layer alone, random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
-    alone = {"num_hidden_layers": 1, **family.changes, **family.derived(config, depth)}
-    model = module.Model(
-        module.ModelArgs.from_dict({**config, **alone, "model_type": family.architecture})
-    )
+    changes = family.changes(config, depth) if callable(family.changes) else family.changes
+    alone = {**config, "num_hidden_layers": 1, **changes, "model_type": family.architecture}
+    model = module.Model(module.ModelArgs.from_dict(alone))
     family.adapted(model)
     return model
 
@@ -208,17 +362,10 @@ def mtp_weights(
     *,
     add_one: bool,
 ) -> dict[str, mx.array]:
-    """A head's weights by the names of `MTPHead`.
+    """A layer's weights by the names of `MTPHead`; add_one: True if norms are stored as w - 1.
 
     mlx-lm's own conversion splits and stacks what the decoder layer needs. Norms do not go through
     it: some conversions add one to those that they know, and a norm must get its one exactly once.
-
-    Args:
-        family: how the layer is written.
-        config: of the target.
-        tensors: those of the layer, by the checkpoint's names.
-        prefix: what comes before its names.
-        add_one: whether norms are stored as w - 1 here.
     """
     shell, inside = one_layer_model(family, config), f"body.{family.here}"
     last = len(getattr(shell, family.body).layers) - 1
@@ -239,6 +386,4 @@ def mtp_weights(
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
     weights |= {inside + name.partition(family.here)[2]: x for name, x in convert.items()}
-    if add_one:
-        weights = {n: x + 1 if is_norm(n, x) else x for n, x in weights.items()}
-    return weights
+    return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in weights.items()}

@@ -1,8 +1,7 @@
 """PARD: a small model that drafts all tokens in one pass (An et al. 2025, arXiv 2504.18583).
 
-It is an ordinary model with the target's tokenizer, trained to see behind mask tokens: the pass
-over what is new in the text and K - 1 masks has the K drafts in its last K rows. It reads nothing
-of the target, so that one such model serves a family.
+It is an ordinary model with the target's tokenizer, trained on mask tokens: the pass over the new
+part of the text and K - 1 masks has the K drafts in its last K rows. One serves a family.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import WritesAtOnce
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import DraftContext
@@ -21,11 +19,9 @@ from specdec_mlx.types import DraftContext
 
 @dataclass(frozen=True, eq=False)
 class PardDrafter(ModelDrafter):
-    """Draft with a model that was trained to draft in parallel; see `ModelDrafter`.
+    """Draft with a model trained to draft in parallel; mask_token: `pard_token` in its config."""
 
-    mask_token: what stands for tokens that are not known yet, `pard_token` in its config.
-    """
-
+    tokenizers: str = "same"
     mask_token: int = 0
 
     @property
@@ -33,22 +29,17 @@ class PardDrafter(ModelDrafter):
         """The model by its content, and how it drafts."""
         return f"PARD {super().key}"
 
-    def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with another tokenizer."""
-        if self.tokenizer is not None and context.tokenizer is not None:
-            check_same_tokenizer(context.tokenizer, self.tokenizer)
-
     def describe(self) -> str:
-        """What was recognised, in a line."""
+        """Kind and mask token."""
         return f"PARD; mask token {self.mask_token}"
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> PardSession:
-        """Start a generation; the model reads the prompt with its first proposal."""
+    def session(self, prompt: Sequence[int], context: DraftContext) -> PardSession:
+        """The model's side of a generation."""
         return PardSession(self, prompt, context)
 
 
 class PardSession(WritesAtOnce, ModelSession):
-    """The draft model's side of one generation; its caches never hold more than the text."""
+    """A generation of the draft model; its caches never hold more than the text."""
 
     def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         """Start with the prompt as the text."""
@@ -57,11 +48,11 @@ class PardSession(WritesAtOnce, ModelSession):
 
     @property
     def forks(self) -> bool:
-        """True if drafts are to fork; all of one comes from one pass, which is none over a tree."""
+        """True if its drafts are trees; these take no pass of their own."""
         return self.branches > 1
 
     def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None for no limit at all."""
+        """Logits [n, V] of the next n <= limit tokens; None for a limit of 0."""
         if limit == 0:
             return None
         self.catch_up()

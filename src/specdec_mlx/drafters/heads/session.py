@@ -1,12 +1,19 @@
-"""What all heads do in a generation: follow the text, keep the target's rows, draw tokens.
+"""A trained head's side of a generation: it follows the text, keeps the target's rows, and drafts.
 
-Some draft token by token, each from what the one before left (`SteppingSession`), others all tokens
-of a draft in one pass (`OnePassSession`).
+`RecurrentSession` drafts token by token, each time from a state that the head made of a pair: the
+target's state at a position and the token after it (Li et al. 2024, arXiv 2401.15077, section 3).
+After each verdict the drafted positions are dropped from the head's caches, and read again with the
+target's states. Most heads have one layer, whose state takes the place of the target's at the next
+position. Others have a layer for each token of a draft:
+
+    s_k(t) = layer_k(h_t, embed(x_{t+1+k})),  logits of x_{t+2+k} = head_k(s_k(t))
+
+Chained layers read s_{k-1}(t) in place of h_t (DeepSeek-V3, arXiv 2412.19437, equation 21). Layer k
+lags k positions, until x_{t+1+k} is known; a draft reads those with drafted tokens.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,94 +21,73 @@ import mlx.core as mx
 
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
-from specdec_mlx.drafters.writing import Writes, WritesAtOnce
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.drafters.writing import Writes
+from specdec_mlx.sampling.drafts import sampling_of_drafts
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
+from specdec_mlx.token_ids import to_ids
 from specdec_mlx.types import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
 
 
 class WaitingRows:
-    """Rows [n, W] of consecutive positions that a head has not read yet.
-
-    start: position in the text of the first of them; where none waits, of the next one. parts: the
-    rows, in pieces.
-    """
+    """Rows [n, W], in parts, of consecutive positions from `start` on that were not read yet."""
 
     def __init__(self) -> None:
-        """None wait."""
-        self.start = 0
+        """No rows."""
+        self.start = self.num_rows = 0
         self.parts: list[mx.array] = []
-        self._num_rows = 0
-
-    def __len__(self) -> int:
-        """How many wait."""
-        return self._num_rows
 
     def add(self, rows: mx.array) -> None:
-        """Further rows [n, W], of the positions behind those that wait."""
+        """Append rows [n, W]."""
         self.parts.append(rows)
-        self._num_rows += rows.shape[0]
+        self.num_rows += rows.shape[0]
 
     def take(self, num_rows: int) -> mx.array:
-        """The first rows [num_rows, W], at most as many as wait, which no longer wait then."""
-        rows = joined(self.parts)
+        """Remove and return the first rows, at most as many as there are."""
+        rows = mx.concatenate(self.parts)
         taken, left = rows[:num_rows], rows[num_rows:]
-        self.parts = [left] if left.shape[0] else []
-        self._num_rows = left.shape[0]
+        self.parts, self.num_rows = [left] if left.shape[0] else [], left.shape[0]
         self.start += taken.shape[0]
         return taken
 
 
-def joined(parts: list[mx.array]) -> mx.array:
-    """Rows [n, W] that stand in pieces, at least one."""
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
+class HeadSession(Writes):
+    """A session that drafts token by token; an earlier turn in the target's caches is unknown.
 
-
-class HeadSession(Writes, ABC):
-    """The head's side of one generation; each kind of heads adds how it reads and drafts.
-
-    When it is asked, the target's rows are known up to the last token but one: the last token of
-    the text has not been fed to the target. Of an earlier turn in the target's caches it knows
-    nothing; its text begins with the prompt.
-
-    Args:
-        head: what reads the rows.
-        sampling: how drafts are drawn.
-        prompt: [n] token ids.
-        context: the generation's.
-        branches: most tokens at a place.
-
-    on_close: is told the text [n], prompt included, when the generation has ended.
+    on_close: called with the text [n] at the end. read: reads rows ahead of a draft; the arrays to
+    evaluate for that. begin_draft: reads the rows; how many tokens may be drafted. next_logits:
+    [1, V] of the token after a token, or after the text. logits_after: see `growing.Levels`.
     """
 
-    def __init__(
-        self,
-        head: Any,
-        sampling: Sampling,
-        prompt: Sequence[int],
-        context: DraftContext,
-        branches: int = 1,
-    ) -> None:
-        """Nothing was shown yet."""
+    read: Callable[[], list[Any]]
+    begin_draft: Callable[[int], int]
+    next_logits: Callable[[mx.array | None], mx.array]
+    logits_after: Callable[[mx.array, Sequence[int]], mx.array]
+
+    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        """Start with the prompt as the text."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
-        self.branches = branches
+        self.branches = drafter.branches
         self.nodes = Chances.of("model")
         self.tree = None
-        self.head = head
-        self.sampling = sampling
+        self.head = drafter.head
+        how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
+        self.sampling = sampling_of_drafts(context.sampling, **how)
         self.context = context
         self.tokens = list(prompt)
         self.num_prompt = len(prompt)
         self.waiting = WaitingRows()
+        self.pace = Pace()
 
     @property
     def forks(self) -> bool:
-        """True if drafts are to fork, and can."""
+        """True if its drafts are trees."""
         return self.branches > 1
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
         self.waiting.add(self.head.rows(features))
-        self.read_if_many()
+        self._read_if_many()
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
@@ -109,38 +95,22 @@ class HeadSession(Writes, ABC):
             self.tree.learn(tokens)
             self.tree = None
         self.tokens += tokens
-        self.read_if_many()
+        self._read_if_many()
+
+    def _read_if_many(self) -> None:
+        if self.waiting.num_rows >= MOST_WAITING:
+            mx.async_eval(self.read())
 
     def close(self, length: int) -> None:
-        """The end: the first `length` tokens of the text are all that the caller has."""
+        """End the generation; the text has `length` tokens."""
         if self.on_close is not None:
             self.on_close(self.tokens[:length])
 
-    def read_if_many(self) -> None:
-        """Read what waits if it is much, so that it need not be kept."""
-        if len(self.waiting) >= MOST_WAITING:
-            mx.async_eval(self.read())
-
-    @abstractmethod
     def propose(self, limit: int) -> Draft:
-        """Continue what was observed so far with 0 to `limit` tokens."""
-
-    @abstractmethod
-    def read(self) -> list[Any]:
-        """Read the rows that can be read now; what has to be computed for that."""
-
-
-class SteppingSession(HeadSession):
-    """Drafts token by token, and may stop in the middle; see `HeadSession`."""
-
-    def __init__(self, *args: Any) -> None:
-        """Nothing was shown yet."""
-        super().__init__(*args)
-        self.pace = Pace()
-
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph; none before anything was read."""
+        """`limit` tokens as one lazy graph, or a tree; empty before anything was read."""
         length = self.begin_draft(limit)
+        if length and self.forks:
+            return self.tree_draws().write(self.next_logits(None), self, limit)
         draft = draft_to(length, self.draws(length), self.next_logits)
         self.end_draft()
         return draft
@@ -152,43 +122,111 @@ class SteppingSession(HeadSession):
         self.end_draft()
         return draft
 
-    @abstractmethod
-    def begin_draft(self, limit: int) -> int:
-        """Read what waits; how many tokens may be drafted then."""
-
     def end_draft(self) -> None:
-        """Let go of what was held for a draft; by default nothing is."""
-        return
-
-    @abstractmethod
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """Logits [1, V] of the token after `token`, or after the text; called in order."""
+        """Release what was held for the draft."""
 
 
-class OnePassSession(WritesAtOnce, HeadSession):
-    """Drafts all tokens in one pass; see `HeadSession`.
+class Level(WaitingRows):
+    """One layer in a generation; its caches hold num_read positions and the latest draft."""
 
-    Its head has `read` for rows, `guesses` for the logits of a draft, and `most_drafted` tokens.
+    def __init__(self, layer: Any) -> None:
+        """Nothing was read yet."""
+        super().__init__()
+        self.layer = layer
+        self.rollback = Rollback(layer.make_cache())
+        self.num_read = 0
 
-    cache: what the head keeps of the rows that it has read.
-    """
+    def step(self, states: mx.array, tokens: mx.array) -> mx.array:
+        """States [n, D] of n further positions, from states [n, D] and tokens [n]."""
+        made: mx.array = self.layer.step(states, tokens, self.rollback.caches)
+        self.rollback.advance(states.shape[0])
+        return made
+
+
+class RecurrentSession(HeadSession):
+    """Reads pairs as they become known, and drafts from the state [1, D] of the last one."""
+
+    waiting: Level
+    drafted: list[mx.array]
+    made: list[mx.array]
+    rows: GrowingRows
 
     def __init__(self, *args: Any) -> None:
-        """Nothing was read yet."""
+        """See `HeadSession`."""
         super().__init__(*args)
-        self.cache = self.head.make_cache()
+        self.levels = [Level(layer) for layer in self.head.levels]
+        self.waiting = self.levels[0]
+        self.state: mx.array | None = None
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; none before the prompt was read."""
-        self.read()
-        length = min(limit, self.head.most_drafted)
-        if length == 0 or self.waiting.start == 0:
-            return None
-        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
+    @property
+    def forks(self) -> bool:
+        """True if trees were asked for and its caches take them."""
+        return self.branches > 1 and self.waiting.rollback.takes_trees()
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the rows of further positions, for every layer that reads the target."""
+        for level in () if self.head.chained else self.levels[1:]:
+            level.add(self.head.rows(features))
+        super().see(features)
+
+    def begin_draft(self, limit: int) -> int:
+        """`limit`, or the number of layers; 0 before a pair was read."""
+        if limit == 0:
+            return 0
+        self._read_pairs()
+        if self.state is None:
+            return 0
+        for level in self.levels:
+            level.rollback.checkpoint()
+        self.drafted, self.made = [], [self.state] if self.head.moves_on else []
+        self.rows = GrowingRows()
+        return limit if self.head.moves_on else min(limit, len(self.levels))
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Logits of the state of the last pair, then of steps over drafted tokens."""
+        made: Any = self.state
+        level = self.waiting
+        if token is not None:
+            self.drafted.append(token)
+            level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
+            rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
+            made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
+            self.made = [made] if self.head.chained else []
+        logits: mx.array = level.layer.logits(made)
+        return logits
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """Logits of a step from the states of the parents."""
+        teach_depths(self.head)
+        rows, rollback = self.rows.further(parents), self.waiting.rollback
+        states = self.made[0][mx.array(list(parents)) + 1]
+        with pass_over(rows):
+            views = [view_of(cache, rows) for cache in rollback.caches]
+            made = self.head.step(states, tokens, views)
+        rollback.advance(len(rows))
+        self.made = [mx.concatenate([*self.made, made])]
+        logits: mx.array = self.head.logits(made)
         return logits
 
     def read(self) -> list[Any]:
-        """Read the rows that wait."""
-        if len(self.waiting):
-            self.head.read(self.waiting.take(len(self.waiting)), self.cache)
-        return [getattr(kept, "state", kept) for kept in self.cache]
+        """Read the complete pairs but the last: the last layer computes only keys and values."""
+        self._read_pairs(but=1)
+        states = [cache.state for level in self.levels for cache in level.rollback.caches]
+        return [*states, *(level.parts for level in self.levels[1:])]
+
+    def _read_pairs(self, but: int = 0) -> None:
+        """Drop drafts and read the complete pairs, in the first layer all but so many."""
+        for depth, level in enumerate(self.levels):
+            level.rollback.rewind_to(level.num_read)
+            known = len(self.tokens) - 1 - depth - level.start
+            number = min(level.num_rows, known) - (but if depth == 0 else 0)
+            while number > 0:
+                count = min(number, self.context.prefill_step_size)
+                first = level.start + 1 + depth
+                made = level.step(level.take(count), to_ids(self.tokens[first : first + count]))
+                level.num_read += count
+                number -= count
+                if depth == 0:
+                    self.state = None if but else made[-1:]
+                if self.head.chained and level is not self.levels[-1]:
+                    self.levels[depth + 1].add(made)
