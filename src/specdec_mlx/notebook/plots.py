@@ -1,16 +1,17 @@
-"""Figures, with matplotlib (`pip install "specdec-mlx[plot]"`): of a run, of costs, of the theory.
+"""Figures, with matplotlib (`pip install "specdec-mlx[plot]"`): of runs, costs, theory, trainings.
 
 Each function returns a `Plot`, a matplotlib figure that notebooks show by itself, or draws into the
-axes that it is given and returns their figure. Those of benchmarks are in `bench.plots`.
+axes `ax` that it is given and returns their figure. Those of benchmarks are in `bench.plots`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from specdec_mlx.notebook.canvas import (
+    PANEL,
     Axes,
     Figure,
     MaxNLocator,
@@ -21,7 +22,7 @@ from specdec_mlx.notebook.canvas import (
     label_axes,
     legend,
     legend_above,
-    panels,
+    line_style,
 )
 from specdec_mlx.notebook.palette import BLUE, COLOURS, GREEN, GREY, ORANGE, VERMILLION
 from specdec_mlx.notebook.views import binned
@@ -40,41 +41,16 @@ from specdec_mlx.stats.theory import (
 MOST_POSITIONS = 17
 """Widest pass of a drawn cost curve."""
 
-
-class Curve(Protocol):
-    """c(m), known at some positions; `bench.cost.CostCurve` is one."""
-
-    @property
-    def name(self) -> str:
-        """What titles call it."""
-        ...
-
-    @property
-    def positions(self) -> Sequence[int]:
-        """Where it was measured."""
-        ...
-
-    @property
-    def low(self) -> Sequence[float]:
-        """Lower ends of its intervals at these positions; () for none."""
-        ...
-
-    @property
-    def high(self) -> Sequence[float]:
-        """Upper ends; () for none."""
-        ...
-
-    def __call__(self, num_positions: int) -> float:
-        """Cost of a pass, in any unit."""
-        ...
+CHANCES = [i / 200 for i in range(201)]
+BELOW_095 = CHANCES[:-10]
 
 
 def plot_stats(stats: SpeculationStats) -> Plot:
     """A generation: its accept histogram, acceptance by position, and tokens per pass over time."""
-    plot, axes = panels(3)
-    accept_histogram(stats, axes[0])
-    acceptance_by_position(stats, axes[1])
-    tokens_over_time(stats, axes[2])
+    drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
+    plot = Plot(figsize=(len(drawings) * PANEL[0], PANEL[1]))
+    for draw, ax in zip(drawings, plot.subplots(1, len(drawings)), strict=True):
+        draw(stats, ax)
     return plot
 
 
@@ -99,17 +75,14 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     A position counts as drafted also where one before it was rejected.
     """
     ax = axes_or_new(ax)
-    drafted = stats.drafted_at
-    accepted = [*stats.accepted_at, *[0] * (len(drafted) - len(stats.accepted_at))]
-    positions = range(1, len(drafted) + 1)
-    estimates = [wilson(a, d) for a, d in zip(accepted, drafted, strict=True)]
+    positions = range(1, len(stats.drafted_at) + 1)
+    estimates = [wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)]
     shares = [estimate.mean for estimate in estimates]
     below = [share - low for share, low, _ in estimates]
     above = [high - share for share, _, high in estimates]
     ax.errorbar(positions, shares, yerr=[below, above], fmt="o", color=BLUE, capsize=3)
-    label_axes(
-        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
-    )
+    y = "share accepted, 95% interval"
+    label_axes(ax, "Acceptance by position", "position in the draft", y)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
     return figure_of(ax)
@@ -125,28 +98,23 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     at = [(i + 0.5) * len(stats.rounds) / max(1, num_bins) for i in range(num_bins)]
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
-    top = max([2.0, *tokens]) * 1.25
     mode = ax.twinx()
     mode.fill_between(at, drafting, step="mid", color=ORANGE, alpha=0.3, linewidth=0)
     mode.set_ylim(0, 4)  # the lowest quarter of the panel
     mode.set_yticks([0, 1], ["plain", "drafting"], fontsize=8)
     mode.spines[["top", "right"]].set_visible(False)
     label_axes(ax, "Along the generation", "round", "tokens per pass")
-    ax.set_ylim(0, top)
-    legend(ax, loc="upper right")
-    return figure_of(ax)
+    ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
+    return legend(ax, loc="upper right")
 
 
 def cost_curve(
-    cost: Curve,
-    acceptance: float | None = None,
-    draft_cost: float = 0.0,
-    ax: Axes | None = None,
+    cost: Any, acceptance: float | None = None, draft_cost: float = 0.0, ax: Axes | None = None
 ) -> Figure:
     """c(m), a pass over m positions in plain steps, and the draft length that pays best on it.
 
     Args:
-        cost: the curve, in any unit.
+        cost: a `bench.cost.CostCurve`, in any unit.
         acceptance: chance that a draft token is accepted; None draws the curve alone.
         draft_cost: of one draft token, in plain steps.
         ax: where to draw; a new plot if None.
@@ -154,14 +122,13 @@ def cost_curve(
     ax = axes_or_new(ax)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
-    relative = [cost(m) / cost(1) for m in positions]
-    ax.plot(positions, relative, "o-", color=BLUE, markersize=4, label="c(m)")
-    highest = max(relative)
+    drawn = [cost(m) / cost(1) for m in positions]
+    ax.plot(positions, drawn, "o-", color=BLUE, markersize=4, label="c(m)")
     if cost.low:
-        shown = slice(len(positions))
-        low, high = ([x / cost(1) for x in side[shown]] for side in (cost.low, cost.high))
+        intervals = (cost.low, cost.high)
+        low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
         ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
-        highest = max(highest, *high)
+        drawn += high
     unit = "plain steps" if acceptance is None else "plain steps; tokens"
     label_axes(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
     if acceptance is not None:
@@ -171,19 +138,17 @@ def cost_curve(
         tokens = [expected_tokens(acceptance, m - 1) for m in positions]
         label = f"tokens a round, α = {acceptance:.2f}"
         ax.plot(positions, tokens, "--", color=GREEN, label=label)
-        highest = max(highest, *tokens)
-    ax.set_ylim(0, 1.15 * highest)
-    legend(ax)
-    return figure_of(ax)
+        drawn += tokens
+    ax.set_ylim(0, 1.15 * max(drawn))
+    return legend(ax)
 
 
 def draft_lengths(
-    runs: Mapping[int, SpeculationStats], cost: Curve | None = None, ax: Axes | None = None
+    runs: Mapping[int, SpeculationStats], cost: Any = None, ax: Axes | None = None
 ) -> Figure:
     """Expected against observed by draft length: tokens per pass, or speed where `cost` is given.
 
-    Expected is equation 1, or theorem 3.8 on the cost curve, with one chance of acceptance for all
-    positions that fits the counts best.
+    Expected is equation 1, or theorem 3.8 on the cost curve, with the likeliest α of all rounds.
 
     Args:
         runs: draft length K -> account of a generation that drafted K tokens a round.
@@ -196,18 +161,24 @@ def draft_lengths(
     if cost is None:
         observed = [runs[K].tokens_per_pass for K in lengths]
         expected = [expected_tokens(alpha, K) for K in lengths]
-        what = "tokens per pass"
+        unit = "tokens per pass"
     else:
         observed = [runs[K].tokens_per_pass * cost(1) / cost(K + 1) for K in lengths]
         expected = [expected_speedup_on_curve(alpha, K, cost) for K in lengths]
-        what = "speed, plain decoding = 1"
+        unit = "speed, plain decoding = 1"
         ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
     ax.plot(lengths, expected, "--", color=GREEN, label=f"expected, α = {alpha:.2f}")
     ax.plot(lengths, observed, "o", color=BLUE, label="observed")
-    label_axes(ax, "Expected and observed", "draft tokens a round, K", what)
+    label_axes(ax, "Expected and observed", "draft tokens a round, K", unit)
     ax.set_xticks(lengths)
-    legend(ax)
-    return figure_of(ax)
+    return legend(ax)
+
+
+def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
+    """Likeliest α for all rounds together."""
+    rounds = [pair for stats in runs for pair in stats.rounds]
+    accepted = sum(a for _, a in rounds)
+    return acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
 
 
 def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
@@ -229,54 +200,70 @@ def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
     ax.bar(tokens, draft_probs, fill=False, edgecolor=GREY, linestyle="--", label="proposed, q")
     label_axes(ax, "Kept and replaced add up to p", "token", "chance")
     ax.set_xticks(tokens)
-    legend(ax)
-    return figure_of(ax)
+    return legend(ax)
 
 
 def paper_figure_2(draft_lengths: Sequence[int] = (1, 3, 5, 7, 10)) -> Figure:
     """Expected tokens a round by acceptance (Leviathan et al. 2023, figure 2)."""
     ax = axes_or_new(None)
-    for i, K in enumerate(draft_lengths):
-        values = [expected_tokens(alpha, K) for alpha in _chances()]
-        ax.plot(_chances(), values, color=COLOURS[i % 6], label=f"K = {K}")
-    unlimited = [1 / (1 - alpha) for alpha in _chances()[:-10]]
-    ax.plot(_chances()[:-10], unlimited, ":", color=GREY, label="K unlimited")
+    for colour, K in zip(COLOURS, draft_lengths, strict=False):
+        ax.plot(CHANCES, [expected_tokens(x, K) for x in CHANCES], color=colour, label=f"K = {K}")
+    unlimited = [1 / (1 - x) for x in BELOW_095]
+    ax.plot(BELOW_095, unlimited, ":", color=GREY, label="K unlimited")
     ax.set_ylim(0, max(draft_lengths) + 2)
     label_axes(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens a round")
-    legend(ax)
-    return figure_of(ax)
+    return legend(ax)
 
 
 def paper_figure_3(draft_costs: Sequence[float] = (0.01, 0.02, 0.05, 0.1)) -> Figure:
     """Best draft length by acceptance, for several costs of a draft token (figure 3)."""
     ax = axes_or_new(None)
-    for i, c in enumerate(draft_costs):
-        values = [best_draft_length(alpha, c) for alpha in _chances()[:-10]]
-        ax.step(_chances()[:-10], values, where="mid", color=COLOURS[i % 6], label=f"c = {c:g}")
+    for colour, c in zip(COLOURS, draft_costs, strict=False):
+        lengths = [best_draft_length(x, c) for x in BELOW_095]
+        ax.step(BELOW_095, lengths, where="mid", color=colour, label=f"c = {c:g}")
     label_axes(ax, "Figure 3: best draft length", "acceptance rate, α", "best K, tokens")
-    legend(ax)
-    return figure_of(ax)
+    return legend(ax)
 
 
 def paper_figure_4(draft_lengths: Sequence[int] = (3, 5, 7, 10)) -> Figure:
     """Speedup and growth of operations by acceptance, at draft costs of 0 (figure 4)."""
     ax = axes_or_new(None)
-    for i, K in enumerate(draft_lengths):
-        speed = [expected_speedup(alpha, K) for alpha in _chances()]
-        operations = [expected_operations(alpha, K) for alpha in _chances()]
-        ax.plot(_chances(), speed, color=COLOURS[i % 6], label=f"speed, K = {K}")
-        ax.plot(_chances(), operations, "--", color=COLOURS[i % 6], label=f"operations, K = {K}")
+    drawn = (("speed", "-", expected_speedup), ("operations", "--", expected_operations))
+    for colour, K in zip(COLOURS, draft_lengths, strict=False):
+        for name, dashes, formula in drawn:
+            values = [formula(x, K) for x in CHANCES]
+            ax.plot(CHANCES, values, dashes, color=colour, label=f"{name}, K = {K}")
     label_axes(ax, "", "acceptance rate, α", "factor over plain decoding")
-    legend_above(ax, "Figure 4: speed and operations", num_columns=2)
-    return figure_of(ax)
+    return legend_above(ax, "Figure 4: speed and operations", num_columns=2)
 
 
-def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
-    """Likeliest α for all rounds together; drafts behind a rejected token do not count."""
-    rounds = [pair for stats in runs for pair in stats.rounds]
-    accepted = sum(a for _, a in rounds)
-    return acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
+def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
+    """Acceptance on held-out text over the updates, a line for each position of the draft.
+
+    Args:
+        report: contents of a training's `training.json`.
+        ax: where to draw; a new plot if None.
+    """
+    ax = axes_or_new(ax)
+    steps = [point["step"] for point in report["curve"]]
+    by_position = zip(*(point["greedy"] for point in report["curve"]), strict=True)
+    for i, shares in enumerate(by_position):
+        ax.plot(steps, shares, label=f"position {i + 1}", markersize=4, **line_style(i))
+    label_axes(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
+    return legend(ax)
 
 
-def _chances() -> list[float]:
-    return [i / 200 for i in range(201)]
+def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) -> Figure:
+    """Share of the drafts that is kept, by position, for several trainings.
+
+    Args:
+        reports: name -> contents of a `training.json`.
+        ax: where to draw; a new plot if None.
+    """
+    ax = axes_or_new(ax)
+    for i, (name, report) in enumerate(reports.items()):
+        shares = report["acceptance"]["greedy"]
+        ax.plot(range(1, len(shares) + 1), shares, label=name, **line_style(i))
+    label_axes(ax, "Acceptance, held-out text", "position in the draft", "kept, and all before it")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    return legend(ax)

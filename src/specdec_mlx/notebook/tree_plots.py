@@ -1,4 +1,4 @@
-"""Pictures of token trees: one that was drafted, and what they gain by what a position costs."""
+"""Figures of token trees: one that was drafted, and their speed by the cost of a position."""
 
 from __future__ import annotations
 
@@ -17,12 +17,8 @@ from specdec_mlx.notebook.palette import BLUE, GREY, VERMILLION
 from specdec_mlx.stats.trees import Ranks, best_first, expected_tree_tokens
 from specdec_mlx.types.trees import ROOT, children_of, depths_of
 
-SIZE = (9.2, 4.4)
-"""Of the picture of a tree, in inches."""
-
-SLOPES = tuple(n / 100 for n in range(26))
-"""Costs of a further position, in passes over one."""
-
+SIZE = (9.2, 4.4)  # inches
+SLOPES = tuple(n / 100 for n in range(26))  # costs of a further position, in passes over one
 MOST_NODES = 60
 
 
@@ -32,7 +28,7 @@ def token_tree(
     kept: Collection[int] = (),
     ax: Axes | None = None,
 ) -> Figure:
-    """A tree as it was drafted, from the left to the right, and the path of it that was kept.
+    """A drafted tree, from the left to the right, with the path that was kept.
 
     Args:
         parents: [K], see `Draft.parents`.
@@ -67,7 +63,7 @@ def token_tree(
 
 
 def _heights(parents: Sequence[int]) -> list[float]:
-    """Where each row stands: leaves one below the other, the others between their children."""
+    """Height of each row: leaves one below the other, the others between their children."""
     children = children_of(parents)
     heights = [0.0] * len(children)
     num_leaves = 0
@@ -97,12 +93,11 @@ def tree_gain(acceptance: Ranks, ax: Axes | None = None) -> Figure:
         speeds = [best_speed(ranks, slope) for slope in SLOPES]
         ax.plot(SLOPES, speeds, color=colour, label=f"best {label}")
     label_axes(ax, "What trees gain", "cost of a further position, in passes", "speed, plain = 1")
-    legend(ax)
-    return figure_of(ax)
+    return legend(ax)
 
 
 def best_speed(acceptance: Ranks, slope: float) -> float:
-    """Of the best tree with these guesses, where m positions cost 1 + slope (m - 1)."""
+    """Speed of the best tree where m positions cost 1 + slope (m - 1)."""
 
     def cost(positions: int) -> float:
         return 1 + slope * (positions - 1)
