@@ -9,8 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exact_trees import depth, shapes
-from specdec_mlx.stats.theory import best_draft_length_on_curve, expected_tokens
-from specdec_mlx.stats.trees import best_first, chances_of, expected_tree_tokens
+from specdec_mlx.stats.theory import (
+    best_draft_length_on_curve,
+    best_first,
+    chances_of,
+    expected_tokens,
+    expected_tree_tokens,
+)
 from specdec_mlx.types.trees import chain
 
 falling = st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3).map(

@@ -1,7 +1,6 @@
-"""Canvas of all plots, with matplotlib (`pip install "specdec-mlx[plot]"`).
+"""Canvas of all plots: no background and grey lettering, for light and for dark pages.
 
-No pyplot, no global state. A `Plot` has no background and grey lettering, for light and for dark
-pages; axes that the caller gives keep the caller's style.
+No pyplot, no global state; axes that the caller gives keep the caller's style.
 """
 
 from __future__ import annotations
@@ -86,6 +85,12 @@ def legend(ax: Axes, **options: Any) -> Figure:
     drawn = ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
     drawn.get_title().set_color(ink(ax))
     return figure_of(ax)
+
+
+def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
+    """`label_axes`, then `legend`."""
+    label_axes(ax, title, x, y)
+    return legend(ax, **options)
 
 
 def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:

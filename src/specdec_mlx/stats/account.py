@@ -21,26 +21,24 @@ if TYPE_CHECKING:
 class SpeculationStats(Rows):
     """Running account of one generation; the same object on every item, always up to date.
 
-    It counts whole rounds, of which the caller may have seen only a part. Identities: `emitted +
-    cut = accepted + target_passes`, and the histogram sums to `target_passes`.
+    It counts whole rounds. Identities: `emitted + cut = accepted + target_passes`, and the
+    histogram sums to `target_passes`.
 
     Attributes:
-        target_passes: passes of the target after the prefill; each is one round.
+        target_passes: passes of the target after the prefill, one a round.
         ahead: passes launched before the token before them was read.
         fed: positions that the passes computed.
-        replayed: positions computed a second time, for recurrent caches that cannot go back part of
-            the way; no pass is added for it.
+        replayed: of these, computed a second time, since a recurrent cache was rolled back.
         drafted: draft tokens proposed.
         accepted: draft tokens kept by the rule.
         cut: tokens verified but beyond max_tokens.
-        rounds: (drafted, accepted) of every round, in order.
+        rounds: (drafted, accepted) of every round.
         by_drafter: drafter's key -> [drafted, accepted], under `FirstOf` or `BestOf`.
         decode_seconds: of all rounds but the first, which waits for the prompt too.
         plain_seconds: of those without a draft whose time is that of one pass.
-        num_plain: how many those are.
+        num_plain: number of those.
         prefill_seconds: host time for reading the prompt.
-        draft_seconds: host time for proposing; a draft model's lazy steps are computed inside the
-            verifying pass and count there.
+        draft_seconds: host time for proposing; lazy steps count where they are verified.
         verify_seconds: host time for launching the passes and waiting for them.
         other_seconds: host time of the rest of the loop, without the caller's.
         counterfactual: what each rule would have accepted, if asked for.
@@ -116,10 +114,9 @@ class SpeculationStats(Rows):
 
     @property
     def acceptance_rate(self) -> float:
-        """Likeliest α: accepted draft tokens over those that were judged.
+        """Likeliest α (Leviathan et al. 2023, definition 3.1), 0 without a draft.
 
-        The chance that a draft token is accepted where all before it were (Leviathan et al. 2023,
-        definition 3.1). Tokens after a rejected one were not judged. 0 without a draft.
+        Accepted draft tokens over those that were judged: none after a rejected one.
         """
         rejections = sum(accepted < drafted for drafted, accepted in self.rounds)
         return acceptance_from_counts(self.accepted, rejections)
@@ -136,26 +133,20 @@ class SpeculationStats(Rows):
 
     @property
     def observed_speedup(self) -> float | None:
-        """Tokens a second after the first round over one token in a plain round's time.
-
-        None without both kinds of rounds.
-        """
-        if not self.drafted:
-            return None
+        """Tokens a second over a plain round's, after the first round; None without both kinds."""
         return self._speedup([accepted + 1 for _, accepted in self.rounds[1:]])
 
     @property
     def expected_speedup(self) -> float | None:
         """Speedup if draft tokens were accepted with chance α, independently of each other.
 
-        Equation 1 of Leviathan et al. (2023) at each round's draft length, over the rounds' time.
-        Far from the observed speedup, predictable and unpredictable stretches of text take turns.
+        Far from the observed one, predictable and unpredictable stretches of text take turns.
         """
         alpha = self.acceptance_rate
         return self._speedup([expected_tokens(alpha, drafted) for drafted, _ in self.rounds[1:]])
 
     def _speedup(self, tokens: Sequence[float]) -> float | None:
-        if not self.num_plain or not self.decode_seconds:
+        if not (self.drafted and self.num_plain and self.decode_seconds):
             return None
         return sum(tokens) * self.plain_seconds / self.num_plain / self.decode_seconds
 
@@ -203,10 +194,7 @@ class SpeculationStats(Rows):
         )
 
     def plot(self) -> Figure:
-        """Draw the accept histogram, acceptance by position, and tokens per pass over time.
-
-        Raises MissingPackageError without matplotlib.
-        """
+        """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""
         plots: Any = import_module("specdec_mlx.notebook.plots")
         figure: Figure = plots.plot_stats(self)
         return figure

@@ -2,26 +2,24 @@
 
 Two estimates, from the distributions p and q at the positions of each draft:
 
-- *By position.* The chance of each rule to accept a token drawn at position i, over the drafts
-  whose first i tokens were accepted: sum min(p, q) for rejection, the formula of Daliri et al. for
-  shared noise, sum p q for match, p(argmax q) for a drafter that proposes its likeliest token. It
-  agrees in expectation with the observed share of the rule that ran. Block verification has no
-  chance by position.
-- *By round.* The draft tokens that each rule would keep. All K tokens were drawn from q and scored,
-  so with a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an unbiased
-  estimate of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, p(x) for match,
-  c(x)/q(x) for shared noise, c(x) the chance that both draw x, and p(x)/q(x) at x = argmax q, else
-  0, for the greedy draft. Block verification keeps i tokens or more with chance w_i = min(1,
-  w_(i-1) p/q), w_0 = 1 (Sun et al. 2024), here averaged over the token at position i: the sum of
-  min(w_(i-1) p, q), never less than rejection's, draft by draft.
+- *By position*: the chance of each rule to accept a token drawn at position i, over the drafts
+  whose first i tokens were accepted. It is sum min(p, q) for rejection, sum c(x) for shared noise
+  (see `coupled_probs`), sum p q for match, p(argmax q) for a greedy draft.
+- *By round*: the draft tokens that each rule would keep. All K tokens were drawn from q, so with
+  a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an unbiased estimate
+  of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, c(x)/q(x) for shared noise,
+  p(x) for match, and p(x)/q(x) at x = argmax q, else 0, for a greedy draft. Block verification
+  keeps i tokens or more with chance w_i = min(1, w_(i-1) p/q), w_0 = 1 (Sun et al. 2024); averaged
+  over the token at position i, that is sum min(w_(i-1) p, q).
 
 Another rule would have begun its rounds elsewhere in the text. For point-mass drafts q is a
-one-hot, and all rules accept alike.
+one-hot.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,7 +27,9 @@ from jaxtyping import Float
 
 from specdec_mlx.rules.arithmetic import Array, acceptance_probability, at, namespace_of
 from specdec_mlx.rules.block import running_weights
-from specdec_mlx.stats.estimates import Estimate, mean_of, wilson
+
+Z = 1.959964
+"""Half-width of a 95% interval, in standard errors."""
 
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
 """Rules that decide token by token."""
@@ -38,17 +38,10 @@ COLUMNS = 2 * len(BY_TOKEN) + 1
 
 
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
-    """Chances of each rule at each position of a draft.
+    """Chances of a draft [K] with p [K+1, V] and q [K, V].
 
-    Args:
-        target_probs: [K+1, V] p, also after the draft.
-        draft_tokens: [K] the draft.
-        draft_probs: [K, V] q.
-
-    Returns:
-        [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept any token drawn here; for
-        each the chance to accept this token; and the chance that block verification keeps the
-        position.
+    Returns [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here; for
+    each the chance to accept this token; the chance that block verification keeps the position.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs
@@ -74,8 +67,8 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
 def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
 
-    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024). Sorted by q/p, the maximum is the
-    first of the two up to x and the second after it, so that two running sums do for all x.
+    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums: sorted by q/p,
+    the maximum is the first of the two up to x and the second after it.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs, draft_probs
@@ -88,11 +81,40 @@ def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
 
 
-class Position(NamedTuple):
-    """Position i of the drafts whose first i tokens were accepted.
+class Estimate(NamedTuple):
+    """A mean and its 95% interval, which takes observations for independent."""
 
-    reached: how many drafts. observed: share of them whose token i was accepted (Wilson's
-    interval). expected: mean chance to accept, by rule.
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Mean, and interval in brackets."""
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def mean_of(values: np.ndarray) -> Estimate:
+    """Mean of observations [n]; the interval of a single one is everything."""
+    mean, count = float(values.mean()), len(values)
+    width = Z * float(values.std(ddof=1)) / sqrt(count) if count > 1 else inf
+    return Estimate(mean, mean - width, mean + width)
+
+
+def wilson(successes: int, trials: int) -> Estimate:
+    """Share of successes with Wilson's score interval (1927); 0, and 0 to 1, without a trial."""
+    if not trials:
+        return Estimate(0.0, 0.0, 1.0)
+    share, weight = successes / trials, Z**2 / trials
+    middle = share + weight / 2
+    half = Z * sqrt((share * (1 - share) + weight / 4) / trials)
+    low, high = (middle - half) / (1 + weight), (middle + half) / (1 + weight)
+    return Estimate(share, max(0.0, min(share, low)), min(1.0, max(share, high)))
+
+
+class Position(NamedTuple):
+    """Position i of the `reached` drafts whose first i tokens were accepted.
+
+    observed: share whose token i was accepted. expected: mean chance to accept, by rule.
     """
 
     reached: int

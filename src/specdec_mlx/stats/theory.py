@@ -6,10 +6,17 @@ number of draft tokens a round (the paper's γ). Numbers outside their range rai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Sequence
+
+from specdec_mlx.types.trees import ROOT, depths_of
 
 Cost = Callable[[int], float]
 """c(m): cost of a pass of the target over m positions, in any unit."""
+
+
+Ranks = Sequence[Sequence[float]]
+"""Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
@@ -22,10 +29,7 @@ def expected_tokens(acceptance: float, draft_length: int) -> float:
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:
-    """Likeliest α after `accepted` draft tokens and `rejections`; 0 without any trial.
-
-    Draft tokens after a rejected one were never judged and do not count.
-    """
+    """Likeliest α after so many accepted and rejected draft tokens; 0 without any."""
     _check(accepted >= 0 and rejections >= 0, "Counts are ints >= 0.")
     trials = accepted + rejections
     return accepted / trials if trials else 0.0
@@ -34,12 +38,7 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
 def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
     r"""Expected walltime improvement, expected tokens over $K c + 1$ (theorem 3.8).
 
-    A pass over K + 1 positions is taken to cost as much as one over a single position.
-
-    Args:
-        acceptance: α.
-        draft_length: K.
-        draft_cost: c, one step of the drafter over one pass of the target.
+    draft_cost is c, one step of the drafter over one pass of the target; all passes cost the same.
     """
     return expected_speedup_on_curve(acceptance, draft_length, lambda _: 1.0, draft_cost)
 
@@ -47,10 +46,7 @@ def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
     """Expected factor by which arithmetic operations grow (theorem 3.11).
 
-    Args:
-        acceptance: α.
-        draft_length: K.
-        draft_share: ĉ, operations per token of the drafter over those of the target.
+    draft_share is ĉ, operations per token of the drafter over those of the target.
     """
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -67,11 +63,7 @@ def expected_speedup_on_curve(
 ) -> float:
     """Expected speedup where wider passes cost more: theorem 3.8 with c(m) measured.
 
-    Args:
-        acceptance: α.
-        draft_length: K.
-        cost: c(m).
-        draft_cost: of one draft token, in the unit of `cost`.
+    draft_cost is that of one draft token, in the unit of `cost`.
     """
     _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     round_cost = cost(draft_length + 1) + draft_length * draft_cost
@@ -83,13 +75,70 @@ def best_draft_length_on_curve(
 ) -> int:
     """The shortest K from 0 to `longest` of the greatest expected speedup on a measured curve.
 
-    All lengths are tried, since measured curves have steps: a kernel that reads the weights once
-    for 5 rows makes K = 4 better than 3 and 5. Arguments as for `expected_speedup_on_curve`.
+    All lengths are tried, since curves have steps: a kernel that reads the weights once for 5 rows
+    makes K = 4 better than 3 and 5.
     """
-    return max(
-        range(longest + 1),
-        key=lambda K: expected_speedup_on_curve(acceptance, K, cost, draft_cost),
-    )
+    speedups = [
+        expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in range(longest + 1)
+    ]
+    return speedups.index(max(speedups))
+
+
+def chances_of(parents: Sequence[int], acceptance: Ranks) -> list[float]:
+    """Chances [K] of the nodes of a tree: the parent's, times the acceptance of the node's rank.
+
+    parents [K] are as in `Draft.parents`, siblings ranked in their order. The last depth's
+    acceptance stands for all below it too.
+    """
+    chances: list[float] = []
+    num_children = [0] * (len(parents) + 1)
+    for parent, depth in zip(parents, depths_of(parents), strict=True):
+        by_rank = acceptance[min(depth, len(acceptance) - 1)]
+        rank = num_children[parent + 1]
+        num_children[parent + 1] += 1
+        above = 1.0 if parent == ROOT else chances[parent]
+        chances.append(above * (by_rank[rank] if rank < len(by_rank) else 0.0))
+    return chances
+
+
+def expected_tree_tokens(parents: Sequence[int], acceptance: Ranks) -> float:
+    """Expected tokens of a round that verifies a tree: 1 plus the sum of all chances."""
+    return 1 + sum(chances_of(parents, acceptance))
+
+
+def best_first(
+    acceptance: Ranks, size: int, cost: Cost | None = None
+) -> tuple[list[int], list[int]]:
+    """The tree grown node by node, each time by the one of the greatest chance.
+
+    Chances fall from parent to child and from rank to rank, so of all trees of its size it has the
+    greatest expected tokens. Nothing is added below the last depth of `acceptance`. With a cost
+    c(m) the tree is cut where expected tokens over c(K + 1) are greatest.
+
+    Returns:
+        Parents [K], and ranks [K].
+    """
+    parents: list[int] = []
+    ranks: list[int] = []
+    tokens = [1.0]
+    waiting: list[tuple[float, int, int, int]] = []
+
+    def wait(above: float, depth: int, parent: int, rank: int) -> None:
+        if depth < len(acceptance) and rank < len(acceptance[depth]):
+            heapq.heappush(waiting, (-above * acceptance[depth][rank], depth, parent, rank))
+
+    wait(1.0, 0, ROOT, 0)
+    while waiting and waiting[0][0] < 0 and len(parents) < size:
+        loss, depth, parent, rank = heapq.heappop(waiting)
+        tokens.append(tokens[-1] - loss)
+        parents.append(parent)
+        ranks.append(rank)
+        wait(-loss / acceptance[depth][rank], depth, parent, rank + 1)
+        wait(-loss, depth + 1, len(parents) - 1, 0)
+    if cost is not None:
+        best = max(range(len(tokens)), key=lambda k: tokens[k] / cost(k + 1))
+        parents, ranks = parents[:best], ranks[:best]
+    return parents, ranks
 
 
 def _check(holds: bool, message: str) -> None:
