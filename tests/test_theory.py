@@ -48,10 +48,11 @@ def test_table_4_of_the_paper(alpha, K, cost, speed):
     assert high - low < 0.4
 
 
-@given(chances, lengths, st.floats(0, 1))
-def test_expected_tokens_and_speedup_are_the_papers(alpha, K, cost):
-    """1 + alpha + ... + alpha^K, over K c + 1 passes, also on a flat curve of other units."""
-    tokens = sum(alpha**i for i in range(K + 1))
+@given(st.integers(0, 1000), lengths, st.floats(0, 1))
+def test_expected_tokens_and_speedup_are_the_papers(permille, K, cost):
+    """Equation 1, over K c + 1 passes, also on a flat curve of other units."""
+    alpha = permille / 1000
+    tokens = K + 1 if alpha == 1 else (1 - alpha ** (K + 1)) / (1 - alpha)
     assert theory.expected_tokens(alpha, K) == pytest.approx(tokens)
     speedup = tokens / (K * cost + 1)
     assert theory.expected_speedup(alpha, K, cost) == pytest.approx(speedup)

@@ -543,7 +543,7 @@ def test_a_training_can_begin_with_a_head(kind, folder, loaded, tmp_path):
 def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
     folder, loaded, tmp_path, monkeypatch
 ):
-    """With a cache behind those of the target's layers; one that is not whole does not load."""
+    """With a cache after those of the target's layers; one that is not whole does not load."""
     target, _ = loaded
     monkeypatch.setattr("specdec_mlx.training.trainees.EXIT_WINDOW", 6)
     train(plan_for(folder, "exit", learning_rate=0.1), *loaded, tmp_path)

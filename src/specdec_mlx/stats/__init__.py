@@ -1,4 +1,4 @@
-"""What happened, what would have happened, and what theory expects."""
+"""Accounts of generations, counterfactuals, and what theory expects."""
 
 from typing import TYPE_CHECKING, Any
 

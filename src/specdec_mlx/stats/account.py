@@ -1,4 +1,4 @@
-"""What happened: counts, histogram, seconds. Built from round records alone."""
+"""Account of a generation: counts, histogram, seconds, from round records alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rule would have accepted, from one run and without changing its text.
+"""Tokens that every rule would have accepted, from one run and without changing its text.
 
 Two estimates, from the distributions p and q at the positions of each draft:
 

@@ -1,4 +1,4 @@
-"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
+"""Gains of speculative decoding, in formulas (Leviathan, Kalman, Matias 2023).
 
 α is the chance that a draft token is accepted, independent and equal at every position; K the
 number of draft tokens a round (the paper's γ). Numbers outside their range raise ValueError.
@@ -23,9 +23,7 @@ def expected_tokens(acceptance: float, draft_length: int) -> float:
     r"""Expected tokens a round, $(1 - \alpha^{K+1}) / (1 - \alpha)$ (equation 1)."""
     _check(0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1].")
     _check(draft_length >= 0, f"draft_length={draft_length}: expected an int >= 0.")
-    if acceptance == 1:
-        return float(draft_length + 1)
-    return float((1 - acceptance ** (draft_length + 1)) / (1 - acceptance))
+    return float(sum(acceptance**i for i in range(draft_length + 1)))
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:

@@ -1,4 +1,4 @@
-"""What a pass of the target shows, computed once for all windows and kept in files, in 16 bits."""
+"""Features: the target's states, computed once for all windows and kept in files, in 16 bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be trained: a module, what it reads of the target, and what it predicts of a batch."""
+"""Trainees: a module, the features that it reads, and its predictions for a batch."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a trainee is made from.
+    """Ingredients of a trainee.
 
     num_steps: tokens of a recursive head's drafts. tokens: [n] counted for a draft vocabulary.
     tokenizer: the target's. init: draft model to begin with.
