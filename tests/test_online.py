@@ -271,7 +271,7 @@ def test_texts_of_a_batch_are_learnt_from_when_all_have_ended(loaded, learning):
 # Caches between turns
 
 
-def test_the_server_keeps_no_draft_caches_of_earlier_weights(learning):
+def test_the_server_keeps_no_draft_caches_of_earlier_weights(learning: OnlineDraftModel):
     """As it does for a draft model that stays as it is."""
     store = LRUPromptCache()
     assert keeping_caches(learning, store) is learning

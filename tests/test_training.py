@@ -50,6 +50,9 @@ from tiny_model_folder import write_model_folder
 WORDS = "the tin hat on another ant then in the end an other hen ran on and on "
 KL = LOSSES["forward-kl"]
 
+Loaded = tuple[nn.Module, Any]
+Wide = tuple[Trainee, FeatureStore]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -124,7 +127,7 @@ def test_losses_are_what_the_formulas_give_by_hand_and_finite_with_their_gradien
 
 
 @in_one_test("kind", ["mtp", "eagle3"])
-def test_training_sees_at_each_step_what_drafting_would_make(kind, loaded):
+def test_training_sees_at_each_step_what_drafting_would_make(kind, loaded: Loaded):
     """Logits of each step, at all positions at once, are those of drafts drawn one by one."""
     target = loaded[0]
     tokens = np.random.default_rng(0).integers(0, 200, (1, 7)).astype(np.int32)
@@ -151,7 +154,7 @@ def test_training_sees_at_each_step_what_drafting_would_make(kind, loaded):
 
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp"))
 def test_a_training_that_is_killed_goes_on_to_the_same_weights(
-    kind, folder, loaded, tmp_path, monkeypatch
+    kind, folder, loaded: Loaded, tmp_path, monkeypatch
 ):
     """Killed after a checkpoint, with an update lost: bit for bit what runs through gives."""
     plan = plan_for(folder, kind)
@@ -177,7 +180,7 @@ def test_a_training_that_is_killed_goes_on_to_the_same_weights(
     assert not list(tmp_path.glob("*/checkpoint*"))
 
 
-def test_nothing_is_made_twice(folder, loaded, tmp_path, monkeypatch):
+def test_nothing_is_made_twice(folder, loaded: Loaded, tmp_path, monkeypatch):
     """Features and answers of a shared folder, and a training that has ended."""
 
     def refuse(*args: Any, **kwargs: Any) -> None:
@@ -204,7 +207,7 @@ def test_every_window_is_seen_once_before_any_comes_again():
 # Data
 
 
-def test_files_of_all_formats_become_documents(tmp_path, loaded):
+def test_files_of_all_formats_become_documents(tmp_path, loaded: Loaded):
     """Plain text, and mlx-lm's lines for fine-tuning; what a user said is read and not learnt."""
     tokenizer = loaded[1]
     chat = [{"role": "user", "content": "tin"}, {"role": "assistant", "content": "hat"}]
@@ -224,7 +227,7 @@ def test_files_of_all_formats_become_documents(tmp_path, loaded):
     assert "tin" not in taught[3]
 
 
-def test_prompts_of_all_formats_end_where_the_answer_begins(tmp_path, loaded):
+def test_prompts_of_all_formats_end_where_the_answer_begins(tmp_path, loaded: Loaded):
     """A question a line, first turns, prompts, conversations with and without their answer."""
     tokenizer = loaded[1]
     asked = [{"role": "user", "content": "the tin"}]
@@ -247,7 +250,7 @@ def test_prompts_of_all_formats_end_where_the_answer_begins(tmp_path, loaded):
         (read_prompts, ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}']),
     ],
 )
-def test_a_line_that_cannot_be_used_is_named(read, lines, loaded, tmp_path):
+def test_a_line_that_cannot_be_used_is_named(read, lines, loaded: Loaded, tmp_path):
     for line in lines:
         good = '{"text": "a"}' if read is read_documents else '{"prompt": "a"}'
         (tmp_path / "a.jsonl").write_text(f"{good}\n{line}\n")
@@ -256,7 +259,7 @@ def test_a_line_that_cannot_be_used_is_named(read, lines, loaded, tmp_path):
 
 
 def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
-    loaded, tmp_path, monkeypatch
+    loaded: Loaded, tmp_path, monkeypatch
 ):
     """Greedy, to an end-of-text token or the window; after a kill only the others are written."""
     target, tokenizer = loaded
@@ -285,7 +288,7 @@ def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
     assert found == texts.stored(tmp_path / "a")
 
 
-def test_what_has_begun_when_the_time_is_over_is_finished(loaded, tmp_path, monkeypatch):
+def test_what_has_begun_when_the_time_is_over_is_finished(loaded: Loaded, tmp_path, monkeypatch):
     """No short answers for being short; the time is asked for at every token."""
     target, tokenizer = loaded
     monkeypatch.setattr(texts, "ROWS", 2)
@@ -309,7 +312,7 @@ def store_of(target: nn.Module, folder: Path, documents: list[Any], wanted: Feat
     return store
 
 
-def test_a_draft_model_that_is_the_target_is_always_accepted(folder, loaded, tmp_path):
+def test_a_draft_model_that_is_the_target_is_always_accepted(folder, loaded: Loaded, tmp_path):
     """Along any text; another model is not."""
     target, tokenizer = loaded
     ids = np.random.default_rng(0).integers(0, 200, (3, 17)).tolist()
@@ -320,7 +323,7 @@ def test_a_draft_model_that_is_the_target_is_always_accepted(folder, loaded, tmp
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "medusa", "exit", "draft"], "medusa"))
-def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded, tmp_path):
+def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tmp_path):
     """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
     target, tokenizer = loaded
     plan = plan_of_prompts(folder, kind, steps=30)
@@ -338,7 +341,7 @@ def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded, tmp_path):
     assert kept / drafted == pytest.approx(printed.kept, abs=0.03)
 
 
-def test_prompts_are_read_and_not_learnt(folder, loaded, tmp_path):
+def test_prompts_are_read_and_not_learnt(folder, loaded: Loaded, tmp_path):
     """The loss does not depend on what the target says at places of the prompt."""
     target, tokenizer = loaded
     ids = np.random.default_rng(0).integers(0, 200, 20).tolist()
@@ -359,7 +362,7 @@ def test_prompts_are_read_and_not_learnt(folder, loaded, tmp_path):
 
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp", "eagle3"))
 def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
-    kind, folder, loaded, tmp_path
+    kind, folder, loaded: Loaded, tmp_path
 ):
     """And these are those of the formula, written down for all logits at once."""
     target, tokenizer = loaded
@@ -422,7 +425,7 @@ def peak_of_an_update(trainee: Trainee, batch: Batch) -> int:
     return mx.get_peak_memory()
 
 
-def test_the_memory_of_an_update_is_known_before(wide):
+def test_the_memory_of_an_update_is_known_before(wide: Wide):
     """What is said before the start is what is measured, within 30%."""
     trainee, store = wide
     first, further = memory_of_updates(trainee, store, KL)
@@ -432,7 +435,7 @@ def test_the_memory_of_an_update_is_known_before(wide):
         assert peak == pytest.approx(expected, rel=0.3)
 
 
-def test_logits_are_not_held_for_all_rows_of_an_update(wide):
+def test_logits_are_not_held_for_all_rows_of_an_update(wide: Wide):
     """To learn from 800 rows takes less than half the memory of their logits more than from 8."""
     trainee, store = wide
     batch = store.batch(list(range(8)))
@@ -441,7 +444,7 @@ def test_logits_are_not_held_for_all_rows_of_an_update(wide):
     assert more < 0.5 * 800 * 5000 * 4
 
 
-def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
+def test_an_update_that_does_not_fit_is_lowered_or_refused(wide: Wide, monkeypatch):
     """For a given time there are fewer windows in it; else what to lower is said."""
     monkeypatch.setattr(fitting, "memory_of_updates", lambda *_: (10 * 2**30, 2**30))
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * 2**30 // 4096}
@@ -458,7 +461,7 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
 # Time
 
 
-def test_minutes_are_for_all_of_it(folder, loaded, tmp_path, monkeypatch):
+def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch):
     """By a clock that strikes whenever it is looked at: answers first, then updates."""
     now = iter(np.arange(0, 1000, 0.5).tolist())
     monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
@@ -486,12 +489,13 @@ def test_the_clock_goes_on_after_a_pause(tmp_path):
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp", "exit"))
-def test_what_is_saved_loads_and_is_lossless(kind, folder, loaded, tmp_path):
+def test_what_is_saved_loads_and_is_lossless(kind, folder, loaded: Loaded, tmp_path):
     """Also as `--draft-model`: heads are told from models by their files; plain text each time."""
     target, tokenizer = loaded
     train(plan_for(folder, kind), *loaded, tmp_path)
     prompt = tokenizer.encode(WORDS)
     plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=40)
+    drafter: Any = None
     if kind == "draft":
         drafter, theirs = load_model(tmp_path)
         assert theirs.get_vocab() == tokenizer.get_vocab()
@@ -504,7 +508,7 @@ def test_what_is_saved_loads_and_is_lossless(kind, folder, loaded, tmp_path):
     assert sd.generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=40) == plain
 
 
-def test_a_prediction_layer_may_choose_among_fewer_tokens(folder, loaded, tmp_path):
+def test_a_prediction_layer_may_choose_among_fewer_tokens(folder, loaded: Loaded, tmp_path):
     """It proposes those alone, when it is loaded too, and learns on with them."""
     target = loaded[0]
     train(plan_for(folder, "mtp"), *loaded, tmp_path)
@@ -523,7 +527,7 @@ def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were():
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
-def test_a_training_can_begin_with_a_head(kind, folder, loaded, tmp_path):
+def test_a_training_can_begin_with_a_head(kind, folder, loaded: Loaded, tmp_path):
     """At a rate of 0 it stays what it was; another kind is refused, and another size."""
     plan = plan_for(folder, kind)
     train(plan, *loaded, tmp_path / "first")
@@ -541,7 +545,7 @@ def test_a_training_can_begin_with_a_head(kind, folder, loaded, tmp_path):
 
 
 def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
-    folder, loaded, tmp_path, monkeypatch
+    folder, loaded: Loaded, tmp_path, monkeypatch
 ):
     """With a cache after those of the target's layers; one that is not whole does not load."""
     target, _ = loaded
@@ -570,7 +574,7 @@ def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
             sd.load_head(tmp_path, target)
 
 
-def test_the_table_of_heads_has_what_each_length_brings(folder, loaded, tmp_path):
+def test_the_table_of_heads_has_what_each_length_brings(folder, loaded: Loaded, tmp_path):
     """Tokens a pass as in a run of its own; a length that drafts nothing has one token a pass."""
     target, tokenizer = loaded
     train(plan_for(folder, "medusa"), *loaded, tmp_path)
@@ -590,7 +594,7 @@ def test_the_table_of_heads_has_what_each_length_brings(folder, loaded, tmp_path
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "medusa"))
-def test_a_head_learns_from_each_text_and_stays_lossless(kind, folder, loaded, tmp_path):
+def test_a_head_learns_from_each_text_and_stays_lossless(kind, folder, loaded: Loaded, tmp_path):
     """The loss on the text falls, the text is the plain one each time, and what is saved loads."""
     target, tokenizer = loaded
     train(plan_for(folder, kind), *loaded, tmp_path)
@@ -607,7 +611,7 @@ def test_a_head_learns_from_each_text_and_stays_lossless(kind, folder, loaded, t
     assert sd.load_head(tmp_path, target)
 
 
-def test_a_text_is_learnt_from_when_it_has_ended(folder, loaded, tmp_path, monkeypatch):
+def test_a_text_is_learnt_from_when_it_has_ended(folder, loaded: Loaded, tmp_path, monkeypatch):
     """What was emitted of it, before the next begins, whose first token waits for nothing."""
     target, tokenizer = loaded
     train(plan_for(folder, "medusa"), *loaded, tmp_path)
@@ -702,7 +706,7 @@ def test_ctrl_c_ends_in_a_sentence(folder, tmp_path, monkeypatch, capsys):
     assert main(arguments) == 0
 
 
-def test_prompts_that_leave_no_room_for_an_answer_are_counted(folder, loaded, tmp_path):
+def test_prompts_that_leave_no_room_for_an_answer_are_counted(folder, loaded: Loaded, tmp_path):
     plan = plan_of_prompts(folder, "medusa")
     short = replace(plan, data=replace(plan.data, window=20))
     with pytest.raises(TrainingError, match="Of 15 prompts 0 are no longer than half a window"):

@@ -67,7 +67,7 @@ def text() -> sd.responses.Text:
     )
 
 
-def test_a_generated_text_is_a_str_that_knows_its_tokens(text):
+def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text):
     """Equal to the plain text, its pieces joined; JSON, slices and sums are those of a str."""
     plain = sd.generate(tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3], max_tokens=40)
     assert isinstance(text, str)
@@ -79,7 +79,7 @@ def test_a_generated_text_is_a_str_that_knows_its_tokens(text):
     assert (text.drafter, plain.drafter) == ("OracleDrafter", "")
 
 
-def test_every_token_is_shown_with_its_origin(text):
+def test_every_token_is_shown_with_its_origin(text: sd.responses.Text):
     """One element a token, of the origin's own kind, whose title names the drafter; a legend."""
     page = Checker(text._repr_html_())
     tokens = [attrs for tag, attrs in page.tags if "token " in (attrs.get("title") or "")]
@@ -94,8 +94,8 @@ def test_every_token_is_shown_with_its_origin(text):
     assert "40 tokens in" in page.text
     for origin, look in LOOKS.items():
         count = sum(piece.origin == origin for piece in text.pieces)
-        tokens = f"{count} token{'s' if count > 1 else ''}"
-        assert (f"{look.label}, {tokens}: {look.meaning}" in page.text) == (count > 0)
+        counted = f"{count} token{'s' if count > 1 else ''}"
+        assert (f"{look.label}, {counted}: {look.meaning}" in page.text) == (count > 0)
     plain = text_html([Piece("a", 1, "plain")], stats_of((0, 0)))
     assert "plain, 1 token: no draft was there" in Checker(plain).text
 
@@ -117,7 +117,7 @@ def test_code_is_shown_as_it_is():
     assert not re.search(r"underline|text-decoration|border-bottom|box-shadow", html)
 
 
-def test_text_is_escaped_and_leaves_the_themes_colours_alone(text):
+def test_text_is_escaped_and_leaves_the_themes_colours_alone(text: sd.responses.Text):
     """In the text and on hover; no style sheet, no script, no fixed colour of text."""
     html = text_html([Piece(EVIL, 1, "draft")], stats_of((1, 1)), drafter=EVIL)
     page = Checker(html)
