@@ -21,15 +21,14 @@ import mlx.nn as nn
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.bench.report import markdown_table
-from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, target_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.training.one_pass import DraftTrainee
-from specdec_mlx.training.online import Bounds, OnlineDraftModel, OnlineTrainer
+from specdec_mlx.training.online import OnlineDraftModel, OnlineTrainer
+from specdec_mlx.training.trainees import Recipe, draft_model
 from specdec_mlx.types import Drafter
 
 NAMES = ("Ada", "Bob", "Cleo", "Dan", "Eve", "Finn", "Gus", "Hana", "Ivo", "June")
@@ -67,9 +66,7 @@ def records(num: int, seed: int) -> list[str]:
 def learner_of(draft: str | Path, target: nn.Module, folder: Path) -> OnlineDraftModel:
     """A draft model that learns on, of any folder; it is not saved."""
     model, tokenizer = load_model(draft)
-    trainer = OnlineTrainer(
-        DraftTrainee.of(str(draft), target_ends(target)), target, bounds=Bounds()
-    )
+    trainer = OnlineTrainer(draft_model(Recipe(target, init=str(draft))), target)
     drafter = ModelDrafter(model, tokenizer, tokenizers="same")
     return OnlineDraftModel(drafter, trainer, folder, "float32")
 

@@ -43,8 +43,8 @@ from specdec_mlx.stats.counterfactual import (
     chances,
     coupled_probs,
     kept_by_token,
+    wilson,
 )
-from specdec_mlx.stats.estimates import wilson
 from specdec_mlx.target import verifier
 
 EXACT = 1e-12
@@ -107,8 +107,10 @@ def test_estimates_of_a_round_are_unbiased(shape, data):
 
 
 @given(strategies.blocks())
-def test_point_masses_are_accepted_alike(block):
-    """q a one-hot: every rule has the same chance, p of the token."""
+def test_rules_are_in_order_draft_by_draft_and_alike_for_point_masses(block):
+    """Block verification keeps at least what rejection keeps; for a one-hot q all keep alike."""
+    table = chances(*block)
+    assert table[:, -1].sum() >= kept_by_token(table)[0] - EXACT
     target_probs, tokens, _ = block
     hits = (np.arange(target_probs.shape[-1]) == tokens[:, None]).astype(float)
     table = chances(target_probs, tokens, hits)
@@ -118,22 +120,13 @@ def test_point_masses_are_accepted_alike(block):
 
 
 @given(strategies.blocks())
-def test_block_keeps_at_least_what_rejection_keeps_of_every_draft(block):
-    """Not only on average: the estimates of the two are in order draft by draft."""
-    table = chances(*block)
-    assert table[:, -1].sum() >= kept_by_token(table)[0] - EXACT
-
-
-@given(strategies.blocks())
 def test_mlx_agrees_with_numpy(block):
     """One body of code; float32 rounds, and ratios of tiny chances magnify that."""
     table = np.array(chances(*(to_mlx(x) for x in block)))
     assert table.shape == (len(block[1]), COLUMNS)
     own_q = np.take_along_axis(block[2], block[1][:, None], axis=-1)
     sure = (own_q > 1e-3) & (np.arange(COLUMNS) != COLUMNS - 1)
-    np.testing.assert_allclose(
-        np.where(sure, table, 0), np.where(sure, chances(*block), 0), atol=1e-3
-    )
+    np.testing.assert_allclose(table[sure], chances(*block)[sure], atol=1e-3)
 
 
 @given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -184,11 +177,11 @@ def target() -> nn.Module:
 def noisy_copy() -> nn.Module:
     """A draft model whose law overlaps with the target's about half."""
     model, key = tiny.build("llama"), mx.random.key(1)
-    model.update(
-        tree_map(
-            lambda w: w + 0.4 * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
-        )
-    )
+
+    def noisy(w: mx.array) -> mx.array:
+        return w + 0.4 * mx.std(w) * mx.random.normal(w.shape, key=key)
+
+    model.update(tree_map(noisy, model.parameters()))
     return model
 
 
@@ -199,57 +192,47 @@ def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[l
         "n-gram": sd.NGramDrafter(min_order=1),
         "none": None,
     }
-    options = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3} | options
-    items = list(
-        sd.speculate(
-            target(),
-            [3, 1, 2],
-            drafters[drafter],
-            **{"max_tokens": 40} | options,
-            counterfactual=counterfactual,
-        )
-    )
+    how: Any = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3, "max_tokens": 40}
+    how |= options | {"counterfactual": counterfactual}
+    items = list(sd.speculate(target(), [3, 1, 2], drafters[drafter], **how))
     return [item.token for item in items], items[-1].stats
 
 
-@pytest.mark.parametrize("drafter", ["model", "n-gram"])
+@in_one_test("drafter", ["model", "n-gram"])
 @in_one_test("rule", ["auto", "coupled", "lenient"])
 def test_the_text_stays_the_same(drafter, rule):
-    """Token by token, as do all counts; without being asked for there is no account."""
+    """Token by token, as do all counts; without being asked for there is no account.
+
+    Position i is reached by drafts longer than i of which i tokens were accepted.
+    """
     text, stats = run(True, drafter, rule=rule)
     plain, others = run(False, drafter, rule=rule)
     assert text == plain
     assert stats.rounds == others.rounds
-    assert stats.counterfactual.rounds == sum(drafted > 0 for drafted, _ in stats.rounds)
     assert others.counterfactual is None
     assert "counterfactual" not in others.as_dict()
     json.dumps(stats.as_dict())
+    account = stats.counterfactual
+    assert account.rounds == sum(drafted > 0 for drafted, _ in stats.rounds)
+    assert account.observed.mean == pytest.approx(stats.accepted / account.rounds)
+    for i, position in enumerate(account.positions):
+        assert position.reached == sum(d > i and a >= i for d, a in stats.rounds)
+        assert position.observed.mean == stats.accepted_at[i] / position.reached
 
 
-@pytest.mark.parametrize(("drafter", "sampling"), [("model", "top-p"), ("none", None)])
+@in_one_test(("drafter", "sampling"), [("model", sd.Sampling(temp=0.8, top_p=0.9)), ("none", None)])
 def test_it_costs_no_synchronisation(drafter, sampling, monkeypatch):
     """What it needs is read with the round's other numbers: one wait a round."""
-    sampling = None if sampling is None else sd.Sampling(temp=0.8, top_p=0.9)
     reads = []
     read_all = verifier.read_all
-    monkeypatch.setattr(verifier, "read_all", lambda *a: (reads.append(1), read_all(*a))[1])
-    _, stats = run(True, drafter, sampler=sampling)
+    with monkeypatch.context() as patch:
+        patch.setattr(verifier, "read_all", lambda *a: (reads.append(1), read_all(*a))[1])
+        _, stats = run(True, drafter, sampler=sampling)
     assert len(reads) == stats.target_passes
 
 
-def test_counts_are_those_of_the_stats():
-    """Position i is reached by drafts longer than i of which i tokens were accepted."""
-    _, stats = run(True, max_tokens=120)
-    for i, position in enumerate(stats.counterfactual.positions):
-        assert position.reached == sum(d > i and a >= i for d, a in stats.rounds)
-        assert position.observed.mean == stats.accepted_at[i] / position.reached
-    mean = stats.accepted / stats.counterfactual.rounds
-    assert stats.counterfactual.observed.mean == pytest.approx(mean)
-
-
 @pytest.mark.parametrize(
-    ("rule", "drafter"),
-    [("rejection", "sharper model"), ("coupled", "model")],
+    ("rule", "drafter"), [("rejection", "sharper model"), ("coupled", "model")]
 )
 def test_what_was_observed_is_what_was_expected(drafter, rule):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""

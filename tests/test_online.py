@@ -1,4 +1,4 @@
-"""Draft models that learn on while they draft: lossless, bounded, saved whole, refused by name."""
+"""Drafters that learn on while they draft: lossless, bounded, saved whole, refused by name."""
 
 from __future__ import annotations
 
@@ -74,8 +74,13 @@ def draft(folder: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(folder.parent / "draft", tmp_path / "draft"))
 
 
+@pytest.fixture
+def learning(draft: Path, loaded: tuple[nn.Module, Any]) -> OnlineDraftModel:
+    """That draft model, learning on."""
+    return learner_of(draft, loaded[0])
+
+
 def learner_of(draft: Path, target: nn.Module, bounds: Bounds = FAST) -> OnlineDraftModel:
-    """The draft model, learning on."""
     drafter = learning_on(draft, target, bounds)
     assert isinstance(drafter, OnlineDraftModel)
     return drafter
@@ -87,7 +92,7 @@ def weights_of(model: nn.Module) -> dict[str, mx.array]:
 
 
 def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
-    """Whether weights are the same, bit for bit."""
+    """Bit for bit."""
     return all(mx.array_equal(x, other[name]).item() for name, x in one.items())
 
 
@@ -98,64 +103,41 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
     "options",
     [{}, {"greedy": True}, {"branches": 2}, {"draft_temp": 0.5}],
 )
-def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(
-    options: dict[str, Any], loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
-    """In the type of the file, with every option: the same drafts, so the same text and account."""
+def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(options, loaded, draft, learning):
+    """In the type of the file, with every option: the same drafts, so the same text and account.
+
+    Its session is the draft model's own, which an automatic length may ask step by step.
+    """
     target, tokenizer = loaded
-    model, draft_tokenizer = load_model(draft)
-    plain = sd.ModelDrafter(model, draft_tokenizer, **options)
-    learning = learner_of(draft, target)
+    plain = sd.ModelDrafter(*load_model(draft), **options)
     own = learning.drafting_as(replace(plain, model=learning.model))
+    context = DraftContext(vocab_size=268)
+    assert type(own.begin([5, 6], context)) is type(own.drafter.begin([5, 6], context))
     runs = []
     for drafter in (plain, own):
-        text = sd.generate(
-            target,
-            tokenizer,
-            TEXT,
-            drafter=drafter,
-            draft_length=3,
-            temp=1.0,
-            seed=3,
-            max_tokens=30,
-        )
+        how: Any = {"draft_length": 3, "temp": 1.0, "seed": 3, "max_tokens": 30}
+        text = sd.generate(target, tokenizer, TEXT, drafter=drafter, **how)
         runs.append((text.tokens, text.stats.drafted, text.stats.accept_histogram))
     assert runs[0] == runs[1]
     assert {x.dtype for x in weights_of(own.model).values()} == {mx.float16}
 
 
-def test_it_may_be_stopped_in_the_middle_of_a_draft(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
-    """Its session is the draft model's own, so that an automatic length asks it step by step."""
-    learning = learner_of(draft, loaded[0])
-    context = DraftContext(vocab_size=268)
-    assert type(learning.begin([5, 6], context)) is type(learning.drafter.begin([5, 6], context))
-
-
-def test_texts_stay_the_targets_while_the_draft_model_learns(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_texts_stay_the_targets_while_the_draft_model_learns(loaded, learning):
     """Greedy, and drawn under the rule that has one text for a seed."""
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
     for seed, temp in product(range(3), (0.0, 1.0)):
-        options: dict[str, Any] = {"max_tokens": 30, "temp": temp, "seed": seed, "rule": "coupled"}
-        options |= {"rule": "auto"} if temp == 0.0 else {}
-        before = weights_of(learning.model)
-        text = sd.generate(
-            target, tokenizer, TEXT[seed:], drafter=learning, draft_length=3, **options
-        )
-        plain = sd.generate(target, tokenizer, TEXT[seed:], drafter=None, **options)
+        options: Any = {"max_tokens": 30, "temp": temp, "seed": seed}
+        options["rule"] = "coupled" if temp else "auto"
+        before, prompt = weights_of(learning.model), TEXT[seed:]
+        text = sd.generate(target, tokenizer, prompt, drafter=learning, draft_length=3, **options)
+        plain = sd.generate(target, tokenizer, prompt, drafter=None, **options)
         assert text.tokens == plain.tokens
         assert text.stats.drafted > 0
         assert not same(before, weights_of(learning.model))
 
 
 @FULL
-def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(loaded, draft):
     """The first three tokens of texts under rejection, weights moving after each: chi-square.
 
     Two of them are drafted. The target draws among three tokens, so that all 27 texts have chances
@@ -170,18 +152,8 @@ def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(
     seen: Counter[tuple[int, ...]] = Counter()
     num_texts, drafted = 300, 0
     for seed in range(num_texts):
-        tokens = list(
-            sd.speculate(
-                target,
-                prompt,
-                learning,
-                sampler=sampler,
-                seed=seed,
-                rule="rejection",
-                draft_length=2,
-                max_tokens=4,
-            )
-        )
+        how: Any = {"rule": "rejection", "draft_length": 2, "max_tokens": 4, "seed": seed}
+        tokens = list(sd.speculate(target, prompt, learning, sampler=sampler, **how))
         seen[tuple(token.token for token in tokens[:3])] += 1
         drafted += tokens[-1].stats.drafted
     expected = chances_of(target, prompt, sampler, 3)
@@ -213,13 +185,13 @@ def chances_of(
 # Learning
 
 
-def test_what_it_learns_is_what_drafts_and_what_is_saved(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
-    """The loss falls; the folder loads as an ordinary draft model with the weights that draft."""
+def test_what_it_learns_is_what_drafts_and_what_is_saved(loaded, draft, learning):
+    """The loss falls; the folder loads as an ordinary draft model with the weights that draft.
+
+    Its key stays, here and in the next command; options and another folder change it.
+    """
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
-    first = weights_of(learning.model)
+    first, key = weights_of(learning.model), key_of(learning)
     for _ in range(3):
         sd.generate(target, tokenizer, TEXT, drafter=learning, max_tokens=30)
     losses = [learning.trainer.learn() for _ in range(6)]
@@ -230,28 +202,42 @@ def test_what_it_learns_is_what_drafts_and_what_is_saved(
     assert same(saved, weights_of(learning.model))
     assert not same(saved, first)
     assert json.loads((draft / "config.json").read_text())["torch_dtype"] == "float16"
+    assert key_of(learning) == key_of(learner_of(draft, target)) == key
+    greedy = learning.drafting_as(replace(learning.drafter, greedy=True))
+    other = learner_of(Path(shutil.copytree(draft, draft.parent / "other")), target)
+    assert len({key, key_of(greedy), key_of(other)}) == 3
 
 
-def test_what_was_written_is_remembered_with_half_a_window_before_it(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
-    """A long prompt, or the earlier turns, take no room from what the target wrote."""
-    trainer = learner_of(draft, loaded[0], Bounds(window=16)).trainer
+def test_memory_and_updates_are_bounded(loaded, draft, monkeypatch):
+    """The last windows are kept, with half a window before what was written; short texts are not.
+
+    A short text does not have older ones learnt from again.
+    """
+    target = loaded[0]
+    learning = learner_of(draft, target, Bounds(updates=3, window=16, windows=2))
+    trainer = learning.trainer
+    trainer.add([1, 2, 3])
+    assert trainer.learn() is None
+    trainer.add(range(100))
+    assert [window.tolist() for window in trainer.windows] == [[*range(68, 84)], [*range(84, 100)]]
     trainer.add(range(100), num_prompt=90)
-    assert [window.tolist() for window in trainer.windows] == [[*range(82, 98)]]
+    assert trainer.windows[-1].tolist() == [*range(82, 98)]
     trainer.add(range(100, 110), num_prompt=2)
     assert trainer.windows[-1].tolist() == [*range(100, 110)]
+    passes, honest = [], online.live_batch
+    monkeypatch.setattr(online, "live_batch", lambda *args: (passes.append(args), honest(*args))[1])
+    learning.learn()
+    assert len(passes) == trainer.num_updates == 3
+    list(sd.speculate(target, [5, 6], learning, max_tokens=3))
+    assert trainer.num_updates == 3
 
 
-def test_weights_stay_while_another_text_is_under_way(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_weights_stay_while_another_text_is_under_way(loaded, learning):
     """What is kept of a text was computed with them; both texts are learnt from at the end.
 
     A text that was begun and dropped is waited for no longer than it is there.
     """
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
     before = weights_of(learning.model)
     dropped = learning.begin([5, 6, 7], DraftContext(vocab_size=268))
     prompt = tokenizer.encode(TEXT)
@@ -267,86 +253,38 @@ def test_weights_stay_while_another_text_is_under_way(
     assert learning.trainer.num_updates == FAST.updates
 
 
-def test_texts_of_a_batch_are_learnt_from_when_all_have_ended(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_texts_of_a_batch_are_learnt_from_when_all_have_ended(loaded, learning):
     """Rows share the weights: they are what they are alone, and one lesson follows."""
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
-    prompts = [TEXT, TEXT[4:], TEXT[9:]]
-    numbers = [6, 12, 18]
-    batch = sd.batch_generate(
-        target,
-        tokenizer,
-        prompts,
-        max_tokens=numbers,
-        drafter=learning,
-        draft_length=2,
-        return_token_ids=True,
-    )
-    plain = [
-        sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=n).tokens
-        for prompt, n in zip(prompts, numbers, strict=True)
-    ]
-    assert batch.token_ids == plain
+    prompts, numbers = [TEXT, TEXT[4:], TEXT[9:]], [6, 12, 18]
+    how: Any = {"max_tokens": numbers, "draft_length": 2, "return_token_ids": True}
+    batch = sd.batch_generate(target, tokenizer, prompts, drafter=learning, **how)
+    for prompt, number, tokens in zip(prompts, numbers, batch.token_ids, strict=True):
+        plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=number)
+        assert tokens == plain.tokens
     assert sum(stats.drafted for stats in batch.speculation) > 0
     assert learning.trainer.num_updates == FAST.updates
-
-
-def test_a_text_too_short_to_learn_from_changes_nothing(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
-    """Nor does it have older ones learnt from again."""
-    target, _ = loaded
-    learning = learner_of(draft, target)
-    learning.trainer.add(range(40))
-    learning.trainer.learn()
-    list(sd.speculate(target, [5, 6], learning, max_tokens=3))
-    assert learning.trainer.num_updates == FAST.updates
-
-
-def test_what_an_automatic_length_has_learnt_goes_on_with_it(
-    loaded: tuple[nn.Module, Any], draft: Path, tmp_path: Path
-) -> None:
-    """One key before and after, here and in the next command; another one in another folder."""
-    target, tokenizer = loaded
-    learning = learner_of(draft, target)
-    before = key_of(learning)
-    sd.generate(target, tokenizer, TEXT, drafter=learning, max_tokens=20)
-    learning.save()
-    assert key_of(learning) == key_of(learner_of(draft, target)) == before
-    greedy = learning.drafting_as(replace(learning.drafter, greedy=True))
-    other = learner_of(Path(shutil.copytree(draft, tmp_path / "other")), target)
-    assert len({before, key_of(greedy), key_of(other)}) == 3
 
 
 # Caches between turns
 
 
-def test_the_server_keeps_no_draft_caches_of_earlier_weights(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_the_server_keeps_no_draft_caches_of_earlier_weights(learning: OnlineDraftModel):
     """As it does for a draft model that stays as it is."""
     store = LRUPromptCache()
-    learning = learner_of(draft, loaded[0])
     assert keeping_caches(learning, store) is learning
     assert keeping_caches(learning.drafter, store) is not learning.drafter
 
 
-def test_draft_caches_that_a_caller_keeps_are_drafted_from_and_the_text_is_plain(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_draft_caches_that_a_caller_keeps_are_drafted_from_and_the_text_is_plain(loaded, learning):
     """Their keys and values are those of the weights of each turn; they end where the text does."""
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
     caches = [*make_prompt_cache(target), *make_prompt_cache(learning.model)]
     plain = make_prompt_cache(target)
     for turn in (TEXT, "and then the hat ", "in the end "):
-        text = sd.generate(
-            *(target, tokenizer, turn), drafter=learning, prompt_cache=caches, max_tokens=12
-        )
-        expected = sd.generate(
-            *(target, tokenizer, turn), drafter=None, prompt_cache=plain, max_tokens=12
+        text, expected = (
+            sd.generate(target, tokenizer, turn, drafter=x, prompt_cache=cache, max_tokens=12)
+            for x, cache in ((learning, caches), (None, plain))
         )
         assert text.tokens == expected.tokens
         assert {cache.offset for cache in caches} == {plain[0].offset}
@@ -355,39 +293,28 @@ def test_draft_caches_that_a_caller_keeps_are_drafted_from_and_the_text_is_plain
 # Saving
 
 
-def test_a_kill_while_saving_leaves_the_old_weights(
-    loaded: tuple[nn.Module, Any], draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Bit for bit, and the folder loads; the next save is whole."""
+def test_a_kill_while_saving_leaves_the_old_weights(loaded, draft, learning, monkeypatch):
+    """Bit for bit; the next save is whole, and before any update nothing is written."""
     target, tokenizer = loaded
-    learning = learner_of(draft, target)
-    sd.generate(target, tokenizer, TEXT, drafter=learning, max_tokens=20)
-    before = {path.name: path.read_bytes() for path in draft.iterdir()}
 
     def killed(path: str, *args: Any) -> None:
         Path(path).write_bytes(b"half")
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    before = {path.name: path.read_bytes() for path in draft.iterdir()}
+    with monkeypatch.context() as patch:
         patch.setattr(mx, "save_safetensors", killed)
         learning.save()
+        sd.generate(target, tokenizer, TEXT, drafter=learning, max_tokens=20)
+        with pytest.raises(KeyboardInterrupt):
+            learning.save()
     assert {name: (draft / name).read_bytes() for name in before} == before
     assert not same(weights_of(load_model(draft)[0]), weights_of(learning.model))
     learning.save()
     assert same(weights_of(load_model(draft)[0]), weights_of(learning.model))
 
 
-def test_nothing_is_written_where_nothing_was_learnt(
-    loaded: tuple[nn.Module, Any], draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    learning = learner_of(draft, loaded[0])
-    monkeypatch.setattr(mx, "save_safetensors", None)  # would be called
-    learning.save()
-
-
-def test_for_another_target_it_goes_on_from_what_it_has_learnt(
-    folder: Path, loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_for_another_target_it_goes_on_from_what_it_has_learnt(folder, loaded, draft):
     """A server may load another model, and the first one again."""
     target, tokenizer = loaded
     learner = Learner(str(draft))
@@ -404,41 +331,30 @@ def test_for_another_target_it_goes_on_from_what_it_has_learnt(
 
 
 def test_what_cannot_learn_on_is_refused_with_the_next_step(
-    folder: Path,
-    loaded: tuple[nn.Module, Any],
-    draft: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    folder, loaded, draft, tmp_path, monkeypatch
+):
     """By its folder: a name of the Hub, its cache, another model's, a quantized one, an exit."""
-    target = loaded[0]
-    init = "--kind draft --init"
-    with pytest.raises(TrainingError, match=f"no folder of yours.*{init} mlx-community/Some-Model"):
-        learning_on("mlx-community/Some-Model", target)
-    with pytest.raises(TrainingError, match=rf"no plan\.json.*{init} {folder}"):
-        learning_on(folder, target)
+    target, init = loaded[0], "--kind draft --init"
+    plan = json.loads((draft / PLAN).read_text())
+    config = json.loads((draft / "config.json").read_text())
+
+    def refused(name: Path | str, expected: str) -> None:
+        with pytest.raises(TrainingError, match=expected):
+            learning_on(name, target)
+
+    refused("mlx-community/Some-Model", f"no folder of yours.*{init} mlx-community/Some-Model")
+    refused(folder, rf"no plan\.json.*{init} {folder}")
     with monkeypatch.context() as patch:
         patch.setattr(online, "HF_HUB_CACHE", str(tmp_path))
-        with pytest.raises(TrainingError, match="the Hub's cache is left as it is"):
-            learning_on(draft, target)
-    config = json.loads((draft / "config.json").read_text())
-    (draft / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4}}))
-    with pytest.raises(TrainingError, match=f"is quantized.*{init} ORIGINAL"):
-        learning_on(draft, target)
-    (draft / "config.json").write_text(json.dumps(config))
-    plan = json.loads((draft / PLAN).read_text())
+        refused(draft, "the Hub's cache is left as it is")
     (draft / PLAN).write_text(json.dumps(plan | {"kind": "exit"}))
-    with pytest.raises(TrainingError, match="only mtp, eagle3, medusa, draft learn on"):
-        learning_on(draft, target)
+    refused(draft, "only mtp, eagle3, medusa, draft learn on")
+    (draft / "config.json").write_text(json.dumps(config | {"quantization": {"bits": 4}}))
+    refused(draft, f"is quantized.*{init} ORIGINAL")
 
 
-def test_a_target_on_several_ranks_is_refused(
-    loaded: tuple[nn.Module, Any], draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Before anything is learnt: a pass of one rank alone would wait for the others forever.
-
-    By its flag on all ranks alike, before one of them loads anything.
-    """
+def test_a_target_on_several_ranks_is_refused(loaded, draft, monkeypatch):
+    """A pass of one rank alone would wait for the others forever; by its flag before it loads."""
     with monkeypatch.context() as patch, pytest.raises(TrainingError, match="over several ranks"):
         patch.setattr(online, "group_of", lambda model: object())
         learning_on(draft, loaded[0])
@@ -447,9 +363,7 @@ def test_a_target_on_several_ranks_is_refused(
         check_learns(str(draft), Lighter())
 
 
-def test_a_target_with_another_tokenizer_is_refused(
-    loaded: tuple[nn.Module, Any], draft: Path, tmp_path: Path
-) -> None:
+def test_a_target_with_another_tokenizer_is_refused(loaded, draft, tmp_path):
     """When a generation begins, in the server when it is asked; whatever options say of it."""
     swapped = write_model_folder(tmp_path / "swapped", "qwen2", swapped=True)
     target, tokenizer = load_model(swapped)
@@ -473,9 +387,7 @@ def test_a_target_with_another_tokenizer_is_refused(
         ("missing", Lighter(), "no folder of yours"),
     ],
 )
-def test_flags_that_do_not_go_with_learning_are_refused(
-    name: str | None, lighter: Lighter, expected: str, draft: Path
-) -> None:
+def test_flags_that_do_not_go_with_learning_are_refused(name, lighter, expected, draft):
     """Before a model is loaded."""
     with pytest.raises(ValueError, match=expected):
         check_learns(None if name is None else str(draft.parent / name), lighter)
@@ -484,9 +396,7 @@ def test_flags_that_do_not_go_with_learning_are_refused(
 # The commands
 
 
-def test_a_command_learns_and_saves_at_its_end(
-    folder: Path, loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_a_command_learns_and_saves_at_its_end(folder, draft):
     """As a process, which has an end; the text is the model's own."""
     before = (draft / "model.safetensors").read_bytes()
     flags = ["generate", "--model", folder, "--prompt", TEXT, "--max-tokens", "20"]
@@ -502,9 +412,7 @@ def test_a_command_learns_and_saves_at_its_end(
     assert "random tokens" in refused.stderr
 
 
-def test_a_server_learns_from_one_conversation_to_the_next(
-    folder: Path, loaded: tuple[nn.Module, Any], draft: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkeypatch):
     """Its texts are plain decoding's, also on the caches of an earlier turn."""
     learners: list[Learner] = []
 
@@ -516,6 +424,7 @@ def test_a_server_learns_from_one_conversation_to_the_next(
     monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.learning.Learner", Watched)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
+    drafts: list[int] = []
 
     def text(client: openai.OpenAI, **body: Any) -> str:
         reply = client.chat.completions.create(
@@ -524,7 +433,6 @@ def test_a_server_learns_from_one_conversation_to_the_next(
         drafts.append(reply.usage.speculation["drafted"])  # type: ignore[union-attr,attr-defined]
         return str(reply.choices[0].message.content)
 
-    drafts: list[int] = []
     flags = ("--model", str(folder), "--draft-model", str(draft), "--online", "--draft-length", "3")
     with serving(*flags, "--temp", "0") as client:
         for _ in range(2):
@@ -540,9 +448,7 @@ def test_a_server_learns_from_one_conversation_to_the_next(
     assert not same(before, weights_of(load_model(draft)[0]))
 
 
-def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(
-    loaded: tuple[nn.Module, Any], draft: Path
-) -> None:
+def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(loaded, draft):
     """One for all requests, with the options of the server's flags."""
     specs = ["ngram", "model:greedy=true"]
     menu = Menu(Flags(drafters=specs, draft_model=str(draft), online=True))
@@ -553,15 +459,12 @@ def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(
     assert learning[0].drafter.greedy
 
 
-def test_the_measurement_counts_the_same_tokens_before_and_after(
-    folder: Path, draft: Path, tmp_path: Path
-) -> None:
+def test_the_measurement_counts_the_same_tokens_before_and_after(folder, draft, tmp_path):
     """Texts do not depend on what drafts, so that only the drafts' fate is compared."""
     flags = ["--model", folder, "--draft-model", draft, "--texts", "2", "--held-out", "1"]
     counts = tmp_path / "counts.json"
-    done = command_line.run(
-        *(*flags, "--max-tokens", "12", "--json", counts), program="benchmarks.online"
-    )
+    flags += ["--max-tokens", "12", "--json", counts]
+    done = command_line.run(*flags, program="benchmarks.online")
     assert done.returncode == 0, done.stderr
     rows = json.loads(counts.read_text())["rows"]
     assert [row["tokens"] for row in rows] == [12] * 6

@@ -15,10 +15,11 @@ from matplotlib.text import Text
 from PIL import Image
 
 import specdec_mlx as sd
+from selection import in_one_test
 from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.summary import Result
-from specdec_mlx.notebook import plots, tree_plots
+from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.palette import VERMILLION
 from specdec_mlx.stats import theory
 from specdec_mlx.types import RoundRecord
@@ -62,54 +63,37 @@ def every_plot() -> dict[str, plots.Plot]:
         "by text": bench_plots.speed_by_text(
             [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
         ),
-        "tree": tree_plots.token_tree([-1, -1, 0, 0, 2], list("abcd$"), [0, 2]),
-        "gain": tree_plots.tree_gain([[0.6, 0.2]] * 4),
+        "tree": plots.token_tree([-1, -1, 0, 0, 2], list("abcd$"), [0, 2]),
+        "gain": plots.tree_gain([[0.6, 0.2]] * 4),
         "figure 2": plots.paper_figure_2(),
         "figure 3": plots.paper_figure_3(),
         "figure 4": plots.paper_figure_4(),
     }
 
 
-def test_every_plot_is_named_and_shows_itself() -> None:
-    """Titles, axis labels, a legend where lines are told apart, and a PNG of its size."""
-    for name, plot in every_plot().items():
-        for ax in plot.axes:
-            if ax.get_ylabel() or ax.get_title():
-                assert ax.get_xlabel(), name
-        png, size = plot._repr_png_()
-        assert png.startswith(b"\x89PNG")
-        assert size["width"] > 300
+@in_one_test("page", ["#ffffff", "#1e1e1e"])
+def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages(page):
+    """A PNG without a background; letters and axes have WCAG's contrast of 3 to the page's.
 
-
-@pytest.mark.parametrize("page", ["#ffffff", "#1e1e1e"])
-def test_plots_read_on_light_and_on_dark_pages(page: str) -> None:
-    """No background of their own, and all lettering and axes stand out from the page's.
-
-    A contrast of 3 is what WCAG asks of graphics and of large letters.
+    No two lines of a plot have one colour and one style.
     """
     for name, plot in every_plot().items():
-        with Image.open(BytesIO(plot._repr_png_()[0])) as image:
+        png, size = plot._repr_png_()
+        with Image.open(BytesIO(png)) as image:
             assert image.getpixel((0, 0))[3] == 0, name
+        assert size["width"] > 300
         shown = [text for text in plot.findobj(Text) if text.get_text()]
         assert len(shown) > 5, name
         for text in shown:
             assert contrast(to_hex(text.get_color()), page) > 3, (name, text.get_text())
         for ax in plot.axes:
+            assert ax.get_xlabel() or not (ax.get_ylabel() or ax.get_title()), name
             assert ax.get_facecolor()[3] == 0, name
             for spine in ax.spines.values():
                 assert contrast(to_hex(spine.get_edgecolor()), page) > 3, name
-
-
-def test_the_callers_axes_keep_their_style() -> None:
-    """Drawn into a figure of the caller's, nothing of its colours changes."""
-    figure = Figure(facecolor="pink")
-    ax = figure.add_subplot()
-    ax.tick_params(labelcolor="red")
-    assert plots.acceptance_by_position(stats_of(ROUNDS), ax) is figure
-    assert to_hex(figure.get_facecolor()) == to_hex("pink")
-    assert to_hex(ax.get_facecolor()) == "#ffffff"
-    assert {to_hex(tick.get_color()) for tick in ax.get_xticklabels()} == {"#ff0000"}
-    assert to_hex(ax.title.get_color()) == "#000000"
+            lines = [x for x in ax.get_lines() if not str(x.get_label()).startswith("_")]
+            looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in lines}
+            assert len(lines) == len(looks), name
 
 
 def contrast(a: str, b: str) -> float:
@@ -125,19 +109,18 @@ def luminance(colour: str) -> float:
     return sum(w * x for w, x in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
 
 
-def test_lines_differ_in_more_than_a_few_colours() -> None:
-    """No two lines of a plot have one colour and one style; all colours are of the safe palette."""
-    for name, plot in every_plot().items():
-        for ax in plot.axes:
-            looks = [
-                (x.get_color(), x.get_linestyle(), x.get_marker())
-                for x in ax.get_lines()
-                if not str(x.get_label()).startswith("_")
-            ]
-            assert len(looks) == len(set(looks)), name
+def test_the_callers_axes_keep_their_style():
+    figure = Figure(facecolor="pink")
+    ax = figure.add_subplot()
+    ax.tick_params(labelcolor="red")
+    assert plots.acceptance_by_position(stats_of(ROUNDS), ax) is figure
+    assert to_hex(figure.get_facecolor()) == to_hex("pink")
+    assert to_hex(ax.get_facecolor()) == "#ffffff"
+    assert {to_hex(tick.get_color()) for tick in ax.get_xticklabels()} == {"#ff0000"}
+    assert to_hex(ax.title.get_color()) == "#000000"
 
 
-def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
+def test_draft_lengths_hold_equation_1_against_the_counts():
     runs = {2: stats_of([(2, 2), (2, 0)]), 4: stats_of([(4, 4), (4, 2)])}
     alpha = 8 / 10
     ax = axes(plots.draft_lengths(runs))
@@ -149,7 +132,7 @@ def test_draft_lengths_hold_equation_1_against_the_counts() -> None:
     assert speeds == pytest.approx([2 / 2, 4 / 3])
 
 
-def test_speed_by_text_has_ratios_and_intervals() -> None:
+def test_speed_by_text_has_ratios_and_intervals():
     results = [
         result(*key, category, ratio)
         for category, offset in (("code", 0.0), ("all", 0.5))
@@ -163,7 +146,7 @@ def test_speed_by_text_has_ratios_and_intervals() -> None:
     assert [tick.get_text() for tick in ax.get_yticklabels()] == ["code", "all"]
 
 
-def test_figures_of_the_paper() -> None:
+def test_figures_of_the_paper():
     """Figure 2 is equation 1, figure 3 section 3.5, figure 4 theorems 3.8 and 3.11."""
     x, y = line(axes(plots.paper_figure_2()), "K = 5")
     assert y[x.index(0.8)] == pytest.approx((1 - 0.8**6) / 0.2)
@@ -175,9 +158,7 @@ def test_figures_of_the_paper() -> None:
         assert y[x.index(0.8)] == pytest.approx(number, abs=0.005)
 
 
-def test_without_matplotlib_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     imported = builtins.__import__
 
     def refuse(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -192,19 +173,28 @@ def test_without_matplotlib_the_error_says_what_to_install(
         stats_of(ROUNDS).plot()
 
 
-def test_a_tree_is_drawn_with_what_was_kept() -> None:
+def test_a_tree_is_drawn_with_what_was_kept():
     """An edge for each node, those of the kept path in another colour; leaves at other heights."""
-    ax = axes(tree_plots.token_tree([-1, -1, 0, 0, 2], ["a", "b", "c", "d", "e"], [0, 2]))
+    ax = axes(plots.token_tree([-1, -1, 0, 0, 2], list("abcde"), [0, 2]))
     *edges, nodes = ax.get_lines()
     assert [edge.get_color() == VERMILLION for edge in edges] == [True, False, True, False, False]
-    assert [text.get_text() for text in ax.texts] == ["a", "b", "c", "d", "e"]
+    assert [text.get_text() for text in ax.texts] == list("abcde")
     assert len(set(zip(*nodes.get_data(), strict=True))) == 6
 
 
-def test_a_tree_is_worth_no_less_than_a_chain_and_most_where_positions_are_free() -> None:
+def test_a_tree_is_worth_no_less_than_a_chain_and_most_where_positions_are_free():
     """At every cost; by 1 + the sum of all chances where they cost nothing."""
-    ax = axes(tree_plots.tree_gain([[0.6, 0.2]] * 3))
+    ax = axes(plots.tree_gain([[0.6, 0.2]] * 3))
     (_, tree), (_, chain) = line(ax, "best tree"), line(ax, "best chain")
     assert all(a >= b for a, b in zip(tree, chain, strict=True))
     assert tree[0] == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
     assert chain[0] == pytest.approx(1 + 0.6 + 0.6**2 + 0.6**3)
+
+
+def test_trainings_are_drawn_by_position():
+    """The learning curve over the updates, and the acceptance of each report."""
+    points = [{"step": step, "greedy": [step / 10, step / 20]} for step in (2, 4)]
+    ax = axes(plots.learning_curve({"curve": points}))
+    assert line(ax, "position 2") == ([2, 4], [0.1, 0.2])
+    ax = axes(plots.acceptance_of_reports({"mtp": {"acceptance": {"greedy": [0.5, 0.4]}}}))
+    assert line(ax, "mtp") == ([1, 2], [0.5, 0.4])

@@ -28,40 +28,19 @@ def account(*records: RoundRecord) -> SpeculationStats:
     return stats
 
 
-def test_the_observed_speedup_is_tokens_over_their_time_in_plain_rounds() -> None:
+def test_the_observed_speedup_is_tokens_over_their_time_in_plain_rounds():
     """The first round waits for the prompt, and a change of mode is no yardstick."""
-    stats = account(
-        a_round(0, 0, 99.0),
-        a_round(0, 0, 1.0),
-        a_round(0, 0, 5.0, steady=False),
-        a_round(4, 3, 1.5),
-        a_round(4, 0, 1.5),
-    )
+    changing = a_round(0, 0, 5.0, steady=False)
+    rounds = [a_round(0, 0, 99.0), a_round(0, 0, 1.0), changing]
+    stats = account(*rounds, a_round(4, 3, 1.5), a_round(4, 0, 1.5))
     assert stats.observed_speedup == pytest.approx((1 + 1 + 4 + 1) / (1.0 + 5.0 + 1.5 + 1.5))
-
-
-def test_nothing_is_said_before_a_plain_round_was_seen() -> None:
-    stats = account(a_round(0, 0, 1.0), a_round(4, 4, 1.0))
-    assert stats.observed_speedup is None
-    assert stats.expected_speedup is None
-    assert SpeculationStats().as_dict()["expected_speedup"] is None
-
-
-def test_the_acceptance_rate_is_the_papers_and_the_share_is_of_all_drafted() -> None:
-    """Of 4 drafted and 1 accepted two were judged; the two behind them only lower the share."""
-    stats = account(a_round(4, 1, 1.0), a_round(2, 2, 1.0), a_round(0, 0, 1.0))
-    assert stats.acceptance_rate == pytest.approx(3 / 4)
-    assert stats.accepted_share == pytest.approx(3 / 6)
-    assert "accepted 3 of 6 drafted (50%)" in str(stats)
-    plain = account(a_round(0, 0, 1.0))
-    assert plain.acceptance_rate == plain.accepted_share == 0.0
+    for unknown in (account(a_round(0, 0, 1.0), a_round(4, 4, 1.0)), account(*rounds), account()):
+        assert unknown.observed_speedup is unknown.expected_speedup is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(0, 9))
-def test_emitted_tokens_follow_from_the_other_counts(
-    pairs: list[tuple[int, int]], too_many: int
-) -> None:
-    """One more a pass than were accepted, less what is beyond max_tokens in the last round."""
+def test_all_counts_follow_from_the_rounds(pairs, too_many):
+    """Emitted: one more a pass than were accepted, less what is beyond max_tokens in the last."""
     rounds = [(max(pair), min(pair)) for pair in pairs]
     records = [a_round(*pair, 1.0) for pair in rounds]
     if records:
@@ -70,22 +49,29 @@ def test_emitted_tokens_follow_from_the_other_counts(
     stats = account(*records)
     assert stats.emitted == sum(record.emitted for record in records)
     assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
-    assert stats.as_dict()["emitted"] == stats.emitted
     assert [row["emitted"] for row in stats.rows()] == [record.emitted for record in records]
     for name in ("drafted", "accepted"):
         assert sum(row[name] for row in stats.rows()) == getattr(stats, name)
+        by_position = getattr(stats, f"{name}_at")
+        index = ("drafted", "accepted").index(name)
+        assert by_position == [sum(r[index] > i for r in rounds) for i in range(len(by_position))]
+    shares = [a / d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)]
+    assert stats.acceptance_by_position == shares
 
 
-def test_the_account_is_json_with_both_rates() -> None:
-    """What the server's `usage` and `--json` files say: plain numbers, by the names of the code."""
-    stats = account(a_round(4, 1, 1.0), a_round(2, 2, 1.0))
+def test_the_account_is_json_with_both_rates():
+    """Plain numbers, by the names of the code: the paper's rate, and the share of all drafted."""
+    stats = account(a_round(4, 1, 1.0), a_round(2, 2, 1.0), a_round(0, 0, 1.0))
     said = json.loads(json.dumps(stats.as_dict()))
-    assert said["acceptance_rate"] == stats.acceptance_rate > said["accepted_share"]
-    assert said["accepted_share"] == stats.accepted_share
-    assert "view" not in said
+    assert said["acceptance_rate"] == stats.acceptance_rate == pytest.approx(3 / 4)
+    assert said["accepted_share"] == stats.accepted_share == pytest.approx(3 / 6)
+    assert said["emitted"] == stats.emitted
+    assert "accepted 3 of 6 drafted (50%)" in str(stats)
+    plain = account(a_round(0, 0, 1.0))
+    assert plain.acceptance_rate == plain.accepted_share == 0.0
 
 
-def test_the_account_shows_itself_wherever_it_was_imported_from() -> None:
+def test_the_account_shows_itself_wherever_it_was_imported_from():
     """`stats` knows no notebook, and yet plot() and the HTML are there in a fresh interpreter."""
     program = (
         "from specdec_mlx.stats.account import SpeculationStats as S;"
@@ -95,25 +81,16 @@ def test_the_account_shows_itself_wherever_it_was_imported_from() -> None:
     assert shown.stdout == "<table 4\n", shown.stderr
 
 
-def test_independent_tokens_come_out_as_expected() -> None:
-    """Then both speedups are the formula's, on the curve that the rounds took."""
+def test_the_expected_speedup_is_the_observed_one_of_independent_tokens_alone():
+    """Both are the formula's, on the curve that the rounds took; not if all or none are right."""
     coins = random.Random(1)
-    stats = account(a_round(0, 0, 9.0), a_round(0, 0, 1.0))
-    for _ in range(20_000):
-        accepted = 0
-        while accepted < 4 and coins.random() < 0.7:
-            accepted += 1
-        stats.record(a_round(4, accepted, 1.4))
+    before = a_round(0, 0, 9.0), a_round(0, 0, 1.0)
+    runs = [next((n for n in range(4) if coins.random() >= 0.7), 4) for _ in range(20_000)]
+    stats = account(*before, *(a_round(4, run, 1.4) for run in runs))
     formula = expected_speedup_on_curve(0.7, 4, lambda m: 1.4 if m == 5 else 1.0)
     assert stats.expected_speedup == pytest.approx(formula, rel=0.01)
     assert stats.observed_speedup == pytest.approx(formula, rel=0.01)
-
-
-def test_tokens_that_are_right_together_are_not() -> None:
-    """All or nothing: as many accepted in all, and more or fewer expected than observed."""
-    stats = account(a_round(0, 0, 9.0), a_round(0, 0, 1.0))
-    for i in range(100):
-        stats.record(a_round(4, 4 * (i % 2), 1.4))
+    stats = account(*before, *(a_round(4, 4 * (i % 2), 1.4) for i in range(100)))
     assert stats.acceptance_rate == pytest.approx(0.8)
     assert stats.observed_speedup == pytest.approx(3.0 / 1.4, rel=0.02)
     assert stats.expected_speedup == pytest.approx(3.3616 / 1.4, rel=0.02)

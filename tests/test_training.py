@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
@@ -17,47 +16,47 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
 from benchmarks.heads import compare, format_rows
 from selection import cases, in_one_test
 from specdec_mlx.cli.commands import main
+from specdec_mlx.drafters.heads.eagle import output_layers
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
-from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
-from specdec_mlx.training import answers as answering
-from specdec_mlx.training import fitting
-from specdec_mlx.training.answers import answers
+from specdec_mlx.training import fitting, texts
 from specdec_mlx.training.features import Batch, FeatureStore, live_batch
 from specdec_mlx.training.files import Clock
-from specdec_mlx.training.fitting import Schedule, batch_indices, memory_of_updates, within_memory
-from specdec_mlx.training.losses import LOSSES, loss_and_gradients
-from specdec_mlx.training.measuring import Acceptance, accepted_in_a_row, measure
-from specdec_mlx.training.one_pass import DraftTrainee
-from specdec_mlx.training.online import Bounds, learning_on
-from specdec_mlx.training.recursive import (
-    Eagle3Trainee,
-    MTPTrainee,
-    RecursiveTrainee,
-    draft_mask,
-    stored_ids,
+from specdec_mlx.training.fitting import (
+    Acceptance,
+    Schedule,
+    batch_indices,
+    measure,
+    memory_of_updates,
+    within_memory,
 )
+from specdec_mlx.training.losses import LOSSES, loss_and_gradients
+from specdec_mlx.training.online import Bounds, learning_on
+from specdec_mlx.training.recursive import mtp, stored_ids
 from specdec_mlx.training.run import KINDS, Data, Plan, train
-from specdec_mlx.training.texts import learnt, padded, read_documents, read_prompts
-from specdec_mlx.training.trainees import Size, Trainee
-from specdec_mlx.types import FeatureRows, Features
+from specdec_mlx.training.texts import answers, learnt, padded, read_documents, read_prompts
+from specdec_mlx.training.trainees import Recipe, Size, Trainee
+from specdec_mlx.types import Features
 from tiny_model_folder import write_model_folder
 
 WORDS = "the tin hat on another ant then in the end an other hen ran on and on "
+KL = LOSSES["forward-kl"]
+
+Loaded = tuple[nn.Module, Any]
+Wide = tuple[Trainee, FeatureStore]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny target as a folder, and a text beside it."""
+    """A tiny target as a folder, and texts beside it."""
     root = tmp_path_factory.mktemp("training")
     (root / "text.txt").write_text(WORDS * 40)
     (root / "prompts.txt").write_text("\n".join(f"{WORDS[i:]}" for i in range(0, 60, 5)))
@@ -83,10 +82,22 @@ def plan_for(folder: Path, kind: str, **schedule: Any) -> Plan:
 
 
 def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
-    """The same on what the target answers."""
+    """A few updates on what the target answers."""
     files = [(str(folder.parent / f"{name}.txt"),) for name in ("prompts", "others")]
     data = Data(prompts=files[0], held_out=files[1], window=160)
     return replace(plan_for(folder, kind, **schedule), data=data)
+
+
+def weights_in(folder: Path) -> dict[str, mx.array]:
+    found = mx.load(str(folder / "model.safetensors"))
+    mx.eval(found)  # read before the file changes
+    return found
+
+
+def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
+    """Bit for bit."""
+    alike = (mx.array_equal(x, other[name]).item() for name, x in one.items())
+    return one.keys() == other.keys() and all(alike)
 
 
 # Losses
@@ -100,15 +111,10 @@ def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
         ("forward-kl+tv", 0.5 * math.log(2) + 0.5 * math.log(2 / 3) + 0.25),
     ],
 )
-def test_losses_are_what_the_formulas_give_by_hand(name: str, expected: float) -> None:
-    """p = (1/2, 1/2), q = (1/4, 3/4)."""
+def test_losses_are_what_the_formulas_give_by_hand_and_finite_with_their_gradients(name, expected):
+    """For p = (1/2, 1/2), q = (1/4, 3/4); and with log-probabilities of -inf in p or q."""
     p, q = mx.log(mx.array([0.5, 0.5])), mx.log(mx.array([0.25, 0.75]))
     assert LOSSES[name](p, q).item() == pytest.approx(expected, abs=1e-6)
-
-
-@in_one_test("name", LOSSES)
-def test_losses_and_their_gradients_are_finite_where_a_distribution_is_zero(name: str) -> None:
-    """A target with filters, or a draft that is sure, has log-probabilities of -inf."""
     p = nn.log_softmax(mx.array([[0.0, 1.0, -mx.inf], [0.0, 0.0, 0.0]]))
     logits = mx.array([[1.0, 0.0, 2.0], [200.0, 0.0, 0.0]])
 
@@ -120,133 +126,27 @@ def test_losses_and_their_gradients_are_finite_where_a_distribution_is_zero(name
     assert mx.isfinite(gradient[1]).all().item()
 
 
-# Recursion
-
-
-def test_a_row_sees_true_entries_up_to_its_drafts_begin_and_then_its_own_draft() -> None:
-    """Third step, four positions: entries of the first, second and third step side by side."""
-    first = [[0, 0, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0]]
-    second = [[0, 0, 0, 0], [1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0]]
-    third = np.eye(4, dtype=int)
-    expected = np.concatenate([first, second, third], axis=1)
-    assert np.array(draft_mask(4, 2)).astype(int).tolist() == expected.tolist()
-
-
 @in_one_test("kind", ["mtp", "eagle3"])
-def test_training_sees_at_each_step_what_drafting_would_make(
-    kind: str, loaded: tuple[nn.Module, Any]
-) -> None:
+def test_training_sees_at_each_step_what_drafting_would_make(kind, loaded: Loaded):
     """Logits of each step, at all positions at once, are those of drafts drawn one by one."""
     target = loaded[0]
     tokens = np.random.default_rng(0).integers(0, 200, (1, 7)).astype(np.int32)
     batch = live_batch(target, (1,), mx.array(tokens))
-    ends = target_ends(target)
-    trainee: RecursiveTrainee = MTPTrainee(ends, Size(mlp=16, heads=2), 3, tokens[0])
-    if kind == "eagle3":
-        trainee = Eagle3Trainee(ends, Size(width=16, heads=2), 3, tokens[0])
-    predictions = list(trainee.predictions(batch))
+    width = 16 if kind == "eagle3" else None
+    trainee = KINDS[kind](Recipe(target, Size(mlp=16, heads=2, width=width), 3, tokens[0]))
+    head, predictions = trainee.module, list(trainee.predictions(batch))
     text = batch.tokens[0]
-    rows = trainee.head.rows(batch.features)[0]
+    rows = head.rows(batch.features)[0]
     for begin in range(4):
-        caches = trainee.head.make_cache()
-        states = trainee.head.step(rows[: begin + 1], text[1 : begin + 2], caches)[-1:]
+        caches = head.make_cache()
+        states = head.step(rows[: begin + 1], text[1 : begin + 2], caches)[-1:]
         for step, (predicted, first) in enumerate(predictions):
             assert first == 1 + step
             seen = trainee.logits(predicted)[0, begin]
             assert mx.allclose(seen, trainee.logits(states)[0], atol=1e-4).item()
             if step + 1 < len(predictions):
                 place = begin + step + 2
-                states = trainee.head.step(states, text[place : place + 1], caches)
-
-
-# Alignment
-
-
-class PairTarget(nn.Module):  # type: ignore[misc]
-    """A target whose next token depends on the last two: its state holds both, one after the other.
-
-    A head that is given the state at a position and the token behind it knows all that decides the
-    token after that; with the state of another position it does not.
-    """
-
-    SIZE = 12
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(self.SIZE, 2 * self.SIZE)
-        self.embed_tokens.weight = mx.eye(self.SIZE, 2 * self.SIZE)
-        self.layers = [Remember(self.SIZE)]
-        self.lm_head = nn.Linear(2 * self.SIZE, self.SIZE, bias=False)
-        key = mx.random.key(3)
-        self.lm_head.weight = 4 * mx.random.normal((self.SIZE, 2 * self.SIZE), key=key)
-
-    def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
-        cache = cache or [KVCache()]
-        logits: mx.array = self.lm_head(self.layers[0](self.embed_tokens(tokens), cache[0]))
-        return logits
-
-
-class Remember(nn.Module):  # type: ignore[misc]
-    """Adds the token before, in the second half of the state."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.size = size
-
-    def __call__(self, x: mx.array, cache: Any) -> mx.array:
-        kept, _ = cache.update_and_fetch(x[:, None], x[:, None])
-        padded = mx.pad(kept[:, 0], [(0, 0), (1, 0), (0, 0)])[:, -1 - x.shape[1] : -1]
-        return x + mx.roll(padded, self.size, -1)
-
-
-class Letters:
-    """The tokenizer of `PairTarget`: a letter is a token."""
-
-    eos_token_id = None
-
-    def encode(self, text: str, **options: Any) -> list[int]:
-        return [ord(letter) - ord("a") for letter in text]
-
-
-@pytest.mark.parametrize("shift", cases([0, 1, -1], 0))
-def test_a_head_learns_a_simple_target_unless_its_features_are_shifted(
-    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nearly all drafts are accepted while generating; with states of another position few are."""
-    letters = np.random.default_rng(0).integers(0, PairTarget.SIZE, 4000)
-    (tmp_path / "a.txt").write_text("".join(chr(ord("a") + i) for i in letters))
-    target = PairTarget()
-    plan = Plan(
-        "pairs",
-        "mtp",
-        Data(texts=(str(tmp_path / "a.txt"),), window=32),
-        Size(mlp=24, heads=1),
-        Schedule(steps=250, learning_rate=1e-2),
-        num_steps=1,
-    )
-    honest = MTPHead.rows
-
-    def shifted(head: MTPHead, features: FeatureRows) -> mx.array:
-        return mx.roll(honest(head, features), shift, -2)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MTPHead, "rows", shifted)
-        train(plan, target, Letters(), tmp_path / "out")
-    head = sd.load_head(tmp_path / "out", target)
-    tokens = list(
-        sd.speculate(
-            target,
-            [1, 2, 3],
-            head,
-            sampler=sd.Sampling(temp=1.0),
-            draft_length=1,
-            max_tokens=300,
-            seed=0,
-        )
-    )
-    origins = [token.origin for token in tokens]
-    accepted = origins.count("draft") / (origins.count("draft") + origins.count("correction"))
-    assert accepted > 0.95 if shift == 0 else accepted < 0.8, accepted
+                states = head.step(states, text[place : place + 1], caches)
 
 
 # Resuming
@@ -254,16 +154,9 @@ def test_a_head_learns_a_simple_target_unless_its_features_are_shifted(
 
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp"))
 def test_a_training_that_is_killed_goes_on_to_the_same_weights(
-    kind: str,
-    folder: Path,
-    loaded: tuple[nn.Module, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Killed behind a checkpoint, with an update lost: bit for bit what runs through gives.
-
-    At the end the checkpoint is gone.
-    """
+    kind, folder, loaded: Loaded, tmp_path, monkeypatch
+):
+    """Killed after a checkpoint, with an update lost: bit for bit what runs through gives."""
     plan = plan_for(folder, kind)
     monkeypatch.setattr(fitting, "SECONDS", -1.0)
     train(plan, *loaded, tmp_path / "through")
@@ -280,57 +173,32 @@ def test_a_training_that_is_killed_goes_on_to_the_same_weights(
         patch.setattr(fitting, "keep", killed)
         train(plan, *loaded, tmp_path / "killed")
     train(plan, *loaded, tmp_path / "killed")
-    through, killed_once = (
-        mx.load(str(tmp_path / name / "model.safetensors")) for name in ("through", "killed")
-    )
-    assert through.keys() == killed_once.keys()
-    assert all(mx.array_equal(x, killed_once[name]).item() for name, x in through.items())
-    curves = [
-        json.loads((tmp_path / name / "training.json").read_text())["curve"]
-        for name in ("through", "killed")
-    ]
-    steps = [[point["step"] for point in curve] for curve in curves]
-    assert steps[0] == steps[1] == [1, 2, 3, 4, 5, 6]
+    assert same(weights_in(tmp_path / "through"), weights_in(tmp_path / "killed"))
+    for name in ("through", "killed"):
+        curve = json.loads((tmp_path / name / "training.json").read_text())["curve"]
+        assert [point["step"] for point in curve] == [1, 2, 3, 4, 5, 6]
     assert not list(tmp_path.glob("*/checkpoint*"))
 
 
-def test_a_training_does_not_go_on_with_other_settings(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """The setting is named, with both values."""
-    plan = plan_for(folder, "exit", steps=1)
-    train(plan, *loaded, tmp_path)
-    with pytest.raises(TrainingError, match="kind was 'exit' and is 'medusa'"):
-        train(replace(plan, kind="medusa"), *loaded, tmp_path)
+def test_nothing_is_made_twice(folder, loaded: Loaded, tmp_path, monkeypatch):
+    """Features and answers of a shared folder, and a training that has ended."""
 
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("made twice")
 
-def test_features_and_answers_are_not_made_twice(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two trainings share a folder of work: the second runs no pass of the target for it."""
     plan = plan_of_prompts(folder, "medusa", steps=1)
-    train(plan, *loaded, tmp_path / "a", work=tmp_path / "w", keep_work=True)
-    for name in ("training.features.read", "training.answers.BatchGenerator"):
-        monkeypatch.setattr(f"specdec_mlx.{name}", refuse)
+    found = train(plan, *loaded, tmp_path / "a", work=tmp_path / "w", keep_work=True)
+    for name in ("features.read", "texts.BatchGenerator"):
+        monkeypatch.setattr(f"specdec_mlx.training.{name}", refuse)
     train(plan, *loaded, tmp_path / "b", work=tmp_path / "w")
     assert not (tmp_path / "w").exists()
-
-
-def test_a_training_that_has_ended_is_not_made_twice(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The same command once more says again what came of it."""
-    plan = plan_for(folder, "medusa", steps=1)
-    found = train(plan, *loaded, tmp_path)
     monkeypatch.setattr("specdec_mlx.training.run.fit", refuse)
-    assert str(train(plan, *loaded, tmp_path)) == str(found)
+    assert str(train(plan, *loaded, tmp_path / "a")) == str(found)
+    with pytest.raises(TrainingError, match="kind was 'medusa' and is 'exit'"):
+        train(replace(plan, kind="exit"), *loaded, tmp_path / "a")
 
 
-def refuse(*args: Any, **kwargs: Any) -> None:
-    raise AssertionError("made twice")
-
-
-def test_every_window_is_seen_once_before_any_comes_again() -> None:
+def test_every_window_is_seen_once_before_any_comes_again():
     seen = [i for step in range(6) for i in batch_indices(step, 3, 9, seed=1)]
     assert sorted(seen[:9]) == sorted(seen[9:]) == list(range(9))
     assert seen[:9] != seen[9:]
@@ -339,7 +207,7 @@ def test_every_window_is_seen_once_before_any_comes_again() -> None:
 # Data
 
 
-def test_files_of_all_formats_become_documents(tmp_path: Path, loaded: tuple[Any, Any]) -> None:
+def test_files_of_all_formats_become_documents(tmp_path, loaded: Loaded):
     """Plain text, and mlx-lm's lines for fine-tuning; what a user said is read and not learnt."""
     tokenizer = loaded[1]
     chat = [{"role": "user", "content": "tin"}, {"role": "assistant", "content": "hat"}]
@@ -348,18 +216,18 @@ def test_files_of_all_formats_become_documents(tmp_path: Path, loaded: tuple[Any
     (tmp_path / "b.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
     files = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
     documents = list(read_documents(files, tokenizer))
-    texts = [tokenizer.decode([token for token, _ in pairs]) for pairs in documents]
-    assert [text.replace("<s>", "") for text in texts[:3]] == ["the hat", "the tin", "on the"]
-    assert "<|user|>tin" in texts[3]
-    taught = [tokenizer.decode([token for token, yes in pairs if yes]) for pairs in documents]
+    read, taught = (
+        [tokenizer.decode([token for token, yes in pairs if yes >= least]) for pairs in documents]
+        for least in (0, 1)
+    )
+    assert [text.replace("<s>", "") for text in read[:3]] == ["the hat", "the tin", "on the"]
     assert [text.replace("<s>", "") for text in taught[:3]] == ["the hat", "the tin", "the"]
+    assert "<|user|>tin" in read[3]
     assert "hat" in taught[3]
     assert "tin" not in taught[3]
 
 
-def test_prompts_of_all_formats_end_where_the_answer_begins(
-    tmp_path: Path, loaded: tuple[Any, Any]
-) -> None:
+def test_prompts_of_all_formats_end_where_the_answer_begins(tmp_path, loaded: Loaded):
     """A question a line, first turns, prompts, conversations with and without their answer."""
     tokenizer = loaded[1]
     asked = [{"role": "user", "content": "the tin"}]
@@ -375,10 +243,25 @@ def test_prompts_of_all_formats_end_where_the_answer_begins(
     assert prompts == 5 * [tokenizer.apply_chat_template(asked, add_generation_prompt=True)]
 
 
-def test_answers_are_the_targets_own_text_to_its_end(
-    loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """Greedy ones are its greedy text, which ends with an end-of-text token or with the window."""
+@in_one_test(
+    ("read", "lines"),
+    [
+        (read_documents, ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}']),
+        (read_prompts, ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}']),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named(read, lines, loaded: Loaded, tmp_path):
+    for line in lines:
+        good = '{"text": "a"}' if read is read_documents else '{"prompt": "a"}'
+        (tmp_path / "a.jsonl").write_text(f"{good}\n{line}\n")
+        with pytest.raises(TrainingError, match=r"a\.jsonl, line 2"):
+            list(read([str(tmp_path / "a.jsonl")], loaded[1]))
+
+
+def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
+    loaded: Loaded, tmp_path, monkeypatch
+):
+    """Greedy, to an end-of-text token or the window; after a kill only the others are written."""
     target, tokenizer = loaded
     prompts = [list(tokenizer.encode(WORDS[i:40])) for i in range(36)]
     todo = [(0, i, 0.0) for i in range(36)]
@@ -390,56 +273,32 @@ def test_answers_are_the_targets_own_text_to_its_end(
         greedy = [token.token for token in sd.speculate(target, prompts[i], max_tokens=room)]
         stop = next((n for n, token in enumerate(greedy, 1) if token in ends), room)
         assert answer == greedy[:stop]
-
-
-def test_answers_go_on_where_they_stopped(
-    loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Killed in the middle of a line: what is whole is kept, and only the others are written."""
-    target, tokenizer = loaded
-    prompts = [list(tokenizer.encode(WORDS[i:30])) for i in range(4)]
-    todo = [(0, i, 0.0) for i in range(4)]
-    whole = answers(target, tokenizer, prompts, 50, todo, tmp_path / "a", lambda: False)
     lines = (tmp_path / "a").read_text().splitlines(keepends=True)
-    (tmp_path / "a").write_text(lines[0] + lines[1] + lines[2][:7])
+    (tmp_path / "a").write_text("".join(lines[:33]) + lines[33][:7])  # killed within a line
     inserted: list[list[int]] = []
 
-    class Watched(answering.BatchGenerator):  # type: ignore[misc]
+    class Watched(texts.BatchGenerator):  # type: ignore[misc]
         def insert(self, prompts: list[list[int]], *args: Any, **kwargs: Any) -> Any:
             inserted.extend(prompts)
             return super().insert(prompts, *args, **kwargs)
 
-    monkeypatch.setattr(answering, "BatchGenerator", Watched)
-    assert whole == answers(target, tokenizer, prompts, 50, todo, tmp_path / "a", lambda: False)
-    assert len(inserted) == 2
-    assert whole == answering.stored(tmp_path / "a")
+    monkeypatch.setattr(texts, "BatchGenerator", Watched)
+    assert found == answers(target, tokenizer, prompts, 60, todo, tmp_path / "a", lambda: False)
+    assert len(inserted) == 3
+    assert found == texts.stored(tmp_path / "a")
 
 
-def test_what_has_begun_when_the_time_is_over_is_finished(
-    loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_has_begun_when_the_time_is_over_is_finished(loaded: Loaded, tmp_path, monkeypatch):
     """No short answers for being short; the time is asked for at every token."""
     target, tokenizer = loaded
-    monkeypatch.setattr(answering, "ROWS", 2)
+    monkeypatch.setattr(texts, "ROWS", 2)
     prompts = [list(tokenizer.encode(WORDS[:9]))] * 6
-    asked: list[int] = []
-
-    def is_time() -> bool:
-        asked.append(0)
-        return len(asked) > 3
-
+    is_time = iter([False] * 3 + [True] * 1000).__next__
     todo = [(0, i, 1.0) for i in range(6)]
     found = answers(target, tokenizer, prompts, 40, todo, tmp_path / "a", is_time)
     assert 2 <= len(found) < 6
     ends = set(tokenizer.eos_token_ids)
     assert all(9 + len(x) >= 40 or x[-1] in ends for x in found.values())
-
-
-def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were() -> None:
-    from specdec_mlx.drafters.heads.eagle import output_layers
-
-    for layers in [(1, 2, 3), (2, 5, 7), (3, 4, 5)]:
-        assert output_layers(stored_ids(layers)) == layers
 
 
 # Measuring
@@ -453,118 +312,87 @@ def store_of(target: nn.Module, folder: Path, documents: list[Any], wanted: Feat
     return store
 
 
-def test_a_draft_model_that_is_the_target_is_always_accepted(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """Along any text, whatever is only read; another model is not."""
+def test_a_draft_model_that_is_the_target_is_always_accepted(folder, loaded: Loaded, tmp_path):
+    """Along any text; another model is not."""
     target, tokenizer = loaded
     ids = np.random.default_rng(0).integers(0, 200, (3, 17)).tolist()
     store = store_of(target, tmp_path, [learnt(row, 4) for row in ids], Features())
-    ends = target_ends(target)
-    found = measure(DraftTrainee.of(str(folder), ends), store, 3)
+    found = measure(KINDS["draft"](Recipe(target, init=str(folder))), store, 3)
     assert found == Acceptance((1.0, 1.0, 1.0), 9)  # 13 tokens are the first, and 3 times 3 + 1
-    assert measure(DraftTrainee.new(ends, Size(), tokenizer), store, 3).kept < 0.5
-
-
-def test_drafts_follow_each_other_along_the_answer() -> None:
-    """Each begins behind the target's token, and keeps what is right in a row; by hand."""
-    hits = np.array([[1, 1, 1, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1, 1]], bool)
-    answered = np.array([0, 0, 1, 1, 1, 1, 1, 1], bool)
-    counted = np.array([0, 1, 1, 1, 1, 1, 1, 0], bool)
-    assert accepted_in_a_row(hits, answered, counted) == [2, 2]
-    hits[1, 3] = False
-    assert accepted_in_a_row(hits, answered, counted) == [1, 2]
+    assert measure(KINDS["draft"](Recipe(target, tokenizer=tokenizer)), store, 3).kept < 0.5
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "medusa", "exit", "draft"], "medusa"))
-def test_what_is_printed_is_what_drafting_keeps(
-    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tmp_path):
     """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
     target, tokenizer = loaded
     plan = plan_of_prompts(folder, kind, steps=30)
     printed = train(plan, *loaded, tmp_path)
-    drafter: Any = tmp_path
-    if kind == "draft":
-        drafter = load_model(tmp_path)[0]
-    prompts = read_prompts(plan.data.held_out, tokenizer)
+    drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
-    for prompt in prompts:
-        text = sd.generate(
-            target,
-            tokenizer,
-            prompt,
-            draft_model=drafter,
-            draft_length=3,
-            max_tokens=160 - len(prompt),
-        )
+    for prompt in read_prompts(plan.data.held_out, tokenizer):
+        options: Any = {"draft_length": 3, "max_tokens": 160 - len(prompt)}
+        text = sd.generate(target, tokenizer, prompt, draft_model=drafter, **options)
         drafted += text.stats.drafted
         kept += text.stats.accepted
     assert printed.num_drafts > 20
+    curve = json.loads((tmp_path / "training.json").read_text())["curve"]
+    assert curve[-1]["loss"] < curve[0]["loss"]
     assert kept / drafted == pytest.approx(printed.kept, abs=0.03)
 
 
-def test_prompts_are_read_and_not_learnt(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """Neither loss nor measurement depends on what the target says at places of the prompt."""
+def test_prompts_are_read_and_not_learnt(folder, loaded: Loaded, tmp_path):
+    """The loss does not depend on what the target says at places of the prompt."""
     target, tokenizer = loaded
     ids = np.random.default_rng(0).integers(0, 200, 20).tolist()
     store = store_of(target, tmp_path, [learnt(ids, 12)], Features())
-    trainee = DraftTrainee.new(target_ends(target), Size(), tokenizer)
+    trainee = KINDS["draft"](Recipe(target, tokenizer=tokenizer))
     batch = store.batch([0])
-    honest = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])[0].item()
+    honest = loss_and_gradients(trainee, batch, KL)[0].item()
     states = batch.features.head_input
     for place, alike in ((10, True), (11, False)):  # which decides on the first token that is
         other = mx.concatenate([-states[:, : place + 1], states[:, place + 1 :]], axis=1)
         features = replace(batch.features, head_input=other)
-        changed, _ = loss_and_gradients(
-            trainee, replace(batch, features=features), LOSSES["forward-kl"]
-        )
+        changed, _ = loss_and_gradients(trainee, replace(batch, features=features), KL)
         assert (changed.item() == pytest.approx(honest, abs=1e-5)) == alike
 
 
 # Memory
 
 
-def trainee_of(kind: str, folder: Path, target: nn.Module, tokenizer: Any) -> Trainee:
-    """With random weights."""
-    mx.random.seed(1)
-    return KINDS[kind](plan_for(folder, kind), target, tokenizer, np.arange(40))
-
-
 @pytest.mark.parametrize("kind", cases(KINDS, "mtp", "eagle3"))
 def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
-    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+    kind, folder, loaded: Loaded, tmp_path
+):
     """And these are those of the formula, written down for all logits at once."""
     target, tokenizer = loaded
-    trainee = trainee_of(kind, folder, target, tokenizer)
+    mx.random.seed(1)
+    recipe = Recipe(target, plan_for(folder, kind).size, 3, np.arange(40), tokenizer)
+    trainee = KINDS[kind](recipe)
     ids = np.random.default_rng(0).integers(0, 200, (2, 15)).tolist()
     documents = [learnt(ids[0], 4), learnt(ids[1][:11], 6)]
     batch = store_of(target, tmp_path, documents, trainee.features).batch([0, 1])
 
     def formula() -> mx.array:
         """Mean over the positions that count of KL(p || q), in the weights of the steps."""
-        logits = target_ends(target).logits(batch.features.head_input)
+        logits = recipe.ends.logits(batch.features.head_input)
         if trainee.vocabulary is not None:
             logits = logits[..., trainee.vocabulary]
         p = nn.log_softmax(logits)
-        each, weights = [], []
+        total, weights = mx.array(0.0), 0.0
         for step, (states, first) in enumerate(trainee.predictions(batch)):
-            size = states.shape[1]
+            place = slice(first, first + states.shape[1])
             q = nn.log_softmax(trainee.logits(states))
-            kl = mx.sum(mx.exp(p[:, first : first + size]) * (p[:, first : first + size] - q), -1)
-            counted = mx.array(batch.counted[:, first : first + size])
-            each.append(mx.sum(kl * counted) / counted.sum())
-            weights.append(0.8**step)
-        parts = [w * x for w, x in zip(weights, each, strict=True)]
-        return mx.sum(mx.stack(parts)) / sum(weights)
+            kl = mx.sum(mx.exp(p[:, place]) * (p[:, place] - q), -1)
+            counted = mx.array(batch.counted[:, place])
+            total = total + 0.8**step * mx.sum(kl * counted) / counted.sum()
+            weights += 0.8**step
+        return total / weights
 
     expected = nn.value_and_grad(trainee.module, formula)()
     for rows in (3, 1000):
         trainee.rows_at_once = rows
-        value, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
+        value, gradients = loss_and_gradients(trainee, batch, KL)
         assert value.item() == pytest.approx(expected[0].item(), abs=1e-5)
         theirs = dict(tree_flatten(expected[1]))
         for name, gradient in tree_flatten(gradients):
@@ -574,21 +402,15 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStore]:
     """A head for a target of many tokens, and windows for it."""
-    args = {
-        "model_type": "llama",
-        "hidden_size": 32,
-        "num_hidden_layers": 1,
-        "intermediate_size": 32,
-        "num_attention_heads": 2,
-        "rms_norm_eps": 1e-5,
-        "vocab_size": 5000,
-    }
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 5000}
+    args = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 2, **sizes}
+    args["rms_norm_eps"] = 1e-5
     mx.random.seed(0)
     target = llama.Model(llama.ModelArgs.from_dict(args))
     ids = np.random.default_rng(0).integers(0, 5000, (8, 100)).tolist()
     documents = [learnt(row) for row in ids]
     store = store_of(target, tmp_path_factory.mktemp("wide"), documents, Features())
-    trainee = MTPTrainee(target_ends(target), Size(mlp=32, heads=2), 3, np.zeros(0))
+    trainee = mtp(Recipe(target, Size(mlp=32, heads=2)))
     trainee.rows_at_once = 20
     return trainee, store
 
@@ -599,25 +421,21 @@ def peak_of_an_update(trainee: Trainee, batch: Batch) -> int:
     optimizer.init(trainee.module.trainable_parameters())
     mx.eval(trainee.module.parameters(), optimizer.state)
     mx.reset_peak_memory()
-    _, gradients = loss_and_gradients(trainee, batch, LOSSES["forward-kl"])
-    optimizer.update(trainee.module, gradients)
-    mx.eval(trainee.module.parameters(), optimizer.state)
+    fitting.update(trainee, optimizer, batch, KL)
     return mx.get_peak_memory()
 
 
-def test_the_memory_of_an_update_is_known_before(wide: tuple[Trainee, FeatureStore]) -> None:
+def test_the_memory_of_an_update_is_known_before(wide: Wide):
     """What is said before the start is what is measured, within 30%."""
     trainee, store = wide
-    first, further = memory_of_updates(trainee, store, LOSSES["forward-kl"])
+    first, further = memory_of_updates(trainee, store, KL)
     for windows in (2, 8):
         expected = first + (windows - 1) * further
         peak = peak_of_an_update(trainee, store.batch(list(range(windows))))
         assert peak == pytest.approx(expected, rel=0.3)
 
 
-def test_logits_are_not_held_for_all_rows_of_an_update(
-    wide: tuple[Trainee, FeatureStore],
-) -> None:
+def test_logits_are_not_held_for_all_rows_of_an_update(wide: Wide):
     """To learn from 800 rows takes less than half the memory of their logits more than from 8."""
     trainee, store = wide
     batch = store.batch(list(range(8)))
@@ -626,9 +444,7 @@ def test_logits_are_not_held_for_all_rows_of_an_update(
     assert more < 0.5 * 800 * 5000 * 4
 
 
-def test_an_update_that_does_not_fit_is_lowered_or_refused(
-    wide: tuple[Trainee, FeatureStore], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_update_that_does_not_fit_is_lowered_or_refused(wide: Wide, monkeypatch):
     """For a given time there are fewer windows in it; else what to lower is said."""
     monkeypatch.setattr(fitting, "memory_of_updates", lambda *_: (10 * 2**30, 2**30))
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * 2**30 // 4096}
@@ -645,9 +461,7 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(
 # Time
 
 
-def test_minutes_are_for_all_of_it(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch):
     """By a clock that strikes whenever it is looked at: answers first, then updates."""
     now = iter(np.arange(0, 1000, 0.5).tolist())
     monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
@@ -656,13 +470,13 @@ def test_minutes_are_for_all_of_it(
     data = replace(plan.data, prompts=(str(tmp_path / "many.txt"),))
     train(replace(plan, data=data), *loaded, tmp_path / "out", work=tmp_path / "w", keep_work=True)
     assert 180 <= next(now) < 190
-    assert 30 < len(answering.stored(tmp_path / "w" / "answers.jsonl")) < 300
+    assert 30 < len(texts.stored(tmp_path / "w" / "answers.jsonl")) < 300
     report = json.loads((tmp_path / "out" / "training.json").read_text())
     assert 7 <= len(report["curve"]) <= 9
     assert report["curve"][-1]["tokens"] > report["curve"][0]["tokens"] > 0
 
 
-def test_the_clock_goes_on_after_a_pause(tmp_path: Path) -> None:
+def test_the_clock_goes_on_after_a_pause(tmp_path):
     """What was kept counts, and the time between two runs does not."""
     (tmp_path / "seconds").write_text("100")
     clock = Clock(tmp_path / "seconds")
@@ -671,58 +485,34 @@ def test_the_clock_goes_on_after_a_pause(tmp_path: Path) -> None:
     assert 100 <= Clock(tmp_path / "seconds").seconds() < 120
 
 
-def test_the_bar_moves_with_every_update(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while answers are written, at every token, and at least once a second."""
-    bars: list[Any] = []
-
-    class Bar(fitting.tqdm):  # type: ignore[misc]
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **{**kwargs, "file": io.StringIO()})
-            self.moved = 0
-            bars.append(self)
-
-        def update(self, n: float = 1) -> Any:
-            self.moved += 1
-            return super().update(n)
-
-    monkeypatch.setattr(fitting, "tqdm", Bar)
-    monkeypatch.setattr(answering, "tqdm", Bar)
-    train(plan_of_prompts(folder, "medusa"), *loaded, tmp_path)
-    assert [bar.desc.split(":")[0] for bar in bars] == ["answers", "training"]
-    assert all(bar.mininterval <= 1 and bar.miniters == 0 for bar in bars)
-    assert bars[0].moved > 100
-    assert bars[1].moved == 6
-
-
 # Saving
 
 
-@pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
-def test_saved_heads_load_and_are_lossless(
-    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """Also as `--draft-model`: they are told from models by their files, and give plain text."""
+@pytest.mark.parametrize("kind", cases(KINDS, "mtp", "exit"))
+def test_what_is_saved_loads_and_is_lossless(kind, folder, loaded: Loaded, tmp_path):
+    """Also as `--draft-model`: heads are told from models by their files; plain text each time."""
     target, tokenizer = loaded
     train(plan_for(folder, kind), *loaded, tmp_path)
-    drafter = sd.load_head(tmp_path, target)
     prompt = tokenizer.encode(WORDS)
     plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=40)
-    account = sd.generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=40)
-    assert account == plain
-    assert str(tmp_path) in drafter.describe()
-    assert sd.generate(target, tokenizer, prompt, draft_model=tmp_path, max_tokens=40) == plain
-    assert sorted(path.suffix for path in tmp_path.iterdir()) == 3 * [".json"] + [".safetensors"]
+    drafter: Any = None
+    if kind == "draft":
+        drafter, theirs = load_model(tmp_path)
+        assert theirs.get_vocab() == tokenizer.get_vocab()
+    else:
+        drafter = sd.load_head(tmp_path, target)
+        assert str(tmp_path) in drafter.describe()
+        suffixes = sorted(path.suffix for path in tmp_path.iterdir())
+        assert suffixes == 3 * [".json"] + [".safetensors"]
+        assert sd.generate(target, tokenizer, prompt, draft_model=tmp_path, max_tokens=40) == plain
+    assert sd.generate(target, tokenizer, prompt, draft_model=drafter, max_tokens=40) == plain
 
 
-def test_a_prediction_layer_may_choose_among_fewer_tokens(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_a_prediction_layer_may_choose_among_fewer_tokens(folder, loaded: Loaded, tmp_path):
     """It proposes those alone, when it is loaded too, and learns on with them."""
     target = loaded[0]
     train(plan_for(folder, "mtp"), *loaded, tmp_path)
-    ids = mx.load(str(tmp_path / "model.safetensors"))["d2t"] + mx.arange(64)
+    ids = weights_in(tmp_path)["d2t"] + mx.arange(64)
     head = sd.load_head(tmp_path, target).head
     assert "64 of 268 tokens" in head.notes()
     logits = head.logits(mx.random.normal((3, head.width)))
@@ -731,21 +521,20 @@ def test_a_prediction_layer_may_choose_among_fewer_tokens(
     assert learning_on(tmp_path, target).trainer.trainee.vocabulary.tolist() == ids.tolist()
 
 
+def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were():
+    for layers in [(1, 2, 3), (2, 5, 7), (3, 4, 5)]:
+        assert output_layers(stored_ids(layers)) == layers
+
+
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "mtp", "exit"))
-def test_a_training_can_begin_with_a_head(
-    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_a_training_can_begin_with_a_head(kind, folder, loaded: Loaded, tmp_path):
     """At a rate of 0 it stays what it was; another kind is refused, and another size."""
     plan = plan_for(folder, kind)
     train(plan, *loaded, tmp_path / "first")
-    further = replace(
-        plan, init=str(tmp_path / "first"), schedule=replace(plan.schedule, learning_rate=0.0)
-    )
+    slow = replace(plan.schedule, learning_rate=0.0)
+    further = replace(plan, init=str(tmp_path / "first"), schedule=slow)
     train(further, *loaded, tmp_path / "then")
-    first, then = (
-        mx.load(str(tmp_path / name / "model.safetensors")) for name in ("first", "then")
-    )
-    assert all(mx.array_equal(x, then[name]).item() for name, x in first.items())
+    assert same(weights_in(tmp_path / "first"), weights_in(tmp_path / "then"))
     others = [
         replace(further, kind="exit" if kind == "medusa" else "medusa"),
         replace(further, size=replace(plan.size, mlp=24, guesses=5)),
@@ -755,24 +544,12 @@ def test_a_training_can_begin_with_a_head(
             train(other, *loaded, tmp_path / f"other-{i}")
 
 
-@pytest.mark.parametrize("missing", ["mlp.up_proj.weight", "norm.weight"])
-def test_an_exit_that_is_not_whole_is_refused(
-    missing: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    train(plan_for(folder, "exit"), *loaded, tmp_path)
-    tensors = mx.load(str(tmp_path / "model.safetensors"))
-    del tensors[missing]
-    mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
-    with pytest.raises(HeadError, match=rf"(?s)make no head that runs.*{re.escape(missing)}"):
-        sd.load_head(tmp_path, loaded[0])
-
-
 def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has a cache behind those of the target's layers, and looks at the last tokens."""
+    folder, loaded: Loaded, tmp_path, monkeypatch
+):
+    """With a cache after those of the target's layers; one that is not whole does not load."""
     target, _ = loaded
-    monkeypatch.setattr("specdec_mlx.training.one_pass.EXIT_WINDOW", 6)
+    monkeypatch.setattr("specdec_mlx.training.trainees.EXIT_WINDOW", 6)
     train(plan_for(folder, "exit", learning_rate=0.1), *loaded, tmp_path)
     drafter = sd.load_head(tmp_path, target)
     assert isinstance(drafter, ExitDrafter)
@@ -789,39 +566,22 @@ def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
         cache[-1].trim(12)
         last = drafter.model(text[:, -given:], cache=cache)[:, -1]
         assert mx.allclose(last, whole[:, -1], atol=1e-4).item() == alike
+    tensors = weights_in(tmp_path)
+    for missing in ("mlp.up_proj.weight", "norm.weight"):
+        rest = {name: x for name, x in tensors.items() if name != missing}
+        mx.save_safetensors(str(tmp_path / "model.safetensors"), rest)
+        with pytest.raises(HeadError, match=rf"(?s)make no head that runs.*{re.escape(missing)}"):
+            sd.load_head(tmp_path, target)
 
 
-def test_a_saved_draft_model_is_a_model_of_its_own(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    """mlx-lm loads it with the target's tokenizer."""
-    target, tokenizer = loaded
-    train(plan_for(folder, "draft"), *loaded, tmp_path)
-    draft, theirs = load_model(tmp_path)
-    assert theirs.get_vocab() == tokenizer.get_vocab()
-    prompt = tokenizer.encode(WORDS)
-    plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=30)
-    assert sd.generate(target, tokenizer, prompt, draft_model=draft, max_tokens=30) == plain
-
-
-def test_the_table_of_heads_has_what_each_length_brings(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_the_table_of_heads_has_what_each_length_brings(folder, loaded: Loaded, tmp_path):
     """Tokens a pass as in a run of its own; a length that drafts nothing has one token a pass."""
     target, tokenizer = loaded
     train(plan_for(folder, "medusa"), *loaded, tmp_path)
     head = sd.load_head(tmp_path, target)
     prompt = tokenizer.encode(WORDS)
-    rows = list(
-        compare(
-            target,
-            {"medusa": head},
-            [prompt],
-            lengths=[0, 2, "auto"],
-            temps=[0, 1.0],
-            max_tokens=30,
-        )
-    )
+    options: Any = {"lengths": [0, 2, "auto"], "temps": [0, 1.0], "max_tokens": 30}
+    rows = list(compare(target, {"medusa": head}, [prompt], **options))
     assert [row.temp for row in rows] == [0, 1.0]
     *_, last = sd.speculate(target, prompt, head, draft_length=2, max_tokens=30)
     assert rows[0].tokens_per_pass["2"] == pytest.approx(last.stats.tokens_per_pass)
@@ -830,18 +590,15 @@ def test_the_table_of_heads_has_what_each_length_brings(
     assert "| medusa" in format_rows(rows)
 
 
-# Learning on
+# Learning on; see also test_online
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa"], "medusa"))
-def test_a_head_learns_from_each_text_and_stays_lossless(
-    kind: str, folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_a_head_learns_from_each_text_and_stays_lossless(kind, folder, loaded: Loaded, tmp_path):
     """The loss on the text falls, the text is the plain one each time, and what is saved loads."""
     target, tokenizer = loaded
     train(plan_for(folder, kind), *loaded, tmp_path)
-    before = mx.load(str(tmp_path / "model.safetensors"))
-    mx.eval(before)  # which is read when it is used
+    before = weights_in(tmp_path)
     drafter = learning_on(tmp_path, target, Bounds(learning_rate=3e-3, window=32))
     prompt = tokenizer.encode(WORDS)
     plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=40)
@@ -850,15 +607,12 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
     losses = [drafter.trainer.learn() for _ in range(6)]
     assert losses[-1] < losses[0]
     drafter.save()
-    after = mx.load(str(tmp_path / "model.safetensors"))
-    assert any(not mx.array_equal(x, after[name]).item() for name, x in before.items())
+    assert not same(before, weights_in(tmp_path))
     assert sd.load_head(tmp_path, target)
 
 
-def test_a_text_is_learnt_from_when_it_has_ended(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What was handed out of it, before the next begins, whose first token waits for nothing."""
+def test_a_text_is_learnt_from_when_it_has_ended(folder, loaded: Loaded, tmp_path, monkeypatch):
+    """What was emitted of it, before the next begins, whose first token waits for nothing."""
     target, tokenizer = loaded
     train(plan_for(folder, "medusa"), *loaded, tmp_path)
     drafter = learning_on(tmp_path, target)
@@ -873,57 +627,14 @@ def test_a_text_is_learnt_from_when_it_has_ended(
         assert learnt[-1] == [*prompt, first]
 
 
-def test_learning_on_is_bounded(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So many windows are kept, so many passes of the target run; a short text teaches nothing."""
-    target, _ = loaded
-    train(plan_for(folder, "medusa"), *loaded, tmp_path)
-    bounds = Bounds(updates=3, window=16, windows=2)
-    trainer = learning_on(tmp_path, target, bounds).trainer
-    trainer.add([1, 2, 3])
-    assert trainer.learn() is None
-    trainer.add(list(range(100)))
-    assert [window.tolist() for window in trainer.windows] == [
-        list(range(68, 84)),
-        list(range(84, 100)),
-    ]
-    passes = []
-
-    def counted(*args: Any) -> Any:
-        passes.append(args)
-        return live_batch(*args)
-
-    monkeypatch.setattr("specdec_mlx.training.online.live_batch", counted)
-    trainer.learn()
-    assert len(passes) == 3
-
-
-def test_only_what_was_trained_here_learns_on(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    with pytest.raises(TrainingError, match=r"no plan\.json"):
-        learning_on(folder, loaded[0])
-    train(plan_for(folder, "exit"), *loaded, tmp_path)
-    with pytest.raises(TrainingError, match="only mtp, eagle3, medusa, draft learn on"):
-        learning_on(tmp_path, loaded[0])
-
-
 # The command
 
 
 @command_line.both_ways
-def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Path) -> None:
-    done = command_line.run(
-        "train",
-        "--model",
-        folder,
-        "--kind",
-        "medusa",
-        "--prompts",
-        folder.parent / "prompts.txt",
-        "--out",
-        tmp_path / "head",
+def test_the_command_trains_and_prints_the_acceptance(folder, tmp_path):
+    prompts, out = folder.parent / "prompts.txt", tmp_path / "head"
+    flags = ["--model", folder, "--kind", "medusa", "--prompts", prompts, "--out", out]
+    flags += [
         "--window",
         "160",
         "--steps",
@@ -934,14 +645,15 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
         "1,0",
         "--loss",
         "forward-kl+tv",
-    )
+    ]
+    done = command_line.run("train", *flags)
     assert done.returncode == 0, done.stderr
     assert "on held-out text 0." in done.stdout
     assert "On text that it is trained on: 0." in done.stdout
     assert "windows takes about 0.0 GB of memory" in done.stdout
-    report = json.loads((tmp_path / "head" / "training.json").read_text())
+    report = json.loads((out / "training.json").read_text())
     assert len(report["acceptance"]["greedy"]) == 3
-    assert (tmp_path / "head" / "model.safetensors").exists()
+    assert (out / "model.safetensors").exists()
 
 
 @in_one_test(
@@ -957,9 +669,7 @@ def test_the_command_trains_and_prints_the_acceptance(folder: Path, tmp_path: Pa
         (["--kind", "eagle3", "--layers", "0,1,2"], "Layer 0 cannot be the first"),
     ],
 )
-def test_what_cannot_be_trained_is_said_in_a_line(
-    flags: list[str], expected: str, folder: Path, tmp_path: Path
-) -> None:
+def test_what_cannot_be_trained_is_said_in_a_line(flags, expected, folder, tmp_path):
     options = {
         "--model": str(folder),
         "--kind": "mtp",
@@ -974,12 +684,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(
     assert expected in done.stderr
 
 
-def test_ctrl_c_ends_in_a_sentence(
-    folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_ctrl_c_ends_in_a_sentence(folder, tmp_path, monkeypatch, capsys):
     """Where what is done is kept, and how to go on; which then does."""
     monkeypatch.setattr(fitting, "SECONDS", -1.0)
     honest = fitting.keep
@@ -988,40 +693,20 @@ def test_ctrl_c_ends_in_a_sentence(
         honest(*args)
         raise KeyboardInterrupt
 
-    text = folder.parent / "text.txt"
+    text, out = folder.parent / "text.txt", tmp_path / "head"
     flags = ["train", "--model", folder, "--kind", "medusa", "--texts", text, "--steps", "2"]
-    arguments = [str(x) for x in (*flags, "--window", "32", "--out", tmp_path / "head")]
+    arguments = [str(x) for x in (*flags, "--window", "32", "--out", out)]
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "keep", interrupted)
         assert main(arguments) == 130
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.endswith("type the same command again, and it goes on from the last checkpoint.")
-    assert str(tmp_path / "head") in said
-    assert (tmp_path / "head" / "checkpoint.safetensors").exists()
+    assert str(out) in said
+    assert (out / "checkpoint.safetensors").exists()
     assert main(arguments) == 0
 
 
-@in_one_test("line", ["{", "[1]", '{"txt": "a"}', '{"messages": [{"role": "user"}]}'])
-def test_a_line_that_is_no_document_is_named(
-    line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n' + line + "\n")
-    with pytest.raises(TrainingError, match=r"a\.jsonl, line 2"):
-        list(read_documents([str(tmp_path / "a.jsonl")], loaded[1]))
-
-
-@in_one_test("line", ["{", "[1]", '{"text": "a"}', '{"turns": []}', '{"messages": []}'])
-def test_a_line_that_is_no_prompt_is_named(
-    line: str, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
-    with pytest.raises(TrainingError, match=r"a\.jsonl, line 2"):
-        read_prompts([str(tmp_path / "a.jsonl")], loaded[1])
-
-
-def test_prompts_that_leave_no_room_for_an_answer_are_counted(
-    folder: Path, loaded: tuple[nn.Module, Any], tmp_path: Path
-) -> None:
+def test_prompts_that_leave_no_room_for_an_answer_are_counted(folder, loaded: Loaded, tmp_path):
     plan = plan_of_prompts(folder, "medusa")
     short = replace(plan, data=replace(plan.data, window=20))
     with pytest.raises(TrainingError, match="Of 15 prompts 0 are no longer than half a window"):

@@ -1,4 +1,4 @@
-"""Shapes of trees: best-first and Sequoia's programme against every shape there is."""
+"""Shapes of trees: best-first against every shape there is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exact_trees import depth, shapes
-from specdec_mlx.stats.theory import best_draft_length_on_curve, expected_tokens
-from specdec_mlx.stats.trees import (
+from specdec_mlx.stats.theory import (
+    best_draft_length_on_curve,
     best_first,
     chances_of,
+    expected_tokens,
     expected_tree_tokens,
-    most_tree_tokens,
 )
 from specdec_mlx.types.trees import chain
 
@@ -34,19 +34,6 @@ def test_best_first_is_the_best_of_all_shapes(acceptance, size):
     assert ranks == [parents[:node].count(parent) for node, parent in enumerate(parents)]
     chances = chances_of(parents, acceptance)
     assert chances == sorted(chances, reverse=True)
-
-
-@given(falling, st.integers(1, 6), st.integers(1, 4))
-@settings(max_examples=25)
-def test_sequoias_programme_finds_the_best_of_all_shapes(by_rank, size, levels):
-    """The programme, best-first and every shape agree to 1e-12."""
-    most = most_tree_tokens(by_rank, size, levels)
-    allowed = [shape for n in range(1, size + 1) for shape in shapes(n) if depth(shape) <= levels]
-    acceptance = [by_rank] * levels
-    tried = max(expected_tree_tokens(shape, acceptance) for shape in allowed)
-    assert most == pytest.approx(tried, abs=1e-12)
-    grown, _ = best_first(acceptance, size)
-    assert expected_tree_tokens(grown, acceptance) == pytest.approx(most, abs=1e-12)
 
 
 @given(falling, st.lists(st.floats(0.0, 0.5), min_size=7, max_size=7))
@@ -69,7 +56,6 @@ def test_with_one_rank_a_tree_is_a_chain():
     """The formulas are those of a chain, and so is the length that pays."""
     assert best_first([[0.8]] * 9, 5) == (chain(5), [0] * 5)
     assert expected_tree_tokens(chain(5), [[0.8]]) == pytest.approx(expected_tokens(0.8, 5))
-    assert most_tree_tokens([0.8], 5, 5) == pytest.approx(expected_tokens(0.8, 5))
 
     def cost(positions: int) -> float:
         return 1 + 0.1 * (positions - 1)

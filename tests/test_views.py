@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from html.parser import HTMLParser
+from typing import Any
 
 import pytest
 
@@ -67,7 +67,7 @@ def text() -> sd.responses.Text:
     )
 
 
-def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text) -> None:
+def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text):
     """Equal to the plain text, its pieces joined; JSON, slices and sums are those of a str."""
     plain = sd.generate(tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3], max_tokens=40)
     assert isinstance(text, str)
@@ -79,8 +79,8 @@ def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text
     assert (text.drafter, plain.drafter) == ("OracleDrafter", "")
 
 
-def test_every_token_is_shown_with_its_origin(text: sd.responses.Text) -> None:
-    """One element a token, of the origin's own kind, whose title names the drafter."""
+def test_every_token_is_shown_with_its_origin(text: sd.responses.Text):
+    """One element a token, of the origin's own kind, whose title names the drafter; a legend."""
     page = Checker(text._repr_html_())
     tokens = [attrs for tag, attrs in page.tags if "token " in (attrs.get("title") or "")]
     assert len(tokens) == 40
@@ -92,9 +92,15 @@ def test_every_token_is_shown_with_its_origin(text: sd.responses.Text) -> None:
     assert {piece.origin for piece in text.pieces} >= {"draft", "correction", "bonus"}
     assert len({look.tag for look in LOOKS.values()}) == len(LOOKS)
     assert "40 tokens in" in page.text
+    for origin, look in LOOKS.items():
+        count = sum(piece.origin == origin for piece in text.pieces)
+        counted = f"{count} token{'s' if count > 1 else ''}"
+        assert (f"{look.label}, {counted}: {look.meaning}" in page.text) == (count > 0)
+    plain = text_html([Piece("a", 1, "plain")], stats_of((0, 0)))
+    assert "plain, 1 token: no draft was there" in Checker(plain).text
 
 
-def test_code_is_shown_as_it_is() -> None:
+def test_code_is_shown_as_it_is():
     """Monospaced, every space and underscore kept, and nothing drawn beneath any of them.
 
     An underlined space looks like an underscore, and an underscore on an underline is not seen.
@@ -111,36 +117,20 @@ def test_code_is_shown_as_it_is() -> None:
     assert not re.search(r"underline|text-decoration|border-bottom|box-shadow", html)
 
 
-def test_the_legend_says_in_words_what_each_look_means(text: sd.responses.Text) -> None:
-    """Each origin that the text has, in its own look, with its count and its meaning."""
-    page = Checker(text._repr_html_())
-    for origin, look in LOOKS.items():
-        count = sum(piece.origin == origin for piece in text.pieces)
-        tokens = f"{count} token{'s' if count > 1 else ''}"
-        assert (f"{look.label}, {tokens}: {look.meaning}" in page.text) == (count > 0)
-    plain = text_html([Piece("a", 1, "plain")], stats_of((0, 0)))
-    assert "plain, 1 token: no draft was there" in Checker(plain).text
-    assert LOOKS["bonus"].label not in plain
-
-
-def test_text_is_escaped() -> None:
-    """In the text and on hover."""
+def test_text_is_escaped_and_leaves_the_themes_colours_alone(text: sd.responses.Text):
+    """In the text and on hover; no style sheet, no script, no fixed colour of text."""
     html = text_html([Piece(EVIL, 1, "draft")], stats_of((1, 1)), drafter=EVIL)
     page = Checker(html)
     assert EVIL in page.text
     assert "script" not in [tag for tag, _ in page.tags]
     assert EVIL in (page.tags[1][1]["title"] or "")
-
-
-def test_colours_leave_the_themes_text_alone(text: sd.responses.Text) -> None:
-    """No style sheet, no script, no fixed colour of text: light and dark pages both read."""
     for html in (text._repr_html_(), text.stats._repr_html_()):
         assert not re.search(r"<style|<script|onclick|javascript", html)
         assert set(re.findall(r"(?<!-)\bcolor:([^;\"]+)", html)) <= {"inherit"}
         assert not re.search(r"background:#", html)
 
 
-def test_stats_show_every_count() -> None:
+def test_stats_show_every_count():
     """Totals, each position, the histogram without the plain rounds, and which rounds drafted."""
     stats = stats_of(*[(0, 0)] * 3, (4, 2), (4, 4), (2, 0))
     page = Checker(stats._repr_html_())
@@ -152,57 +142,36 @@ def test_stats_show_every_count() -> None:
     assert "···━━━" in page.text
 
 
-def test_a_benchmark_of_texts_from_python() -> None:
-    """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
+def bench(drafters: list[str], **options: Any) -> Record:
+    """A benchmark of a few texts of the tiny model, which is its own draft model."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    record = bench_texts(
-        model,
-        tokenizer,
-        {"letters": ["a b a b"], "words": ["the one", "the other"]},
-        ["ngram", "model"],
-        ["2"],
-        draft_model=model,
-        settings=Settings(max_tokens=12),
-        progress=False,
-    )
+    texts = {"letters": ["a b a b"], "words": ["the one", "the other"]}
+    options |= {"draft_model": model, "settings": Settings(max_tokens=12), "progress": False}
+    return bench_texts(model, tokenizer, texts, drafters, ["2"], **options)
+
+
+def test_a_benchmark_of_texts_from_python():
+    """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it.
+
+    Rules are contenders with a column, at the temperature asked for; texts are not printed.
+    """
+    record = bench(["ngram", "model"])
     assert record.categories == ["letters", "words"]
     everything = [r for r in record.results if r.category == "all"]
     assert [r.drafter for r in everything] == ["mlx-lm", "mlx-lm-speculation", "ngram", "model"]
     assert all(r.identical == r.texts == 3 for r in everything)
     assert "letters" in Checker(record._repr_html_()).text
-
-
-def test_rules_are_compared_from_python_and_have_a_column() -> None:
-    """A contender for each rule at the temperature asked for; one rule needs no column."""
-    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    record = bench_texts(
-        model,
-        tokenizer,
-        {"letters": ["a b a b"]},
-        ["model"],
-        ["2"],
-        draft_model=model,
-        rules=["rejection", "block"],
-        temp=1.0,
-        settings=Settings(max_tokens=12),
-        progress=False,
-    )
+    assert "drafterKratio" in Checker(record._repr_html_()).text
+    assert "RecordedText" not in repr(record)
+    record = bench(["model"], rules=["rejection", "block"], temp=1.0)
     everything = [r for r in record.results if r.category == "all"]
     assert [r.rule for r in everything] == ["", "", "rejection", "block"]
     assert all(r.identical is None for r in everything), "texts at temperature 1 are not compared"
     assert record.settings["temp"] == 1.0
     assert "drafterKruleratio" in Checker(record._repr_html_()).text
-    one_rule = replace(record, results=record.results[:3])
-    assert "drafterKratio" in Checker(one_rule._repr_html_()).text
 
 
-def test_a_record_prints_without_its_texts() -> None:
-    """A notebook keeps what a record prints beside its table; token ids would be most of it."""
-    record = Record("", {}, {}, [RecordedText("a", "letters", [1, 2], [3] * 99)])
-    assert "RecordedText" not in repr(record)
-
-
-def test_bench_and_replay_are_tables() -> None:
+def test_bench_and_replay_are_tables():
     """A row for each result; a column for each category."""
     recorded = RecordedText("a", "code & <b>", [1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3])
     results = [result("mlx-lm", "", "all", 1.0), result("ngram", "4", "all", 1.5)]

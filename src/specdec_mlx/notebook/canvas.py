@@ -1,7 +1,6 @@
-"""What plots are drawn on, with matplotlib (`pip install "specdec-mlx[plot]"`).
+"""Canvas of all plots: no background and grey lettering, for light and for dark pages.
 
-No pyplot, no global state. A plot of ours has no background and grey lettering, so that it reads on
-light and on dark pages; on axes that the caller gives, the caller's style stays.
+No pyplot, no global state; axes that the caller gives keep the caller's style.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from io import BytesIO
 from typing import Any
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.notebook.palette import GREY
+from specdec_mlx.notebook.palette import COLOURS, GREY, MARKERS
 
 try:
     from matplotlib.axes import Axes as Axes
@@ -23,15 +22,14 @@ except ImportError as error:
 
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH = 90
-SHARPNESS = 2
-"""Pixels drawn for each pixel of width shown."""
+SHARPNESS = 2  # pixels drawn for each pixel shown
 
 
 class Plot(Figure):
-    """A figure that a notebook shows as the value of a cell, on the page's own background."""
+    """A figure that a notebook shows as the value of a cell."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Take what a matplotlib figure takes."""
+        """Arguments as for a matplotlib figure."""
         super().__init__(*args, **{"facecolor": "none", "layout": "constrained"} | options)
 
     def add_subplot(self, *args: Any, **options: Any) -> Axes:
@@ -52,14 +50,8 @@ class Plot(Figure):
 
 
 def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
-    """The axes given, or those of a new plot of so many inches."""
+    """The axes given, or those of a new plot of this size in inches."""
     return Plot(figsize=size).add_subplot() if ax is None else ax
-
-
-def panels(count: int) -> tuple[Plot, Any]:
-    """A new plot, and its axes [count] side by side."""
-    plot = Plot(figsize=(count * PANEL[0], PANEL[1]))
-    return plot, plot.subplots(1, count)
 
 
 def figure_of(ax: Axes) -> Figure:
@@ -74,15 +66,13 @@ def ink(ax: Axes) -> Any:
     return ax.xaxis.label.get_color()
 
 
-def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
-    """Name the axes, and drop the frame where nothing is read off.
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and marker of the n-th line of a plot."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
 
-    Args:
-        ax: the axes.
-        title: stands above them.
-        x: what is read off below, with its unit.
-        y: what is read off on the left, with its unit.
-    """
+
+def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
+    """Write the title and the axes' names with their units, and drop the frame without scales."""
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
@@ -90,29 +80,21 @@ def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
-def legend(ax: Axes, **options: Any) -> None:
-    """What lines and marks mean; options as matplotlib's."""
-    ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
-
-
-def legend_above(ax: Axes, title: str, num_columns: int = 4) -> None:
-    """The legend between a title and the axes, from the left edge on, in rows.
-
-    Args:
-        ax: the axes.
-        title: stands above the legend.
-        num_columns: most entries in a row.
-    """
-    drawn = ax.legend(
-        title=title,
-        title_fontsize=10,
-        alignment="left",
-        ncols=num_columns,
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-        fontsize=8,
-        frameon=False,
-        labelcolor=ink(ax),
-    )
+def legend(ax: Axes, **options: Any) -> Figure:
+    """Add the legend, with matplotlib's options; returns the figure, which is complete."""
+    drawn = ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
     drawn.get_title().set_color(ink(ax))
+    return figure_of(ax)
+
+
+def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
+    """`label_axes`, then `legend`."""
+    label_axes(ax, title, x, y)
+    return legend(ax, **options)
+
+
+def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
+    """Add the legend in rows between a title and the axes; returns the figure."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    titled = {"title": title, "title_fontsize": 10, "alignment": "left"}
+    return legend(ax, ncols=num_columns, **place, **titled)

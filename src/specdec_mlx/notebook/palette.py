@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-)
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 """Okabe and Ito (2008)."""
 
-GREY = "#7F7F7F"
-"""As far from white as from the near-black of dark pages: a contrast of 4 to both."""
+BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = COLOURS
 
-COLOURS = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY)
+GREY = "#7F7F7F"
+"""Contrast of 4 to white and to the near-black of dark pages."""
+
 MARKERS = "osD^vP"
-"""Colour never is the only difference."""
+"""Lines differ in these too."""
 
 
 def translucent(colour: str, opacity: float) -> str:

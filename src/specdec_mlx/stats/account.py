@@ -1,4 +1,4 @@
-"""What happened: counts, histogram, seconds. Built from round records alone."""
+"""Account of a generation: counts, histogram, seconds, from round records alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.stats.rows import Row, Rows
@@ -17,48 +17,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class StatsView(Protocol):
-    """Shows an account; `specdec_mlx.notebook` sets `SpeculationStats.view` to its own."""
-
-    def html(self, stats: SpeculationStats) -> str:
-        """For a notebook's cell."""
-        ...
-
-    def figure(self, stats: SpeculationStats) -> Figure:
-        """As a plot; raises MissingPackageError without matplotlib."""
-        ...
-
-
 @dataclass
 class SpeculationStats(Rows):
     """Running account of one generation; the same object on every item, always up to date.
 
-    It counts whole rounds: while the tokens of a round are handed out one by one, all of them are
-    in it already. Identities: `emitted + cut = accepted + target_passes`, and the histogram sums
-    to `target_passes`.
+    It counts whole rounds. Identities: `emitted + cut = accepted + target_passes`, and the
+    histogram sums to `target_passes`.
 
     Attributes:
-        target_passes: passes of the target over the text, prefill left out; each is one round.
-        ahead: those of them that were launched before the token before them was read.
-        fed: positions that those passes computed.
-        replayed: those among them that had been computed before, since some recurrent caches cannot
-            go back part of the way; no extra pass is made.
+        target_passes: passes of the target after the prefill, one a round.
+        ahead: passes launched before the token before them was read.
+        fed: positions that the passes computed.
+        replayed: of these, computed a second time, since a recurrent cache was rolled back.
         drafted: draft tokens proposed.
         accepted: draft tokens kept by the rule.
         cut: tokens verified but beyond max_tokens.
-        rounds: (drafted, accepted) of every round, in order.
-        by_drafter: drafter's key -> [draft tokens proposed, accepted] of its drafts, of several
-            under `FirstOf` or `BestOf`.
+        rounds: (drafted, accepted) of every round.
+        by_drafter: drafter's key -> [drafted, accepted], under `FirstOf` or `BestOf`.
         decode_seconds: of all rounds but the first, which waits for the prompt too.
-        plain_seconds: of those of them without a draft whose time is that of one pass.
-        num_plain: how many those are.
+        plain_seconds: of those without a draft whose time is that of one pass.
+        num_plain: number of those.
         prefill_seconds: host time for reading the prompt.
-        draft_seconds: host time for proposing; a draft model's lazy steps are computed inside the
-            verifying pass and count there.
+        draft_seconds: host time for proposing; lazy steps count where they are verified.
         verify_seconds: host time for launching the passes and waiting for them.
-        other_seconds: host time of the loop besides, without what the caller does with the tokens.
-        counterfactual: what each rule would have accepted, if that was asked for.
-        view: what `plot()` and notebooks show an account with.
+        other_seconds: host time of the rest of the loop, without the caller's.
+        counterfactual: what each rule would have accepted, if asked for.
     """
 
     target_passes: int = 0
@@ -78,7 +61,6 @@ class SpeculationStats(Rows):
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
     counterfactual: Counterfactual | None = None
-    view: ClassVar[StatsView]
 
     def record(self, round_: RoundRecord) -> None:
         """Add one round."""
@@ -111,16 +93,18 @@ class SpeculationStats(Rows):
     @property
     def drafted_at(self) -> list[int]:
         """[i] rounds that drafted position i of the draft."""
-        return _longer_than([drafted for drafted, _ in self.rounds])
+        longest = max((drafted for drafted, _ in self.rounds), default=0)
+        return [sum(drafted > i for drafted, _ in self.rounds) for i in range(longest)]
 
     @property
     def accepted_at(self) -> list[int]:
-        """[i] rounds that accepted position i of the draft."""
-        return _longer_than([accepted for _, accepted in self.rounds])
+        """[i] rounds that accepted position i, as long as `drafted_at`."""
+        positions = range(len(self.drafted_at))
+        return [sum(accepted > i for _, accepted in self.rounds) for i in positions]
 
     @property
     def emitted(self) -> int:
-        """Tokens produced: those accepted and one more a pass, but for what was cut."""
+        """Tokens produced: accepted ones and one more a pass, less what was cut."""
         return self.accepted + self.target_passes - self.cut
 
     @property
@@ -130,10 +114,9 @@ class SpeculationStats(Rows):
 
     @property
     def acceptance_rate(self) -> float:
-        """Likeliest α: accepted draft tokens over those that were judged.
+        """Likeliest α (Leviathan et al. 2023, definition 3.1), 0 without a draft.
 
-        The chance that a draft token is accepted where all before it were (Leviathan et al. 2023,
-        definition 3.1). Behind a rejected token nothing was judged. 0 without a draft.
+        Accepted draft tokens over those that were judged: none after a rejected one.
         """
         rejections = sum(accepted < drafted for drafted, accepted in self.rounds)
         return acceptance_from_counts(self.accepted, rejections)
@@ -146,38 +129,29 @@ class SpeculationStats(Rows):
     @property
     def acceptance_by_position(self) -> list[float]:
         """[i] share of the rounds that drafted position i in which it was accepted."""
-        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
-        return [a / d if d else 0.0 for a, d in zip(accepted, self.drafted_at, strict=True)]
+        return [a / d for a, d in zip(self.accepted_at, self.drafted_at, strict=True)]
 
     @property
     def observed_speedup(self) -> float | None:
-        """Tokens over what they took, times what a plain round took; None without both kinds.
-
-        All rounds but the first. Where nothing was drafted there is nothing to compare.
-        """
-        if not self.drafted:
-            return None
+        """Tokens a second over a plain round's, after the first round; None without both kinds."""
         return self._speedup([accepted + 1 for _, accepted in self.rounds[1:]])
 
     @property
     def expected_speedup(self) -> float | None:
-        """The same, had every draft token the chance α, independently of the others.
+        """Speedup if draft tokens were accepted with chance α, independently of each other.
 
-        Equation 1 of Leviathan et al. (2023) at each round's draft length, over the time that the
-        rounds took. Where it is far from the observed one, acceptance is not independent of the
-        position: predictable and unpredictable stretches take turns.
+        Far from the observed one, predictable and unpredictable stretches of text take turns.
         """
         alpha = self.acceptance_rate
         return self._speedup([expected_tokens(alpha, drafted) for drafted, _ in self.rounds[1:]])
 
     def _speedup(self, tokens: Sequence[float]) -> float | None:
-        """Of rounds after the first that brought so many tokens."""
-        if not self.num_plain or not self.decode_seconds:
+        if not (self.drafted and self.num_plain and self.decode_seconds):
             return None
         return sum(tokens) * self.plain_seconds / self.num_plain / self.decode_seconds
 
     def rows(self) -> list[Row]:
-        """A row for each round: number, tokens drafted, accepted, emitted; only the last is cut."""
+        """A row for each round; only the last is cut."""
         last = len(self.rounds) - 1
         return [
             {
@@ -192,18 +166,14 @@ class SpeculationStats(Rows):
     def as_dict(self) -> dict[str, Any]:
         """All counts and rates, ready for JSON."""
         account = self.counterfactual
+        names = ["emitted", "accept_histogram", "acceptance_by_position", "tokens_per_pass"]
+        names += ["acceptance_rate", "accepted_share", "observed_speedup", "expected_speedup"]
+        account = self.counterfactual
         return {
             **{name: value for name, value in vars(self).items() if isinstance(value, int | float)},
             **({} if account is None else {"counterfactual": account.as_dict()}),
-            "emitted": self.emitted,
             "by_drafter": {key: list(counts) for key, counts in self.by_drafter.items()},
-            "accept_histogram": list(self.accept_histogram),
-            "acceptance_by_position": self.acceptance_by_position,
-            "tokens_per_pass": self.tokens_per_pass,
-            "acceptance_rate": self.acceptance_rate,
-            "accepted_share": self.accepted_share,
-            "observed_speedup": self.observed_speedup,
-            "expected_speedup": self.expected_speedup,
+            **{name: getattr(self, name) for name in names},
         }
 
     def __str__(self) -> str:
@@ -224,26 +194,16 @@ class SpeculationStats(Rows):
         )
 
     def plot(self) -> Figure:
-        """Draw it: accept histogram, acceptance by position, and tokens per pass over time.
-
-        Raises MissingPackageError without matplotlib.
-        """
-        return self._shown_by().figure(self)
+        """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""
+        plots: Any = import_module("specdec_mlx.notebook.plots")
+        figure: Figure = plots.plot_stats(self)
+        return figure
 
     def _repr_html_(self) -> str:
-        return self._shown_by().html(self)
-
-    def _shown_by(self) -> StatsView:
-        if not hasattr(type(self), "view"):
-            import_module("specdec_mlx.notebook")  # which sets it
-        return self.view
+        views: Any = import_module("specdec_mlx.notebook.views")
+        return str(views.stats_html(self))
 
 
 def _kind(key: str) -> str:
     """The class that a drafter's key begins with."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
-
-
-def _longer_than(lengths: Sequence[int]) -> list[int]:
-    """[i] how many of some lengths are above i, as far as there is one."""
-    return [sum(length > i for length in lengths) for i in range(max(lengths, default=0))]

@@ -1,62 +1,47 @@
-"""What every rule would have accepted, from one run and without changing its text.
+"""Tokens that every rule would have accepted, from one run and without changing its text.
 
-Two questions are answered, from the distributions p and q at the positions of each draft:
+Two estimates, from the distributions p and q at the positions of each draft:
 
-- *By position.* At position i of the drafts whose first i tokens were accepted in reality, so that
-  the text before is one that was written: with what chance would each rule accept a token drawn
-  there? That is sum min(p, q) for rejection, the formula of Daliri et al. for shared noise, sum p q
-  for match, and p(argmax q) for a drafter that proposes its likeliest token. Beside it stands what
-  was observed. Under rejection, coupled and match the two agree in expectation, each with its own
-  column. (For block verification a single position has no chance of its own.)
-- *By round.* How many draft tokens would each rule have kept on average, starting from the same
-  text? All K tokens of a draft were drawn from q and scored by the target, the rejected ones too,
-  so with a_j = a(x_j) the chance that a rule keeps x_j, the product a_1 .. a_(i-1) times the chance
-  at position i is an unbiased estimate of the chance that i tokens are kept. a(x) is min(1, p/q)
-  for rejection, p(x) for match, c(x)/q(x) for shared noise, c(x) the chance that both draw x, and
-  p(x)/q(x) at x = argmax q, else 0, for the greedy draft, whose estimate is therefore the noisiest.
-  Block verification keeps i tokens or more of a draft with chance w_i = min(1, w_(i-1) p/q), w_0 =
-  1 (Sun et al. 2024), and so in its place stands the mean over the token at position i, the sum of
-  min(w_(i-1) p, q): never less than rejection's, draft by draft.
+- *By position*: the chance of each rule to accept a token drawn at position i, over the drafts
+  whose first i tokens were accepted. It is sum min(p, q) for rejection, sum c(x) for shared noise
+  (see `coupled_probs`), sum p q for match, p(argmax q) for a greedy draft.
+- *By round*: the draft tokens that each rule would keep. All K tokens were drawn from q, so with
+  a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an unbiased estimate
+  of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, c(x)/q(x) for shared noise,
+  p(x) for match, and p(x)/q(x) at x = argmax q, else 0, for a greedy draft. Block verification
+  keeps i tokens or more with chance w_i = min(1, w_(i-1) p/q), w_0 = 1 (Sun et al. 2024); averaged
+  over the token at position i, that is sum min(w_(i-1) p, q).
 
-The rounds are those that the run had: another rule would have begun its rounds elsewhere in the
-text. Point-mass drafts count as what they are, q a one-hot, where all rules accept alike.
+Another rule would have begun its rounds elsewhere in the text. For point-mass drafts q is a
+one-hot.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf, sqrt
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.rules.arithmetic import (
-    Array,
-    acceptance_probability,
-    at,
-    namespace_of,
-)
+from specdec_mlx.rules.arithmetic import Array, acceptance_probability, at, namespace_of
 from specdec_mlx.rules.block import running_weights
-from specdec_mlx.stats.estimates import Estimate, Mean, wilson
+
+Z = 1.959964
+"""Half-width of a 95% interval, in standard errors."""
 
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
-"""Rules that decide token by token, in the order of the columns below."""
+"""Rules that decide token by token."""
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
 
 
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
-    """All that the account needs of a round.
+    """Chances of a draft [K] with p [K+1, V] and q [K, V].
 
-    Args:
-        target_probs: [K+1, V] the target's probabilities at the draft's positions and after it.
-        draft_tokens: [K] the draft.
-        draft_probs: [K, V] the probabilities that each draft token was drawn from.
-
-    Returns:
-        [K, COLUMNS]: the chance to accept a token at this position by each rule of `BY_TOKEN`; the
-        chance to accept this very token by each; and the chance that block verification keeps this
-        position, whichever token is drawn.
+    Returns [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here; for
+    each the chance to accept this token; the chance that block verification keeps the position.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs
@@ -82,8 +67,8 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
 def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
 
-    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024). Sorted by q/p, the maximum is the
-    first of the two up to x and the second after it, so that two running sums do for all x.
+    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums: sorted by q/p,
+    the maximum is the first of the two up to x and the second after it.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs, draft_probs
@@ -96,11 +81,40 @@ def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
 
 
-class Position(NamedTuple):
-    """Position i of the drafts, where the first i tokens were accepted.
+class Estimate(NamedTuple):
+    """A mean and its 95% interval, which takes observations for independent."""
 
-    reached: drafts that got there. observed: share of them whose token i was accepted as well
-    (Wilson's interval). expected: chance to accept, by rule, as a mean over the same drafts.
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Mean, and interval in brackets."""
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def mean_of(values: np.ndarray) -> Estimate:
+    """Mean of observations [n]; the interval of a single one is everything."""
+    mean, count = float(values.mean()), len(values)
+    width = Z * float(values.std(ddof=1)) / sqrt(count) if count > 1 else inf
+    return Estimate(mean, mean - width, mean + width)
+
+
+def wilson(successes: int, trials: int) -> Estimate:
+    """Share of successes with Wilson's score interval (1927); 0, and 0 to 1, without a trial."""
+    if not trials:
+        return Estimate(0.0, 0.0, 1.0)
+    share, weight = successes / trials, Z**2 / trials
+    middle = share + weight / 2
+    half = Z * sqrt((share * (1 - share) + weight / 4) / trials)
+    low, high = (middle - half) / (1 + weight), (middle + half) / (1 + weight)
+    return Estimate(share, max(0.0, min(share, low)), min(1.0, max(share, high)))
+
+
+class Position(NamedTuple):
+    """Position i of the `reached` drafts whose first i tokens were accepted.
+
+    observed: share whose token i was accepted. expected: mean chance to accept, by rule.
     """
 
     reached: int
@@ -110,68 +124,54 @@ class Position(NamedTuple):
 
 @dataclass
 class Counterfactual:
-    """Account of what every rule would have accepted; see the module for what is estimated."""
+    """Account of what every rule would have accepted; see the module for the estimates."""
 
-    _rounds: Mean = field(default_factory=Mean)
-    _observed: Mean = field(default_factory=Mean)
-    _positions: list[Mean] = field(default_factory=list)
+    _tables: list[np.ndarray] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
 
     def record(self, table: Float[np.ndarray, "k columns"], num_accepted: int) -> None:
-        """Add a round: its `chances` [K, COLUMNS], and how many tokens were accepted."""
-        table = np.asarray(table, np.float64)
-        count = len(BY_TOKEN)
-        for i, row in enumerate(table[: num_accepted + 1]):
-            if i == len(self._positions):
-                self._positions.append(Mean())
-                self._accepted.append(0)
-            self._positions[i].add(row[:count])
-            self._accepted[i] += i < num_accepted
-        self._rounds.add(np.array([table[:, -1].sum(), *kept_by_token(table)]))
-        self._observed.add(float(num_accepted))
+        """Add a round: its `chances`, and how many tokens were accepted."""
+        self._tables.append(np.asarray(table, np.float64))
+        self._accepted.append(num_accepted)
 
     def merge(self, other: Counterfactual) -> None:
-        """Add all rounds of another account, such as another text's."""
-        self._rounds.merge(other._rounds)
-        self._observed.merge(other._observed)
-        for i, (mean, accepted) in enumerate(zip(other._positions, other._accepted, strict=True)):
-            if i == len(self._positions):
-                self._positions.append(Mean())
-                self._accepted.append(0)
-            self._positions[i].merge(mean)
-            self._accepted[i] += accepted
+        """Add all rounds of another account."""
+        self._tables += other._tables
+        self._accepted += other._accepted
 
     @property
     def rounds(self) -> int:
         """Rounds that had a draft."""
-        return self._rounds.count
+        return len(self._tables)
 
     @property
     def observed(self) -> Estimate | None:
-        """Draft tokens that were kept in a round; None before the first."""
-        return self._observed.estimates()[0] if self.rounds else None
+        """Draft tokens kept in a round; None before the first."""
+        return mean_of(np.array(self._accepted)) if self.rounds else None
 
     @property
     def accepted_per_round(self) -> dict[str, Estimate]:
         """Draft tokens that each rule would keep in a round."""
         if not self.rounds:
             return {}
-        return dict(zip(BY_ROUND, self._rounds.estimates(), strict=True))
+        kept = [[table[:, -1].sum(), *kept_by_token(table)] for table in self._tables]
+        return dict(zip(BY_ROUND, map(mean_of, np.array(kept).T), strict=True))
 
     @property
     def positions(self) -> list[Position]:
-        """[i] what was expected and observed at position i."""
-        return [
-            Position(
-                mean.count,
-                wilson(accepted, mean.count),
-                dict(zip(BY_TOKEN, mean.estimates(), strict=True)),
-            )
-            for mean, accepted in zip(self._positions, self._accepted, strict=True)
-        ]
+        """[i] expected and observed at position i."""
+        rounds = list(zip(self._tables, self._accepted, strict=True))
+        found = []
+        for i in range(max(map(len, self._tables), default=0)):
+            rows = np.array([table[i] for table, n in rounds if len(table) > i <= n])
+            if len(rows):
+                observed = wilson(sum(n > i for n in self._accepted), len(rows))
+                expected = dict(zip(BY_TOKEN, map(mean_of, rows.T), strict=False))
+                found.append(Position(len(rows), observed, expected))
+        return found
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON: each estimate as [mean, low, high]."""
+        """Ready for JSON: each estimate as [mean, low, high]."""
         return {
             "rounds": self.rounds,
             "observed": self.observed,
@@ -198,7 +198,7 @@ class Counterfactual:
 
 
 def kept_by_token(table: np.ndarray) -> np.ndarray:
-    """Unbiased estimates of how many tokens of a round the rules of `BY_TOKEN` keep; [4]."""
+    """Unbiased estimates of the tokens that the rules of `BY_TOKEN` keep; [4]."""
     count = len(BY_TOKEN)
     before = np.cumprod(table[:-1, count : 2 * count], axis=0)
     reach = np.vstack([np.ones((1, count)), before])

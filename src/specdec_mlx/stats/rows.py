@@ -14,18 +14,18 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 Row = dict[str, Any]
-"""Column -> value. Rows of one table may differ in their columns; what a row lacks is empty."""
+"""Column -> value; a column that a row lacks is empty."""
 
 
 class Rows(ABC):
-    """What can be read as a table: give `rows`, and both exports follow."""
+    """A result that is also a table."""
 
     @abstractmethod
     def rows(self) -> Sequence[Row]:
         """The table, one dict a row."""
 
     def to_csv(self, path: Path | str) -> None:
-        """Write the table as UTF-8, comma-separated, a header first; None becomes empty."""
+        """Write the table as UTF-8, comma-separated, with a header; None becomes empty."""
         rows = self.rows()
         with Path(path).open("w", encoding="utf-8", newline="") as file:
             writer = csv.DictWriter(file, columns(rows))
@@ -46,5 +46,5 @@ class Rows(ABC):
 
 
 def columns(rows: Sequence[Row]) -> list[str]:
-    """All columns of the rows, each once, in order of appearance."""
+    """Columns of all rows, each once, in order of appearance."""
     return list(dict.fromkeys(name for row in rows for name in row))

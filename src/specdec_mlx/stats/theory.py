@@ -1,41 +1,33 @@
-"""What speculative decoding can gain, in formulas (Leviathan, Kalman, Matias 2023).
+"""Gains of speculative decoding, in formulas (Leviathan, Kalman, Matias 2023).
 
-Throughout, α is the chance that a draft token is accepted, taken to be the same and
-independent at every position, and K the number of draft tokens a round (the paper's γ).
-Pure functions of numbers: no model, no cache.
+α is the chance that a draft token is accepted, independent and equal at every position; K the
+number of draft tokens a round (the paper's γ). Numbers outside their range raise ValueError.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Sequence
 
+from specdec_mlx.types.trees import ROOT, depths_of
+
 Cost = Callable[[int], float]
-"""c(m): what a pass of the target over m positions costs, in seconds or any other unit."""
+"""c(m): cost of a pass of the target over m positions, in any unit."""
+
+
+Ranks = Sequence[Sequence[float]]
+"""Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
-    r"""Expected tokens a round, $(1 - \alpha^{K+1}) / (1 - \alpha)$ (equation 1).
-
-    The sum $1 + \alpha + \dots + \alpha^K$: position i is reached if all before it were accepted.
-    Raises ValueError for an acceptance outside [0, 1] or a draft length below 0.
-    """
+    r"""Expected tokens a round, $(1 - \alpha^{K+1}) / (1 - \alpha)$ (equation 1)."""
     _check(0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1].")
     _check(draft_length >= 0, f"draft_length={draft_length}: expected an int >= 0.")
-    if acceptance == 1:
-        return float(draft_length + 1)
-    return float((1 - acceptance ** (draft_length + 1)) / (1 - acceptance))
-
-
-def expected_accepted(acceptance: float, draft_length: int) -> float:
-    """Expected accepted draft tokens a round: all of a round's tokens but the last."""
-    return expected_tokens(acceptance, draft_length) - 1
+    return float(sum(acceptance**i for i in range(draft_length + 1)))
 
 
 def acceptance_from_counts(accepted: int, rejections: int) -> float:
-    """Likeliest α after `accepted` draft tokens and `rejections` rounds that ended in one.
-
-    Draft tokens behind a rejected one were never judged and do not count. 0 without any trial.
-    """
+    """Likeliest α after so many accepted and rejected draft tokens; 0 without any."""
     _check(accepted >= 0 and rejections >= 0, "Counts are ints >= 0.")
     trials = accepted + rejections
     return accepted / trials if trials else 0.0
@@ -44,30 +36,15 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
 def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
     r"""Expected walltime improvement, expected tokens over $K c + 1$ (theorem 3.8).
 
-    A pass over K + 1 positions is taken to cost as much as one over a single position.
-
-    Args:
-        acceptance: α, in [0, 1].
-        draft_length: K, at least 0.
-        draft_cost: c, one step of the drafter over one pass of the target.
-
-    Raises:
-        ValueError: for a number outside its range.
+    draft_cost is c, one step of the drafter over one pass of the target; all passes cost the same.
     """
-    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
-    return expected_tokens(acceptance, draft_length) / (draft_length * draft_cost + 1)
+    return expected_speedup_on_curve(acceptance, draft_length, lambda _: 1.0, draft_cost)
 
 
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
     """Expected factor by which arithmetic operations grow (theorem 3.11).
 
-    Args:
-        acceptance: α, in [0, 1].
-        draft_length: K, at least 0.
-        draft_share: ĉ, operations per token of the drafter over those of the target.
-
-    Raises:
-        ValueError: for a number outside its range.
+    draft_share is ĉ, operations per token of the drafter over those of the target.
     """
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -75,31 +52,18 @@ def expected_operations(acceptance: float, draft_length: int, draft_share: float
 
 
 def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -> int:
-    """The K from 0 to `longest` of the greatest expected speedup (section 3.5).
-
-    Of several equally good ones the shortest; 0 where no draft pays.
-
-    Args:
-        acceptance: α, in [0, 1].
-        draft_cost: c, one step of the drafter over one pass of the target.
-        longest: greatest K that is tried.
-    """
-    return _argmax([expected_speedup(acceptance, K, draft_cost) for K in range(longest + 1)])
+    """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
+    return best_draft_length_on_curve(acceptance, lambda _: 1.0, draft_cost, longest)
 
 
 def expected_speedup_on_curve(
     acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
 ) -> float:
-    """Expected speedup where a pass over more positions costs more: theorem 3.8 with c(m) measured.
+    """Expected speedup where wider passes cost more: theorem 3.8 with c(m) measured.
 
-    With c(m) = 1 for all m this is `expected_speedup`.
-
-    Args:
-        acceptance: α, in [0, 1].
-        draft_length: K, at least 0.
-        cost: c(m), in any unit.
-        draft_cost: of one draft token, in the unit of `cost`.
+    draft_cost is that of one draft token, in the unit of `cost`.
     """
+    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     round_cost = cost(draft_length + 1) + draft_length * draft_cost
     return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
 
@@ -107,24 +71,72 @@ def expected_speedup_on_curve(
 def best_draft_length_on_curve(
     acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
 ) -> int:
-    """The K from 0 to `longest` of the greatest expected speedup on a measured curve.
+    """The shortest K from 0 to `longest` of the greatest expected speedup on a measured curve.
 
-    All lengths are tried, since measured curves have steps: a kernel that reads the weights once
-    for 5 rows makes K = 4 better than 3 and 5.
-
-    Args:
-        acceptance: α, in [0, 1].
-        cost: c(m), in any unit.
-        draft_cost: of one draft token, in the unit of `cost`.
-        longest: greatest K that is tried.
+    All lengths are tried, since curves have steps: a kernel that reads the weights once for 5 rows
+    makes K = 4 better than 3 and 5.
     """
-    lengths = range(longest + 1)
-    return _argmax([expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in lengths])
+    speedups = [
+        expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in range(longest + 1)
+    ]
+    return speedups.index(max(speedups))
 
 
-def _argmax(values: Sequence[float]) -> int:
-    """Index of the first greatest value."""
-    return max(range(len(values)), key=lambda i: values[i])
+def chances_of(parents: Sequence[int], acceptance: Ranks) -> list[float]:
+    """Chances [K] of the nodes of a tree: the parent's, times the acceptance of the node's rank.
+
+    parents [K] are as in `Draft.parents`, siblings ranked in their order. The last depth's
+    acceptance stands for all below it too.
+    """
+    chances: list[float] = []
+    num_children = [0] * (len(parents) + 1)
+    for parent, depth in zip(parents, depths_of(parents), strict=True):
+        by_rank = acceptance[min(depth, len(acceptance) - 1)]
+        rank = num_children[parent + 1]
+        num_children[parent + 1] += 1
+        above = 1.0 if parent == ROOT else chances[parent]
+        chances.append(above * (by_rank[rank] if rank < len(by_rank) else 0.0))
+    return chances
+
+
+def expected_tree_tokens(parents: Sequence[int], acceptance: Ranks) -> float:
+    """Expected tokens of a round that verifies a tree: 1 plus the sum of all chances."""
+    return 1 + sum(chances_of(parents, acceptance))
+
+
+def best_first(
+    acceptance: Ranks, size: int, cost: Cost | None = None
+) -> tuple[list[int], list[int]]:
+    """The tree grown node by node, each time by the one of the greatest chance.
+
+    Chances fall from parent to child and from rank to rank, so of all trees of its size it has the
+    greatest expected tokens. Nothing is added below the last depth of `acceptance`. With a cost
+    c(m) the tree is cut where expected tokens over c(K + 1) are greatest.
+
+    Returns:
+        Parents [K], and ranks [K].
+    """
+    parents: list[int] = []
+    ranks: list[int] = []
+    tokens = [1.0]
+    waiting: list[tuple[float, int, int, int]] = []
+
+    def wait(above: float, depth: int, parent: int, rank: int) -> None:
+        if depth < len(acceptance) and rank < len(acceptance[depth]):
+            heapq.heappush(waiting, (-above * acceptance[depth][rank], depth, parent, rank))
+
+    wait(1.0, 0, ROOT, 0)
+    while waiting and waiting[0][0] < 0 and len(parents) < size:
+        loss, depth, parent, rank = heapq.heappop(waiting)
+        tokens.append(tokens[-1] - loss)
+        parents.append(parent)
+        ranks.append(rank)
+        wait(-loss / acceptance[depth][rank], depth, parent, rank + 1)
+        wait(-loss, depth + 1, len(parents) - 1, 0)
+    if cost is not None:
+        best = max(range(len(tokens)), key=lambda k: tokens[k] / cost(k + 1))
+        parents, ranks = parents[:best], ranks[:best]
+    return parents, ranks
 
 
 def _check(holds: bool, message: str) -> None:

@@ -1,7 +1,6 @@
-"""Training: heads and draft models for a target, from texts and from what it writes itself.
+"""Training of heads and draft models for a target, from texts and from the target's answers.
 
-`run.train` is the way in, `command` its flags. `texts` and `continuations` make windows of tokens,
-`features` keeps what a pass of the target over them shows, `fitting` minimises a loss of `losses`
-over that, `measuring` says what would be accepted. What is trained is a `trainees.Trainee`:
-`recursive` for heads that go on from their own states, `one_pass` for the others.
+`run.train` is the way in, `command` its flags. `texts` makes windows of tokens, `features` keeps
+what the target shows of them, `fitting` minimises one of the `losses` and measures what drafting
+would keep. `trainees` and `recursive` make what is trained; `online` goes on while it is used.
 """

@@ -1,8 +1,4 @@
-"""What a pass of the target shows, computed once for all windows and kept in files.
-
-A training reads each window many times, in an order of its own, and the target is most of the
-work. 16 bits are kept of each number.
-"""
+"""Features: the target's states, computed once for all windows and kept in files, in 16 bits."""
 
 from __future__ import annotations
 
@@ -20,16 +16,14 @@ from specdec_mlx.target.taps import Taps
 from specdec_mlx.training.files import load_arrays, save_arrays
 from specdec_mlx.types import FeatureRows, Features
 
-HEAD_INPUT, BEST = "head_input", "best"
 LARGEST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of text, and what the target showed of them.
+    """Windows of text, and what the target showed of them; all begin with [batch, window].
 
-    tokens: [batch, window]. features: each array is [batch, window, D], float32. answered:
-    [batch, window] which tokens are learnt. best: [batch, window] the target's likeliest next one.
+    features: float32. answered: True for tokens that are learnt. best: likeliest next token.
     """
 
     tokens: mx.array
@@ -39,21 +33,15 @@ class Batch:
 
     @property
     def counted(self) -> np.ndarray:
-        """[batch, window] the positions whose next token is learnt."""
+        """[batch, window] True where the next token is learnt."""
         counted: np.ndarray = np.pad(self.answered[:, 1:], [(0, 0), (0, 1)])
         return counted
 
 
 class FeatureStore:
-    """The target's features of windows, in files of a folder.
+    """The target's features of windows [n, window, 2], see `texts`, in files of a folder.
 
-    Args:
-        folder: where the files are.
-        windows: int32 [n, window, 2], see `texts`; what is behind the last token that is learnt is
-            left out.
-        wanted: what is kept; the head's input always is, for the target's own distribution.
-
-    lengths: [n] tokens of each window.
+    They have the layers of `wanted` and the head's input, up to the last learnt token of each.
     """
 
     def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
@@ -65,65 +53,54 @@ class FeatureStore:
         self.layers = tuple(wanted.layers)
 
     def __len__(self) -> int:
-        """How many windows."""
+        """Number of windows."""
         return len(self.windows)
 
     def fill(self, target: nn.Module) -> None:
-        """Compute what is not there yet, window by window.
-
-        Raises:
-            UnreadableError: the target does not show what is wanted.
-        """
-        taps = reading(target, self.layers)
+        """Compute what is not there yet, window by window; raises UnreadableError."""
         for i in tqdm(range(len(self)), "features", leave=False, mininterval=1):
             if not self._path(i).exists():
-                rows = read(target, taps, self.windows[i, : self.lengths[i]])
+                rows = read(target, self.layers, self.windows[i, : self.lengths[i]])
                 save_arrays(self._path(i), {name: _packed(x) for name, x in rows.items()})
 
     def batch(self, indices: Sequence[int]) -> Batch:
-        """Some of the windows, as long as the longest of them."""
+        """Some of the windows, padded to the longest of them."""
         length = int(self.lengths[list(indices)].max())
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
         return _batch(mx.array(tokens), answered, [load_arrays(self._path(i)) for i in indices])
 
     def _path(self, index: int) -> Path:
-        """File of a window, for these layers."""
         return self.folder / f"{'-'.join(map(str, (index, *self.layers)))}.safetensors"
 
 
-def reading(target: nn.Module, layers: Sequence[int]) -> Taps:
-    """Taps for what is kept; raises UnreadableError if the target does not show it."""
-    return Taps(target, Features(head_input=True, layers=tuple(layers)))
+def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
+    """Windows [batch, window] that no file holds, all of which is learnt."""
+    rows = [read(target, layers, window) for window in np.array(tokens)]
+    return _batch(tokens, np.ones(tokens.shape, bool), rows)
 
 
-def read(target: nn.Module, taps: Taps, window: np.ndarray) -> dict[str, mx.array]:
-    """What a pass of its own over one window [window] shows, by name."""
+def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
+    """Features by name of a pass over one window [window]; raises UnreadableError."""
+    taps = Taps(target, Features(head_input=True, layers=tuple(layers)))
     tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     assert taps.features is not None
     assert taps.features.head_input is not None
-    rows = {BEST: mx.argmax(logits, axis=-1).astype(mx.int32), HEAD_INPUT: taps.features.head_input}
+    rows = {"head_input": taps.features.head_input}
+    rows["best"] = mx.argmax(logits, axis=-1).astype(mx.int32)
     rows |= {f"layer-{layer}": states for layer, states in taps.features.layers.items()}
     mx.eval(rows)
     return rows
 
 
-def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
-    """Windows [batch, window] that no file holds, all of which is learnt."""
-    taps = reading(target, layers)
-    rows = [read(target, taps, window) for window in np.array(tokens)]
-    return _batch(tokens, np.ones(tokens.shape, bool), rows)
-
-
 def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
-    """Windows of what `read` gave of each."""
     arrays = {}
     for name, first in rows[0].items():
         wide = mx.zeros((*tokens.shape, *first.shape[1:]))
         for i, row in enumerate(rows):
             wide[i, : row[name].shape[0]] = row[name]
         arrays[name] = wide
-    best, head_input = np.array(arrays.pop(BEST)), arrays.pop(HEAD_INPUT)
+    best, head_input = np.array(arrays.pop("best")), arrays.pop("head_input")
     layers = {int(name.removeprefix("layer-")): x for name, x in arrays.items()}
     return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
 

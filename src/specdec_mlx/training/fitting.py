@@ -1,4 +1,4 @@
-"""The training itself: batches in an order of their own, AdamW, checkpoints to go on from."""
+"""Fitting: batches in a random order, AdamW, checkpoints to go on from."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from mlx.utils import tree_flatten, tree_unflatten
 from tqdm import tqdm
 
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.features import FeatureStore
+from specdec_mlx.training.features import Batch, FeatureStore
 from specdec_mlx.training.files import Clock, save_arrays
 from specdec_mlx.training.losses import LOSSES, Divergence, loss_and_gradients
-from specdec_mlx.training.measuring import Acceptance, measure
 from specdec_mlx.training.trainees import Trainee
 
 WARM_UP = 0.05
-"""Share of the updates in which the learning rate rises; after that it falls along a cosine."""
+"""Share of the updates in which the learning rate rises; then it falls along a cosine."""
 
 MEMORY_SHARE = 0.75
 """Part of the machine's memory that a training may take."""
@@ -35,7 +34,7 @@ SECONDS = 120.0
 """Between two checkpoints."""
 
 MUCH = 1.5
-"""Times as much kept on texts that it is trained on as on others, from which on it overfits."""
+"""Overfitting: so many times as much kept on texts that it is trained on as on others."""
 
 MEASUREMENTS = 8
 """On held-out text, in a training."""
@@ -43,10 +42,10 @@ MEASUREMENTS = 8
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and with what a drafter is trained.
+    """How a drafter is trained.
 
-    steps: updates. minutes: of all, the target's work included, in place of `steps`. batch: windows
-    of an update. learning_rate: its peak. loss: see `losses.LOSSES`.
+    steps: updates. minutes: in place of `steps`, the target's work included. batch: windows of an
+    update. learning_rate: its peak. loss: a key of `losses.LOSSES`.
     """
 
     steps: int = 2000
@@ -59,11 +58,7 @@ class Schedule:
 
 @dataclass
 class Progress:
-    """Where a training stands.
-
-    step: updates done. tokens: that were learnt in them, each time counted. began: seconds at its
-    first update. curve: what was measured, and the mean loss since the measurement before.
-    """
+    """Updates done, tokens learnt in them, seconds before them, and measurements."""
 
     step: int = 0
     tokens: int = 0
@@ -79,15 +74,7 @@ def fit(
     work: Path,
     clock: Clock,
 ) -> tuple[list[dict[str, Any]], Acceptance, Acceptance]:
-    """Train, from the last checkpoint on if there is one.
-
-    Args:
-        trainee: what is trained, in place.
-        trained: windows to train on.
-        held_out: windows to measure on.
-        schedule: how long.
-        work: folder of the checkpoint.
-        clock: of the training.
+    """Train in place, from the last checkpoint in the folder `work` on.
 
     Returns:
         The curve, and the acceptance at the end, on held-out text and on what it is trained on.
@@ -105,22 +92,16 @@ def fit(
     def so_far() -> int:
         return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
-    done = so_far()
+    done, kept = so_far(), clock.seconds()
     acceptance = None
     losses: list[float] = []
-    kept = clock.seconds()
-    with tqdm(
-        total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0
-    ) as bar:
+    bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
+    with bar:
         while done < total:
-            step = progress.step
-            batch = trained.batch(batch_indices(step, schedule.batch, len(trained), schedule.seed))
+            indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
+            batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
-            value, gradients = loss_and_gradients(trainee, batch, compare)
-            gradients, _ = optim.clip_grad_norm(gradients, 1.0)
-            optimizer.update(trainee.module, gradients)
-            mx.eval(trainee.module.parameters(), optimizer.state)
-            losses.append(value.item())
+            losses.append(update(trainee, optimizer, batch, compare))
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
@@ -131,8 +112,8 @@ def fit(
                 loss = float(np.mean(losses))
                 point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
                 progress.curve.append(point | asdict(acceptance))
-                done_so_far = f"{progress.step} updates, {progress.tokens} tokens"
-                bar.write(f"{done_so_far}: loss {loss:.3f}, held-out text: {acceptance}")
+                updates = f"{progress.step} updates, {progress.tokens} tokens"
+                bar.write(f"{updates}: loss {loss:.3f}, held-out text: {acceptance}")
                 losses = []
             if clock.seconds() - kept > SECONDS:
                 keep(work / CHECKPOINT, trainee.module, optimizer, progress)
@@ -146,22 +127,29 @@ def fit(
     return progress.curve, acceptance, same
 
 
-def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
-    """The schedule, with smaller updates if it is for a time and they do not fit into memory.
+def update(trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence) -> float:
+    """Change the weights once; the loss, or NaN where gradients are not finite and change none."""
+    value, gradients = loss_and_gradients(trainee, batch, compare)
+    gradients, norm = optim.clip_grad_norm(gradients, 1.0)
+    if not math.isfinite(norm.item()):
+        return math.nan
+    optimizer.update(trainee.module, gradients)
+    mx.eval(trainee.module.parameters(), optimizer.state)
+    return float(value.item())
 
-    Raises:
-        TrainingError: they do not fit.
-    """
+
+def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
+    """The schedule, its updates lowered to the memory if it is for a time; else TrainingError."""
     first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     needed = first + (schedule.batch - 1) * further
     fits = 1 + int((there - first) // max(1, further))
-    what = f"An update of {schedule.batch} windows takes about {needed / 1e9:.1f} GB of memory"
-    tqdm.write(f"{what}.")
+    takes = f"An update of {schedule.batch} windows takes about {needed / 1e9:.1f} GB of memory"
+    tqdm.write(f"{takes}.")
     if fits >= schedule.batch or (fits > 0 and schedule.minutes is not None):
         return replace(schedule, batch=min(fits, schedule.batch))
     lower = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
-    raise TrainingError(f"{what}, and {there / 1e9:.1f} GB may be used. Lower {lower}.")
+    raise TrainingError(f"{takes}, and {there / 1e9:.1f} GB may be used. Lower {lower}.")
 
 
 def memory_of_updates(
@@ -169,7 +157,7 @@ def memory_of_updates(
 ) -> tuple[int, int]:
     """Bytes in use for an update of the longest window, and for each further one, as measured.
 
-    The latter by updates with a single token to learn, since logits are not held for all rows.
+    The latter by updates with one token to learn, since logits are not held for all rows.
     """
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
     one, two = (trained.batch((longest * 2)[:count]) for count in (1, 2))
@@ -193,7 +181,7 @@ def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
 
 
 def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
-    """Learning rate by update: up to `peak` in a line, down to 0 along a cosine."""
+    """Learning rate by update: linearly up to `peak`, down to 0 along a cosine."""
     rise = max(1, math.ceil(WARM_UP * steps))
 
     def rate(step: mx.array) -> mx.array:
@@ -206,9 +194,9 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
 
 def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
     """Write what a training needs to go on."""
-    weights = {f"weights.{name}": x for name, x in tree_flatten(module.trainable_parameters())}
-    state = {f"state.{name}": x for name, x in tree_flatten(optimizer.state)}
-    save_arrays(path, weights | state, {"progress": json.dumps(vars(progress))})
+    parts = {"weights": module.trainable_parameters(), "state": optimizer.state}
+    arrays = dict(tree_flatten(parts))
+    save_arrays(path, arrays, {"progress": json.dumps(vars(progress))})
 
 
 def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
@@ -217,11 +205,69 @@ def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progres
         return Progress()
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
-    named = {
-        part: [(n.removeprefix(part), x) for n, x in arrays.items() if n.startswith(part)]
-        for part in ("weights.", "state.")
-    }
-    module.update(tree_unflatten(named["weights."]))
-    optimizer.state = tree_unflatten(named["state."])
+    parts: Any = tree_unflatten(list(arrays.items()))
+    module.update(parts["weights"])
+    optimizer.state = parts["state"]
     mx.eval(module.parameters(), optimizer.state)
     return Progress(**json.loads(metadata["progress"]))
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Share of the drafts whose token at each position, and all before it, was kept.
+
+    Drafts follow each other along the learnt part of a text as in greedy drafting, compared with
+    the target's likeliest token at each place.
+    """
+
+    greedy: tuple[float, ...]
+    num_drafts: int
+
+    @property
+    def kept(self) -> float:
+        """Share of the drafted tokens."""
+        return sum(self.greedy) / len(self.greedy)
+
+    def __str__(self) -> str:
+        """Share kept, also by position, and tokens a pass."""
+        by_position = " ".join(f"{x:.3f}" for x in self.greedy)
+        tokens = 1 + sum(self.greedy)
+        return f"{self.kept:.3f} of the drafted tokens kept ({by_position}), {tokens:.2f} a pass"
+
+
+def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
+    """Acceptance on the first windows of a store."""
+    runs: list[int] = []
+    for i in tqdm(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
+        batch = store.batch([i])
+        runs += accepted_in_a_row(hits_of(trainee, batch), batch.answered[0], batch.counted[0])
+    kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
+    return Acceptance(tuple(kept), len(runs))
+
+
+def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
+    """[k, window] True where the k-th token drafted after a position is the target's."""
+    hits = []
+    for states, first in trainee.predictions(batch):
+        starts = range(0, states.shape[1], trainee.rows_at_once)
+        parts = (states[0, start : start + trainee.rows_at_once] for start in starts)
+        drafted = np.concatenate([np.array(mx.argmax(trainee.logits(x), -1)) for x in parts])
+        if trainee.vocabulary is not None:
+            drafted = np.array(trainee.vocabulary)[drafted]
+        rest = batch.best.shape[1] - first - len(drafted)
+        hits.append(np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, rest)))
+    return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
+
+
+def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
+    """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
+    runs = []
+    place = 0
+    while place < len(counted):
+        run = 0
+        if answered[place] and counted[place]:
+            while run < len(hits) and counted[place + run] and hits[run, place + run]:
+                run += 1
+            runs.append(run)
+        place += run + 1
+    return runs

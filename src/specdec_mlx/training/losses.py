@@ -1,8 +1,6 @@
-"""How far a drafter's distribution is from the target's, as a loss to train it with.
+"""Losses: how far a drafter's distribution q is from the target's p, and their gradients.
 
-DistillSpec (Zhou et al. 2023, arXiv 2310.08461, section 3) compares them for draft models. In all
-of them p is the target's and q the drafter's distribution, both as log-probabilities over the same
-tokens; the target's is a constant.
+DistillSpec (Zhou et al. 2023, arXiv 2310.08461, section 3) compares them for draft models.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from specdec_mlx.training.features import Batch
 from specdec_mlx.training.trainees import Trainee
 
 DECAY = 0.8
-"""Weight of a draft's next position, of that of the one before: later tokens matter less often."""
+"""Weight of a draft's position relative to the one before: later tokens matter less often."""
 
 Divergence = Callable[[mx.array, mx.array], mx.array]
 """Log-probabilities [..., V] of p and of q -> a number [...] for each position."""
@@ -30,8 +28,9 @@ def forward_kl(
     target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
 ) -> Float[mx.array, "*n"]:
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
-    difference = target_logprobs - draft_logprobs
-    return mx.sum(_times(mx.exp(target_logprobs), difference), axis=-1)
+    probs = mx.exp(target_logprobs)
+    logs = mx.where(probs > 0, target_logprobs - draft_logprobs, 0)  # finite gradients too
+    return mx.sum(probs * logs, axis=-1)
 
 
 def total_variation(
@@ -40,11 +39,6 @@ def total_variation(
     """Half of sum(|p - q|): the chance of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     difference = mx.exp(target_logprobs) - mx.exp(draft_logprobs)
     return 0.5 * mx.sum(mx.abs(difference), axis=-1)
-
-
-def _times(probs: mx.array, logs: mx.array) -> mx.array:
-    """probs * logs, 0 where the probability is 0, in the gradients too."""
-    return probs * mx.where(probs > 0, logs, 0)
 
 
 LOSSES: dict[str, Divergence] = {
@@ -58,10 +52,12 @@ LOSSES: dict[str, Divergence] = {
 def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
     """Mean divergence of each draft position, weighted by DECAY, and its gradients.
 
-    Logits, many times as wide as the states that they come from, are made for a few rows at a time,
-    and with them those states' gradients; from there on all rows go together.
+    Logits, many times as wide as states, are made for a few rows at a time, and with them the
+    gradients of their states; from there on all rows go together.
     """
-    head, (states, inside) = trainee.head_parameters(), zip(*drafted(trainee, batch), strict=True)
+    module, own = trainee.module, trainee.module.trainable_parameters()
+    head = {name: own[name] for name in trainee.head_names if name in own}
+    states, inside = zip(*drafted(trainee, batch), strict=True)
     decay = DECAY ** np.arange(len(states))
     shares = [x / max(1, x.sum()) * d / decay.sum() for x, d in zip(inside, decay, strict=True)]
     assert batch.features.head_input is not None
@@ -71,7 +67,7 @@ def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> t
     mx.eval(states, read)
 
     def loss_of(given: Any, target: mx.array, weights: mx.array) -> mx.array:
-        trainee.module.update(given["head"])
+        module.update(given["head"])
         logits = trainee.logits(given["states"]).astype(mx.float32)
         size = min(logits.shape[-1], target.shape[-1])
         each = compare(nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size]))
@@ -80,30 +76,27 @@ def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> t
     for start in range(0, len(read), trainee.rows_at_once):
         part = slice(start, start + trainee.rows_at_once)
         target = trainee.target_logits(read[part]).astype(mx.float32)
-        for i, x in enumerate(states):
-            given, weights = (
-                {"states": x[part], "head": head},
-                mx.array(shares[i][part], mx.float32),
-            )
+        for x, share, slopes_of_position in zip(states, shares, slopes, strict=True):
+            given, weights = {"states": x[part], "head": head}, mx.array(share[part], mx.float32)
             value, slope = mx.value_and_grad(loss_of)(given, target, weights)
             of_head = tree_map(mx.add, of_head, slope["head"])
             total += value
-            slopes[i].append(slope["states"])
+            slopes_of_position.append(slope["states"])
             mx.eval(total, slope["states"], of_head)
-    trainee.module.update(head)
+    module.update(head)
 
     def rest() -> mx.array:
         rows = (x for x, _ in drafted(trainee, batch))
         each = [mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)]
         return mx.sum(mx.stack(each))
 
-    gradients = dict(tree_flatten(nn.value_and_grad(trainee.module, rest)()[1]))
+    gradients = dict(tree_flatten(nn.value_and_grad(module, rest)()[1]))
     gradients |= {name: gradients[name] + slope for name, slope in tree_flatten(of_head)}
     return total, tree_unflatten(list(gradients.items()))
 
 
 def drafted(trainee: Trainee, batch: Batch) -> Iterator[tuple[mx.array, np.ndarray]]:
-    """States [n, D] of each draft position at the n places that count; which of them there are."""
+    """For each draft position: states [n, D] at the n counted places, and which of them exist."""
     row, place = batch.counted.nonzero()
     for states, first in trainee.predictions(batch):
         index = np.clip(place - first, 0, states.shape[1] - 1)

@@ -1,16 +1,13 @@
 """Learning on while a drafter is used: after each generation, from what the target just wrote.
 
-Online speculative decoding (Liu et al. 2023, arXiv 2310.07177): the texts of one user are alike,
-and a drafter that learns them is accepted more often as it goes. What is emitted keeps the target's
-distribution, whatever the drafter learns: its weights change between generations, and with a draft
-goes the distribution that it was drawn from. Work and memory are bounded: a few updates a
-generation, on a few windows that are remembered.
+Online speculative decoding (Liu et al. 2023, arXiv 2310.07177). The emitted text keeps the target's
+distribution: weights change between generations, and each draft comes with the distribution that it
+was drawn from.
 """
 
 from __future__ import annotations
 
 import copy
-import json
 import math
 from collections import deque
 from collections.abc import Sequence
@@ -28,7 +25,7 @@ from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.model import ModelDrafter
@@ -36,11 +33,11 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.training.features import live_batch
-from specdec_mlx.training.files import load_arrays
-from specdec_mlx.training.losses import LOSSES, loss_and_gradients
-from specdec_mlx.training.one_pass import DraftTrainee
-from specdec_mlx.training.run import KINDS, PLAN, Data, Plan, begin_with
-from specdec_mlx.training.trainees import Size, Trainee
+from specdec_mlx.training.files import load_arrays, load_json
+from specdec_mlx.training.fitting import update
+from specdec_mlx.training.losses import forward_kl
+from specdec_mlx.training.run import KINDS, PLAN, begin_with
+from specdec_mlx.training.trainees import Recipe, Size, Trainee
 from specdec_mlx.types import DraftContext, DraftSession, Features
 
 SHORTEST = 8
@@ -52,10 +49,10 @@ LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")
 
 @dataclass(frozen=True)
 class Bounds:
-    """What learning may cost.
+    """Limits of learning.
 
-    updates: of the weights after a generation; each takes a pass of the target over one
-    window. window: most tokens of one. windows: most that are remembered. learning_rate: constant.
+    updates: after a generation, each with a pass of the target over one window. window: its tokens.
+    windows: that are remembered. learning_rate: constant.
     """
 
     updates: int = 4
@@ -65,27 +62,13 @@ class Bounds:
 
 
 class OnlineTrainer:
-    """Improves a drafter's weights in place, from the last texts.
+    """Improves a drafter's weights in place, from the last texts of its target.
 
-    Generations may share one drafter. Its weights stay as they are while one of them is under way,
-    since what it keeps of its text was computed with them.
-
-    Args:
-        trainee: what is trained.
-        target: what wrote the texts.
-        loss: see `losses.LOSSES`.
-        bounds: what it may cost.
-
-    num_updates: made so far.
+    num_updates: made so far. under_way: generations that have not ended or been dropped, during
+    which the weights stay, since cached keys and values were computed with them.
     """
 
-    def __init__(
-        self,
-        trainee: Trainee,
-        target: nn.Module,
-        loss: str = "forward-kl",
-        bounds: Bounds = Bounds(),
-    ) -> None:
+    def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
         """Nothing was learnt yet."""
         self.trainee = trainee
         self.target = target
@@ -93,125 +76,89 @@ class OnlineTrainer:
         self.windows: deque[np.ndarray] = deque(maxlen=bounds.windows)
         self.num_updates = 0
         self.lock = Lock()
-        self._under_way: WeakSet[Lesson] = WeakSet()
-        self._has_new_text = False
+        self.under_way: WeakSet[Lesson] = WeakSet()
+        self.has_new_text = False
         self._optimizer = optim.AdamW(bounds.learning_rate, weight_decay=0)
         self._optimizer.init(trainee.module.trainable_parameters())
-        self._compare = LOSSES[loss]
         self._rng = np.random.default_rng(0)
 
-    def begin(self, lesson: Lesson) -> None:
-        """Note a generation that is under way; one that is dropped without an end is forgotten."""
-        self._under_way.add(lesson)
-
-    def end(self, lesson: Lesson, tokens: Sequence[int]) -> bool:
-        """Take the text [n], prompt included, of a generation; whether it is time to learn."""
-        self._under_way.discard(lesson)
-        self.add(tokens, lesson.num_prompt)
-        return self._has_new_text and not self._under_way
-
     def add(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
-        """Remember what was written, with half a window before it, as the last windows.
-
-        Args:
-            tokens: [n] prompt and what was written, of which no more than may be remembered counts.
-            num_prompt: tokens of the prompt.
-        """
-        begin = max(0, num_prompt - self.bounds.window // 2)
-        begin = max(begin, len(tokens) - self.bounds.window * self.bounds.windows)
+        """Remember a text [n] as the last windows, with half a window of its prompt."""
+        size = self.bounds.window
+        begin = max(0, num_prompt - size // 2, len(tokens) - size * self.bounds.windows)
         kept = np.array(tokens[begin:], np.int32)
-        for start in range(0, len(kept), self.bounds.window):
-            window = kept[start : start + self.bounds.window]
-            if len(window) >= SHORTEST:
-                self.windows.append(window)
-                self._has_new_text = True
+        windows = [kept[start : start + size] for start in range(0, len(kept), size)]
+        windows = [window for window in windows if len(window) >= SHORTEST]
+        self.windows += windows
+        self.has_new_text |= bool(windows)
 
     def learn(self) -> float | None:
-        """Make the updates that one generation is allowed; the mean loss, None without a text.
-
-        An update that is not finite is left out.
-        """
-        self._has_new_text = False
+        """Make the updates of one generation; the mean loss, None without a text."""
+        self.has_new_text = False
         losses = []
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
             batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
-            value, gradients = loss_and_gradients(self.trainee, batch, self._compare)
-            gradients, norm = optim.clip_grad_norm(gradients, 1.0)
-            if math.isfinite(norm.item()):
-                self._optimizer.update(self.trainee.module, gradients)
-                mx.eval(self.trainee.module.parameters(), self._optimizer.state)
-                self.num_updates += 1
-                losses.append(value.item())
+            losses.append(update(self.trainee, self._optimizer, batch, forward_kl))
+        losses = [loss for loss in losses if not math.isnan(loss)]
+        self.num_updates += len(losses)
         return float(np.mean(losses)) if losses else None
 
 
+@dataclass(eq=False)
 class Lesson:
-    """One generation, as its session's `on_close`: its text is learnt from when it has ended.
+    """The `on_close` of a generation's session."""
 
-    Args:
-        drafter: of the session.
-        num_prompt: tokens of the prompt.
-    """
-
-    def __init__(self, drafter: OnlineDrafter, num_prompt: int) -> None:
-        """It is under way."""
-        self.drafter = drafter
-        self.num_prompt = num_prompt
-        drafter.trainer.begin(self)
+    drafter: OnlineDrafter
+    num_prompt: int
 
     def __call__(self, tokens: Sequence[int]) -> None:
-        """The end: the text [n], prompt included."""
-        if self.drafter.trainer.end(self, tokens):
+        """Take the text [n], prompt included, and learn if no other generation is under way."""
+        trainer = self.drafter.trainer
+        trainer.under_way.discard(self)
+        trainer.add(tokens, self.num_prompt)
+        if trainer.has_new_text and not trainer.under_way:
             self.drafter.learn()
 
 
+@dataclass(eq=False)
 class OnlineDrafter:
     """A drafter that learns from each text when it has ended, before the next one begins.
 
-    Args:
-        drafter: of the weights that `trainer` trains.
-        trainer: see there.
-        folder: that they were loaded from, and are saved in.
-        dtype: of the weights when they are saved.
+    folder: that the weights were loaded from, and are saved in. dtype: of the weights in the file.
     """
 
-    def __init__(
-        self, drafter: HeadDrafter | ModelDrafter, trainer: OnlineTrainer, folder: Path, dtype: str
-    ) -> None:
-        """Nothing was generated yet."""
-        self.drafter = drafter
-        self.trainer = trainer
-        self.folder = folder
-        self.dtype = dtype
+    drafter: Any
+    trainer: OnlineTrainer
+    folder: Path
+    dtype: str
 
     @property
     def key(self) -> str:
-        """The drafter's, with its folder for its content, which changes.
-
-        So what an automatic draft length has learnt of it goes on with it, in the next command too.
-        """
+        """The drafter's key, with its folder in place of its weights, which change."""
         content = fingerprint(self.drafter.model)
         return f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
 
     @property
     def model(self) -> nn.Module:
         """The weights that draft."""
-        return self.drafter.model
+        model: nn.Module = self.drafter.model
+        return model
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError or TokenizerMismatchError for another target."""
         self.drafter.check(context)
 
     def describe(self) -> str:
-        """What it is, in a line."""
+        """A line about it."""
         return f"{self.folder}: draft model; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Start a generation; its text is learnt from when it ends."""
-        session = self.drafter.begin(prompt, context)
+        """Start a generation."""
+        session: DraftSession = self.drafter.begin(prompt, context)
         own: Any = session
         own.on_close = Lesson(self, len(prompt))
+        self.trainer.under_way.add(own.on_close)
         return session
 
     def learn(self) -> None:
@@ -220,56 +167,44 @@ class OnlineDrafter:
             self.trainer.learn()
 
     def save(self) -> None:
-        """Write the weights to where they were loaded from; nothing, if nothing was learnt.
-
-        The file is there whole at any time, as it was or as it is now.
-        """
+        """Write the weights to their folder, if anything was learnt; the file is always whole."""
         with self.trainer.lock:
             if self.trainer.num_updates:
                 self.trainer.trainee.save_weights(self.folder, self.dtype)
 
 
 class OnlineHead(OnlineDrafter):
-    """A head that learns on; see `OnlineDrafter`."""
-
-    drafter: HeadDrafter
+    """A head that learns on."""
 
     @property
     def features(self) -> Features:
-        """What it reads of the target."""
-        return self.drafter.features
+        """Rows of the target that it reads."""
+        features: Features = self.drafter.features
+        return features
 
     def describe(self) -> str:
-        """What was recognised, in a line."""
+        """A line about it."""
         return f"{self.drafter.describe()}; learns on"
 
 
 class OnlineDraftModel(OnlineDrafter):
-    """A draft model that learns on; see `OnlineDrafter`.
+    """A draft model that learns on.
 
-    It drafts with the type of weights that its file has, as the same folder does without learning;
-    what is trained is a copy in float32, in which small updates are not lost. Keys and values of
-    earlier weights are no use to it: the server keeps none of its caches between turns. Draft
-    caches that a caller keeps are drafted from all the same, which may cost acceptance.
+    It drafts in the type of its file; a copy in float32 is trained, in which small updates are not
+    lost. Draft caches that a caller keeps hold keys and values of earlier weights, which may cost
+    acceptance; the server keeps none.
     """
 
-    drafter: ModelDrafter
-
     def learn(self) -> None:
-        """Make the updates of one generation, and draft with what came of them."""
+        """Make the updates of one generation, and draft with the result."""
         super().learn()
         new = self.trainer.trainee.module.parameters()
-        self.model.update(
-            tree_map(lambda old, x: x.astype(old.dtype), self.model.parameters(), new)
-        )
+        old = self.model.parameters()
+        self.model.update(tree_map(lambda x, y: y.astype(x.dtype), old, new))
         mx.eval(self.model.parameters())
 
     def drafting_as(self, drafter: ModelDrafter) -> OnlineDraftModel:
-        """The same weights and the same learning, with other options.
-
-        Args:
-            drafter: of `model`, with these options; it has the target's tokenizer.
-        """
+        """Use other options, those of a drafter of `model`, with the same weights and learning."""
         other = copy.copy(self)
         other.drafter = replace(drafter, tokenizers="same")
         return other
@@ -278,12 +213,7 @@ class OnlineDraftModel(OnlineDrafter):
 def learning_on(
     folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
 ) -> OnlineHead | OnlineDraftModel:
-    """A drafter of a trained head, or a draft model, that learns on while it is used.
-
-    Args:
-        folder: of what `train` made; its `save` may write there.
-        target: the loaded model that it was trained for.
-        bounds: what learning may cost.
+    """A drafter of a folder that `train` made for this target, which learns on while it is used.
 
     Raises:
         TrainingError: `train` did not make it, or it cannot learn, or not with this target.
@@ -295,76 +225,44 @@ def learning_on(
     stored = stored_plan(folder)
     if group_of(target) is not None:
         raise TrainingError(
-            "The target is spread over several ranks, which would all have to learn alike. Leave "
-            "online learning out there, or run the target on one machine."
+            "The target is spread over several ranks, which would all have to learn alike. Run it "
+            "on one machine, or leave online learning out."
         )
-    ends = target_ends(target)
     if stored["kind"] == "draft":
         model, tokenizer = load_model(folder)
-        trainer = OnlineTrainer(DraftTrainee.of(str(folder), ends), target, bounds=bounds)
+        trainee = KINDS["draft"](Recipe(target, init=str(folder)))
         drafts = ModelDrafter(model, tokenizer, tokenizers="same")
+        trainer = OnlineTrainer(trainee, target, bounds)
         return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
-    plan = Plan("", stored["kind"], Data(()), _size(stored["size"]), num_steps=stored["num_steps"])
-    trainee = KINDS[plan.kind](*_with_its_vocabulary(plan, folder, target))
-    assert isinstance(trainee.module, Head)
+    recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
+    offsets = load_arrays(folder / "model.safetensors").get("d2t")
+    if offsets is not None:  # tokens that the head proposes, each as frequent as the others
+        ids = np.array(offsets) + np.arange(offsets.size)
+        recipe = replace(recipe, tokens=ids, size=replace(recipe.size, draft_vocab=len(ids)))
+    trainee = KINDS[stored["kind"]](recipe)
     begin_with(str(folder), trainee, target)
-    drafter = HeadDrafter(trainee.module, name=str(folder), vocab_size=ends.vocab_size)
-    return OnlineHead(
-        drafter, OnlineTrainer(trainee, target, bounds=bounds), folder, stored["dtype"]
-    )
+    vocab_size = target_ends(target).vocab_size
+    head = HeadDrafter(trainee.module, name=str(folder), vocab_size=vocab_size)
+    return OnlineHead(head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"])
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:
-    """What a head or a draft model was trained by, if it can learn on.
-
-    Raises:
-        TrainingError: it cannot, with what to do about that.
-    """
+    """Settings of the training of a folder that can learn on; else raises TrainingError."""
+    config, plan, name = folder / "config.json", folder / PLAN, str(folder)
     if not folder.is_dir() or Path(HF_HUB_CACHE).resolve() in folder.resolve().parents:
-        raise TrainingError(
-            f"{folder} is no folder of yours: what learns on is saved where it was loaded from, "
-            f"and the Hub's cache is left as it is. {_make_one_of(str(folder))}"
-        )
-    config = folder / "config.json"
-    if config.is_file() and "quantization" in json.loads(config.read_text(encoding="utf-8")):
-        raise TrainingError(
-            f"{folder} is quantized, and such weights cannot be trained. {_make_one_of('ORIGINAL')}"
-        )
-    if not (folder / PLAN).is_file():
-        raise TrainingError(
-            f"{folder} has no {PLAN}: only heads and draft models that `specdec-mlx train` made "
-            f"can learn on. {_make_one_of('NAME' if is_head(folder) else str(folder))}"
-        )
-    stored: dict[str, Any] = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-    if stored["kind"] not in LEARNING_KINDS:
-        raise TrainingError(
-            f"{folder} holds a {stored['kind']}; only {', '.join(LEARNING_KINDS)} learn on. Train "
-            "one of those, or leave online learning out."
-        )
-    return stored
-
-
-def _make_one_of(name: str) -> str:
-    """How to come by a draft model that learns on."""
-    return (
-        "Make a draft model that learns on: specdec-mlx train --kind draft "
+        fault = "is no folder of yours to save it in, and the Hub's cache is left as it is"
+    elif config.is_file() and "quantization" in load_json(config):
+        fault, name = "is quantized, and such weights cannot be trained", "ORIGINAL"
+    elif not plan.is_file():
+        fault = f"has no {PLAN}: only what `specdec-mlx train` made can learn on"
+        name = "NAME" if is_head(folder) else name
+    else:
+        stored: dict[str, Any] = load_json(plan)
+        if stored["kind"] in LEARNING_KINDS:
+            return stored
+        fault = f"holds a {stored['kind']}; only {', '.join(LEARNING_KINDS)} learn on"
+        name = "NAME"
+    raise TrainingError(
+        f"{folder} {fault}. Make a draft model that learns on: specdec-mlx train --kind draft "
         f"--init {name} --model TARGET --texts FILE --out FOLDER."
     )
-
-
-def _size(stored: dict[str, Any]) -> Size:
-    """As it was before it was JSON."""
-    layers = stored["layers"]
-    return Size(**{**stored, "layers": tuple(layers) if layers else None})
-
-
-def _with_its_vocabulary(
-    plan: Plan, folder: Path, target: nn.Module
-) -> tuple[Plan, nn.Module, None, np.ndarray]:
-    """What makes the trainee, with the tokens that the head proposes in place of windows."""
-    offsets = load_arrays(folder / "model.safetensors").get("d2t")
-    if offsets is None:
-        return plan, target, None, np.zeros(0, np.int32)
-    ids = np.array(offsets) + np.arange(offsets.shape[0])
-    size = replace(plan.size, draft_vocab=len(ids))
-    return replace(plan, size=size), target, None, ids

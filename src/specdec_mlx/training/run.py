@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,49 +13,34 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training.answers import answers
+from specdec_mlx.training import files, texts
 from specdec_mlx.training.features import FeatureStore
-from specdec_mlx.training.files import (
-    Clock,
-    begin_or_resume,
-    load_arrays,
-    save_arrays,
-    save_json,
-)
-from specdec_mlx.training.fitting import CHECKPOINT, Schedule, fit, within_memory
-from specdec_mlx.training.measuring import Acceptance
-from specdec_mlx.training.one_pass import DraftTrainee, ExitTrainee, MedusaTrainee
-from specdec_mlx.training.recursive import Eagle3Trainee, MTPTrainee
-from specdec_mlx.training.texts import (
-    learnt,
-    padded,
-    read_documents,
-    read_prompts,
-    split,
-    stream_of,
-    windows_of,
-)
-from specdec_mlx.training.trainees import Size, Trainee
+from specdec_mlx.training.fitting import CHECKPOINT, Acceptance, Schedule, fit, within_memory
+from specdec_mlx.training.recursive import eagle3, mtp
+from specdec_mlx.training.trainees import Recipe, Size, Trainee, draft_model, early_exit, medusa
 
 PLAN, REPORT = "plan.json", "training.json"
-"""What was asked for, and what came of it."""
 
 ANSWERING = 0.4
 """Part of a given time in which the target begins new answers."""
 
+KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
+    "mtp": mtp,
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "exit": early_exit,
+    "draft": draft_model,
+}
+"""Name -> what makes the trainee."""
+
 
 @dataclass(frozen=True)
 class Data:
-    """What is learnt from.
+    """Files to learn from: `texts`, or `prompts` that the target answers at each of `temps`.
 
-    prompts: files of prompts that the target answers, see `texts.read_prompts`. texts: files of
-    texts instead, see `texts.read_documents`. held_out: others of the kind to measure on; without
-    them a part is held out. window: tokens. temps: at which each prompt is answered.
+    held_out: others of the kind to measure on; by default a part is held out. window: tokens.
     """
 
     texts: tuple[str, ...] = ()
@@ -69,11 +53,11 @@ class Data:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a training is told.
+    """Settings of a training.
 
-    model: name or folder of the target. kind: a key of KINDS. data, size, schedule: see there.
-    num_steps: tokens of the drafts that recursive heads are trained on. init: what to begin with, a
-    draft model or the folder of a head of this kind and size. dtype: of the weights in the file.
+    model: name or folder of the target. kind: a key of KINDS. num_steps: tokens of a recursive
+    head's drafts. init: draft model, or folder of a head of this kind and size, to begin with.
+    dtype: of the weights in the file.
     """
 
     model: str
@@ -98,16 +82,16 @@ def train(
     """Train a drafter and write its folder; goes on where it was interrupted.
 
     Args:
-        plan: what is trained, and on what.
+        plan: settings.
         target: the loaded model.
         tokenizer: its tokenizer, as mlx-lm loads it.
         out: folder for the result, with the curve and the acceptance in `training.json`.
-        work: folder for tokens, features and checkpoints, `out`/work if None. Trainings on the
-            same data may share it.
-        keep_work: whether it stays afterwards.
+        work: folder for tokens and features, `out`/work if None; trainings on the same data may
+            share it.
+        keep_work: True to leave it there.
 
     Returns:
-        The acceptance on held-out text; that of a training which has ended is not found anew.
+        The acceptance on held-out text; for a training that has ended, the stored one.
 
     Raises:
         TrainingError: the texts cannot be used, an update does not fit into memory, or `out` holds
@@ -115,25 +99,36 @@ def train(
         UnreadableError: the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
-    begin_or_resume(out / PLAN, asdict(plan))
+    files.begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
-        return Acceptance(**json.loads((out / REPORT).read_text(encoding="utf-8"))["acceptance"])
-    begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
-    clock = Clock(out / "seconds.json")
-    trained, held_out = windows(plan, target, tokenizer, work, clock)
+        return Acceptance(**files.load_json(out / REPORT)["acceptance"])
+    files.begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
+    clock = files.Clock(out / "seconds.json")
+    path = work / "tokens.safetensors"
+    if not path.exists():
+        if plan.data.prompts:
+            rows = _of_prompts(plan, target, tokenizer, work, clock)
+        else:
+            rows = _of_texts(plan.data, tokenizer)
+        named = zip(("trained", "held_out"), map(mx.array, rows), strict=True)
+        files.save_arrays(path, dict(named))
+    stored = files.load_arrays(path)
+    trained, held_out = np.array(stored["trained"]), np.array(stored["held_out"])
     mx.random.seed(plan.schedule.seed)
-    trainee = KINDS[plan.kind](plan, target, tokenizer, trained[..., 0][trained[..., 1] > 0])
+    tokens = trained[..., 0][trained[..., 1] > 0]
+    recipe = Recipe(target, plan.size, plan.num_steps, tokens, tokenizer, plan.init)
+    trainee = KINDS[plan.kind](recipe)
     if plan.init is not None and plan.kind != "draft":
         begin_with(plan.init, trainee, target)
-    learnt = FeatureStore(work / "trained", trained, trainee.features)
+    learnable = FeatureStore(work / "trained", trained, trainee.features)
     measured = FeatureStore(work / "held-out", held_out, trainee.features)
     measured.fill(target)
-    learnt.fill(target)
-    schedule = within_memory(trainee, learnt, plan.schedule)
-    curve, acceptance, same = fit(trainee, learnt, measured, schedule, out, clock)
+    learnable.fill(target)
+    schedule = within_memory(trainee, learnable, plan.schedule)
+    curve, acceptance, same = fit(trainee, learnable, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
     report = {"curve": curve, "acceptance": asdict(acceptance), "trained": asdict(same)}
-    save_json(out / REPORT, {"plan": asdict(plan), **report})
+    files.save_json(out / REPORT, {"plan": asdict(plan), **report})
     for path in (out / CHECKPOINT, clock.path):
         path.unlink(missing_ok=True)
     if not keep_work:
@@ -141,32 +136,14 @@ def train(
     return acceptance
 
 
-def windows(
-    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
-) -> tuple[np.ndarray, np.ndarray]:
-    """Windows [n, window, 2] to train on, and those held out; see `texts` and `answers`."""
-    path = work / "tokens.safetensors"
-    if not path.exists():
-        if plan.data.prompts:
-            trained, held_out = _of_prompts(plan, target, tokenizer, work, clock)
-        else:
-            trained, held_out = _of_texts(plan.data, tokenizer)
-        save_arrays(path, {"trained": mx.array(trained), "held_out": mx.array(held_out)})
-    stored = load_arrays(path)
-    return np.array(stored["trained"]), np.array(stored["held_out"])
-
-
 def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Windows of the texts; those held out are measured in their second half."""
-
-    def read(paths: Sequence[str], stride: int) -> np.ndarray:
-        stream = stream_of(read_documents(paths, tokenizer), tokenizer.eos_token_id)
-        rows = windows_of(stream, data.window, stride)
-        return rows[rows[:, 1:, 1].any(axis=1)]
-
-    trained, held_out = read(data.texts, data.window), read(data.held_out, data.window // 2)
+    trained, held_out = (
+        texts.windows_of(paths, tokenizer, data.window, stride)
+        for paths, stride in ((data.texts, data.window), (data.held_out, data.window // 2))
+    )
     if not data.held_out:
-        trained, held_out = (trained[rows] for rows in split(len(trained), data.seed))
+        trained, held_out = (trained[rows] for rows in texts.split(len(trained), data.seed))
     if not len(trained) or not len(held_out):
         raise TrainingError(
             f"The texts are too short for a window of {data.window} tokens to train on and one "
@@ -177,12 +154,12 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_prompts(
-    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: Clock
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: files.Clock
 ) -> tuple[np.ndarray, np.ndarray]:
     """The target's answers; those that are held out come first, and are greedy."""
     data, minutes = plan.data, plan.schedule.minutes
-    held_out, prompts = (read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
-    chosen, others = split(len(prompts), data.seed)
+    held_out, prompts = (texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
+    chosen, others = texts.split(len(prompts), data.seed)
     chosen += others if held_out else []
     held_out = held_out or [prompts[i] for i in others]
     prompts = held_out + [prompts[i] for i in chosen]
@@ -197,11 +174,11 @@ def _of_prompts(
         turns += [(number, i, temp) for i in short if i >= len(held_out)]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
-    found = answers(target, tokenizer, prompts, data.window, turns, path, is_time)
+    found = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)
     rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for (_, i, _), answer in found.items():
-        document = learnt(prompts[i] + answer, len(prompts[i]))
-        rows[i < len(held_out)].append(padded(document, data.window))
+        document = texts.learnt(prompts[i] + answer, len(prompts[i]))
+        rows[i < len(held_out)].append(texts.padded(document, data.window))
     if not all(rows):
         raise TrainingError(
             f"Of {len(prompts)} prompts {len(short)} are no longer than half a window, and "
@@ -212,30 +189,19 @@ def _of_prompts(
 
 
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
-    """Give a head the weights of one that was trained before.
+    """Give a head the weights of another, of a folder or a Hugging Face name.
 
-    Args:
-        folder: of that one, or its Hugging Face name.
-        trainee: the head.
-        target: what it is trained for.
-
-    Raises:
-        TrainingError: it is of another kind or size.
-        HeadError: it does not fit the target.
+    Raises TrainingError or HeadError if the other is of another kind or size, or another target's.
     """
-    loaded = load_head(folder, target)
-    before: Any = nn.Module()
-    if isinstance(loaded, HeadDrafter):
-        before = loaded.head
-    elif isinstance(loaded, ExitDrafter) and loaded.exit is not None:
-        before = loaded.exit
+    loaded: Any = load_head(folder, target)
+    before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
     theirs = dict(tree_flatten(before.parameters()))
     ours = dict(tree_flatten(trainee.module.parameters()))
     differ = [n for n, x in ours.items() if n not in theirs or theirs[n].shape != x.shape]
     differ += sorted(theirs.keys() - ours.keys())
-    if not differ and trainee.vocabulary is not None:
-        same = mx.array_equal(before.vocabulary.ids, trainee.vocabulary).item()
-        differ += [] if same else ["d2t"]
+    known = trainee.vocabulary
+    if not differ and known is not None and not mx.array_equal(before.vocabulary.ids, known).item():
+        differ = ["d2t"]
     if differ:
         raise TrainingError(
             f"{folder} is no head of this kind and size, which the training could begin with: "
@@ -243,36 +209,3 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
         )
     trainee.module.update(before.parameters())
     trainee.module.set_dtype(mx.float32)
-
-
-def _mtp(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    return MTPTrainee(target_ends(target), plan.size, plan.num_steps, trained)
-
-
-def _eagle3(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    return Eagle3Trainee(target_ends(target), plan.size, plan.num_steps, trained)
-
-
-def _medusa(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    return MedusaTrainee(target_ends(target), plan.size)
-
-
-def _exit(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    layers = plan.size.layers or (max(1, len(target.layers) // 2),)
-    return ExitTrainee(target, target_ends(target), layers[0], plan.size)
-
-
-def _draft(plan: Plan, target: nn.Module, tokenizer: Any, trained: np.ndarray) -> Trainee:
-    if plan.init is not None:
-        return DraftTrainee.of(plan.init, target_ends(target))
-    return DraftTrainee.new(target_ends(target), plan.size, tokenizer)
-
-
-KINDS: Mapping[str, Callable[[Plan, nn.Module, Any, np.ndarray], Trainee]] = {
-    "mtp": _mtp,
-    "eagle3": _eagle3,
-    "medusa": _medusa,
-    "exit": _exit,
-    "draft": _draft,
-}
-"""Name -> what makes it, of the plan, the target, its tokenizer and the tokens that are learnt."""

@@ -1,37 +1,48 @@
-"""Texts to train on: files as documents, documents as windows of token ids.
+"""Texts to train on: files, or the target's answers, as documents and as windows of token ids.
 
-With each token stands whether it is learnt: what a user or a system said is only read. So streams
-are int32 [n, 2], and windows [n, window, 2]: token id, and 1 or 0.
+Beside each token stands 1 if it is learnt, else 0: what a user or a system said is only read. So
+windows are int32 [n, window, 2]. A drafter has to agree with the target on the target's own text,
+which differs from what people write (Zhou et al. 2023, arXiv 2310.08461, section 3).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.sample_utils import make_sampler
+from tqdm import tqdm
 
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
 
 HELD_OUT_SHARE = 0.05
-"""Part of the windows, or of the prompts, that is held out where nothing is given for it."""
+"""Part of the windows, or of the prompts, that is held out by default."""
+
+ROWS = 32
+"""Answers that are written side by side."""
+
+Turn = tuple[int, int, float]
+"""Round, index of the prompt, and temperature; 0 is greedy."""
 
 Document = list[tuple[int, int]]
 """Each token, and 1 if it is learnt."""
 
 
 def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
-    """The tokens of each document, and which of them are learnt.
+    """The tokens of each document; raises TrainingError for files that cannot be read.
 
     A `.jsonl` file has one in each line, in mlx-lm's formats for fine-tuning: `text`, `prompt` and
     `completion`, of which the latter is learnt, or `messages`, of which the last is. Any other file
     is one document.
-
-    Raises:
-        TrainingError: a file is not there, is not UTF-8, or a line is none of these.
     """
     for path in map(Path, paths):
         if path.suffix == ".jsonl":
@@ -41,13 +52,10 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
 
 
 def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each prompt in the chat template, the answer about to begin.
+    """Token ids of each prompt in the chat template; raises TrainingError as `read_documents` does.
 
     A `.jsonl` file has objects with `turns`, of which the first is taken, with `messages`, less an
     answer at their end, or with `prompt`. Any other file has a question a line.
-
-    Raises:
-        TrainingError: a file is not there, is not UTF-8, or a line is none of these.
     """
     prompts = []
     for where, line in (found for path in paths for found in _lines(Path(path))):
@@ -64,17 +72,16 @@ def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
 
 
 def _read(path: Path) -> str:
-    """A file of text; raises TrainingError."""
-    if not path.is_file():
-        raise TrainingError(f"There is no file {path}. Give texts that the target might read.")
     try:
         return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise TrainingError(f"There is no file {path}. Give texts that can be read.") from error
     except UnicodeDecodeError as error:
         raise TrainingError(f"{path} is not UTF-8 text: {error}. Convert it first.") from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
-    """Where each line stands, and what it holds: JSON in a `.jsonl` file, or else text."""
+    """Place and content of each line: JSON in a `.jsonl` file, or else text."""
     for number, line in enumerate(_read(path).splitlines(), 1):
         where = f"{path}, line {number}"
         try:
@@ -85,7 +92,6 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _document(where: str, line: Any, tokenizer: Any) -> Document:
-    """The document of a line of JSON."""
     match line:
         case {"text": str(text)}:
             return learnt(_encode(tokenizer, text))
@@ -107,21 +113,21 @@ def learnt(tokens: Sequence[int], begin: int = 0) -> Document:
 
 
 def _encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a document; it may be longer than what the target reads at once."""
-    return list(tokenizer.encode(text, verbose=False))
+    return list(tokenizer.encode(text, verbose=False))  # no warning that it is long
 
 
-def stream_of(documents: Iterator[Document], end_of_text: int | None) -> np.ndarray:
-    """All documents in one row, each after an end-of-text token if there is one."""
-    before = [] if end_of_text is None else [(end_of_text, 1)]
-    return np.array([pair for one in documents for pair in before + one], np.int32).reshape(-1, 2)
+def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
+    """Windows, `stride` tokens apart, of all documents, with an end-of-text token before each.
 
-
-def windows_of(stream: np.ndarray, window: int, stride: int) -> np.ndarray:
-    """Pieces [n, window, ...] of a row of tokens, which begin `stride` tokens apart."""
+    Windows without a token to learn are left out.
+    """
+    end = tokenizer.eos_token_id
+    before = [] if end is None else [(end, 1)]
+    documents = read_documents(paths, tokenizer)
+    stream = np.array([pair for document in documents for pair in before + document], np.int32)
     starts = range(0, len(stream) - window + 1, stride)
-    empty = np.zeros((0, window, *stream.shape[1:]), np.int32)
-    return np.stack([stream[i : i + window] for i in starts]) if starts else empty
+    rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(-1, window, 2)
+    return rows[rows[:, 1:, 1].any(axis=1)]
 
 
 def padded(document: Document, window: int) -> np.ndarray:
@@ -130,7 +136,63 @@ def padded(document: Document, window: int) -> np.ndarray:
 
 
 def split(count: int, seed: int) -> tuple[list[int], list[int]]:
-    """Which of so many to train on, and which to hold out, drawn by the seed."""
+    """Indices to train on, and those held out, drawn by the seed."""
     order = np.random.default_rng(seed).permutation(count).tolist()
     held_out = max(1, round(HELD_OUT_SHARE * count))
     return order[held_out:], order[:held_out]
+
+
+def answers(
+    target: nn.Module,
+    tokenizer: Any,
+    prompts: Sequence[list[int]],
+    window: int,
+    todo: Iterable[Turn],
+    path: Path,
+    is_time: Callable[[], bool],
+) -> dict[Turn, list[int]]:
+    """Answers to prompts, each with its end-of-text token if that is in the window.
+
+    Args:
+        target, tokenizer: as mlx-lm loads them.
+        prompts: token ids, each shorter than the window.
+        window: tokens of a prompt and its answer.
+        todo: turns to answer.
+        path: file of the answers, a line each; those in it are kept.
+        is_time: True if no more answers are to be begun.
+    """
+    found = stored(path)
+    under_way: dict[int, tuple[Turn, list[int]]] = {}
+    missing = (turn for turn in todo if turn not in found)
+    stops = [[token] for token in tokenizer.eos_token_ids]
+    num_tokens = 0
+    with (
+        path.open("a", encoding="utf-8") as file,
+        closing(BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)) as batch,
+        tqdm(desc="answers", unit="", leave=False, miniters=0, mininterval=1) as bar,
+    ):
+        while True:
+            for turn in islice(missing, 0 if is_time() else ROWS - len(under_way)):
+                prompt, sampler = prompts[turn[1]], make_sampler(temp=turn[2])
+                uids = batch.insert([prompt], [window - len(prompt)], samplers=[sampler])
+                under_way[uids[0]] = turn, []
+            if not under_way:
+                return dict(sorted(found.items()))
+            for response in batch.next_generated():
+                under_way[response.uid][1].append(int(response.token))
+                num_tokens += 1
+                if response.finish_reason is not None:
+                    turn, found[turn] = under_way.pop(response.uid)
+                    print(json.dumps([turn, found[turn]]), file=file, flush=True)
+                    bar.update()
+            bar.set_postfix(tokens=num_tokens, refresh=False)
+            bar.update(0)
+
+
+def stored(path: Path) -> dict[Turn, list[int]]:
+    """Answers in a file; a last line that was cut off is removed from it."""
+    if not path.exists():
+        return {}
+    whole = path.read_bytes().rpartition(b"\n")[0]
+    os.truncate(path, len(whole) + bool(whole))
+    return {tuple(turn): tokens for turn, tokens in map(json.loads, whole.splitlines())}

@@ -1,53 +1,53 @@
-"""What can be trained: a module, what it reads of the target, and what it predicts of a batch."""
+"""Trainees: a module, the features that it reads, and its predictions for a batch."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models import llama
 
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm, first_layers
+from specdec_mlx.drafters.heads.one_pass import Medusa
+from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.errors import TrainingError
+from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch
 from specdec_mlx.training.files import save_arrays, save_json
 from specdec_mlx.types import Features
 
 NORM_EPS = 1e-5
-ROPE_THETA = 10000.0
 HEAD_DIM = 64
-"""Width of an attention head where the number of heads is not said."""
+"""Default width of an attention head."""
 
 AT_ONCE = 2**22
 """Logits that are made at a time, 16 MB for each position of a draft."""
+
+EXIT_WINDOW = 8
+"""Positions of an exit's convolution; the first layers read the text before them."""
+
+Prediction = tuple[mx.array, int]
+"""States [batch, n, D] for one position of many drafts, and the place in the window of the first:
+row i is compared with the target's logits at first + i."""
 
 TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 """Name -> type of the weights in a file."""
 
 
-class Prediction(NamedTuple):
-    """States whose logits are for the next draft token of many drafts at once.
-
-    states: [batch, n, D]. first: position in the window after which the first of the n stands:
-    row i is held against the target's own logits at position first + i.
-    """
-
-    states: mx.array
-    first: int
-
-
 @dataclass(frozen=True)
 class Size:
-    """How large something new becomes; None for a default that fits the target.
+    """Size of something new; None for a default that fits the target.
 
-    width: of the states inside, for EAGLE-3 and draft models. mlp: width of the MLP. heads,
-    kv_heads: of attention. head_dim: width of each of them. layers: of the target that EAGLE-3
-    reads, from 0; as a number, the layer after which an early exit leaves, or the depth of a draft
-    model. draft_vocab: tokens that EAGLE-3 or a prediction layer can propose. guesses: Medusa
-    heads.
+    width: of the states, for EAGLE-3 and draft models. mlp: width. heads, kv_heads, head_dim: of
+    attention. layers: that EAGLE-3 reads, from 0; as a number, the layer of an early exit, or the
+    depth of a draft model. draft_vocab: tokens to propose. guesses: Medusa heads.
     """
 
     width: int | None = None
@@ -59,95 +59,184 @@ class Size:
     draft_vocab: int | None = None
     guesses: int = 3
 
-    def for_width(self, width: int) -> Size:
-        """Defaults for states of this width, those of Llama models."""
+    def llama(self, width: int, vocab_size: int) -> dict[str, Any]:
+        """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
-        return replace(
-            self,
-            width=width,
-            mlp=self.mlp or 3 * width,
-            heads=heads,
-            kv_heads=self.kv_heads or heads,
-        )
-
-    def llama(self, vocab_size: int) -> dict[str, Any]:
-        """Configuration of a decoder layer of this size, in Hugging Face's words."""
-        head_dim = {} if self.head_dim is None else {"head_dim": self.head_dim}
         return {
-            **head_dim,
-            "hidden_size": self.width,
-            "intermediate_size": self.mlp,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
+            **({} if self.head_dim is None else {"head_dim": self.head_dim}),
+            "hidden_size": width,
+            "intermediate_size": self.mlp or 3 * width,
+            "num_attention_heads": heads,
+            "num_key_value_heads": self.kv_heads or heads,
             "vocab_size": vocab_size,
             "hidden_act": "silu",
             "rms_norm_eps": NORM_EPS,
-            "rope_theta": ROPE_THETA,
+            "rope_theta": 10000.0,
             "max_position_embeddings": 2048,
             "attention_bias": False,
             "mlp_bias": False,
         }
 
 
-class Trainee(ABC):
-    """Something that is trained for a target.
+@dataclass(frozen=True)
+class Recipe:
+    """Ingredients of a trainee.
 
-    Args:
-        module: what has the weights; float32.
-        ends: of the target.
-        features: what it reads of the target.
-
-    vocabulary: ids [Vd] of the tokens that its logits are over, None for all of them. num_steps:
-    tokens of the drafts that it is measured on. reads_text: whether it reads a draft's tokens like
-    others, so that its one prediction is for all places of a draft.
+    num_steps: tokens of a recursive head's drafts. tokens: [n] counted for a draft vocabulary.
+    tokenizer: the target's. init: draft model to begin with.
     """
 
+    target: nn.Module
+    size: Size = Size()
+    num_steps: int = 3
+    tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    tokenizer: Any = None
+    init: str | None = None
+
+    @property
+    def ends(self) -> TargetEnds:
+        """Ends of the target."""
+        return target_ends(self.target)
+
+
+@dataclass
+class Trainee:
+    """A drafter in training, for one target.
+
+    module: its weights, trained in float32. features: that it reads. predictions: of the first,
+    second, ... token of drafts. num_steps: tokens of drafts. reads_text: True if it reads draft
+    tokens like any others, so that one prediction stands for all. vocabulary: ids [Vd] of its
+    logits, None for all. draft_logits: [..., Vd] of states, None for the target's head. head_names:
+    parameters that `draft_logits` uses. rename: parameter -> name in the file. ids: more tensors of
+    the file. tokenizer: saved beside them. rows_at_once: states whose logits are made together.
+    """
+
+    module: Any
+    ends: TargetEnds
+    features: Features
+    config: dict[str, Any]
+    predictions: Callable[[Batch], Iterator[Prediction]]
+    num_steps: int = 3
+    reads_text: bool = False
     vocabulary: mx.array | None = None
-    num_steps = 3
-    reads_text = False
+    draft_logits: Callable[[mx.array], mx.array] | None = None
+    head_names: tuple[str, ...] = ()
+    rename: Callable[[str], str] = str
+    ids: Mapping[str, mx.array] = field(default_factory=dict)
+    tokenizer: Any = None
 
-    def __init__(self, module: nn.Module, ends: TargetEnds, features: Features) -> None:
-        """Training begins with these weights."""
-        module.set_dtype(mx.float32)
-        self.module = module
-        self.ends = ends
-        self.features = features
-        vocabulary = self.vocabulary
-        self.target_logits = (ends if vocabulary is None else ends.narrowed(vocabulary)).logits
-        """[..., Vd] the target's own, of the input of its head."""
-        self.rows_at_once = max(
-            1, AT_ONCE // (ends.vocab_size if vocabulary is None else vocabulary.size)
-        )
-
-    @abstractmethod
-    def predictions(self, batch: Batch) -> Iterator[Prediction]:
-        """What it predicts as the first token of a draft, as the second, and so on."""
-
-    def logits(self, states: mx.array) -> mx.array:
-        """[..., Vd] of states [..., D] that it predicts from."""
-        return self.target_logits(states)
-
-    def head_parameters(self) -> Any:
-        """Those of its parameters that `logits` uses, by the module's names."""
-        return {}
-
-    @abstractmethod
-    def files(self) -> tuple[dict[str, Any], dict[str, mx.array]]:
-        """Configuration and tensors, by the names that other programs read."""
+    def __post_init__(self) -> None:
+        """Derive the rest."""
+        self.module.set_dtype(mx.float32)
+        known = self.vocabulary
+        self.target_logits = (self.ends if known is None else self.ends.narrowed(known)).logits
+        self.logits = self.draft_logits or self.target_logits
+        num_logits = self.ends.vocab_size if known is None else known.size
+        self.rows_at_once = max(1, AT_ONCE // num_logits)
 
     def save(self, folder: Path, dtype: str) -> None:
         """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""
-        config, _ = self.files()
-        save_json(folder / "config.json", config | {"torch_dtype": dtype})
+        save_json(folder / "config.json", self.config | {"torch_dtype": dtype})
         self.save_weights(folder, dtype)
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(str(folder))
 
     def save_weights(self, folder: Path, dtype: str) -> None:
-        """Write `model.safetensors` alone: the file before is there until the new one is whole."""
-        _, tensors = self.files()
-        cast = {name: _as(x, TYPES[dtype]) for name, x in tensors.items()}
-        save_arrays(folder / "model.safetensors", cast, {"format": "mlx"})
+        """Write `model.safetensors` alone: the old file stays until the new one is whole."""
+        tensors = dict(self.ids)
+        for name, x in tree_flatten(self.module.parameters()):
+            kind = TYPES[dtype] if mx.issubdtype(x.dtype, mx.floating) else x.dtype
+            tensors[self.rename(name)] = x.astype(kind)
+        save_arrays(folder / "model.safetensors", tensors, {"format": "mlx"})
 
 
-def _as(x: mx.array, dtype: mx.Dtype) -> mx.array:
-    """Weights in a type; ids as they are."""
-    return x.astype(dtype) if mx.issubdtype(x.dtype, mx.floating) else x
+def medusa(recipe: Recipe) -> Trainee:
+    """Medusa heads that share the target's matrix; they begin as that matrix itself."""
+    ends, count = recipe.ends, recipe.size.guesses
+    head = Medusa(count, 1, ends)
+    for blocks in head.blocks:
+        blocks[0].weight = mx.zeros_like(blocks[0].weight)
+        blocks[0].bias = mx.zeros_like(blocks[0].bias)
+
+    def predictions(batch: Batch) -> Iterator[Prediction]:
+        states = head.rows(batch.features)
+        for i in range(count):
+            yield head.state(states[:, : -1 - i], i), 1 + i
+
+    def rename(name: str) -> str:
+        _, number, layer, part = name.split(".")
+        return f"{number}.{layer}.linear.{part}"
+
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "medusa_num_heads": count,
+        "medusa_num_layers": 1,
+        "hidden_size": ends.width,
+        "vocab_size": ends.vocab_size,
+    }
+    return Trainee(head, ends, head.features, config, predictions, count, rename=rename)
+
+
+def early_exit(recipe: Recipe) -> Trainee:
+    """A convolution, an MLP and a norm after the target's first layers; begins as its own norm."""
+    target, ends, size = recipe.target, recipe.ends, recipe.size
+    num_layers = size.layers[0] if size.layers else max(1, len(target.layers) // 2)
+    norm = final_norm(first_layers(target, num_layers))
+    config = {
+        "model_type": "early_exit",
+        EXIT_LAYER: num_layers,
+        "hidden_size": ends.width,
+        "intermediate_size": size.mlp or ends.width,
+        WINDOW: EXIT_WINDOW,
+        "vocab_size": ends.vocab_size,
+        "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
+    }
+    module = Exit(config)
+    module.norm.weight = norm.weight
+
+    def predictions(batch: Batch) -> Iterator[Prediction]:
+        yield module(batch.features.layers[num_layers - 1]), 0
+
+    features = Features(layers=(num_layers - 1,))
+    return Trainee(module, ends, features, config, predictions, reads_text=True)
+
+
+def draft_model(recipe: Recipe) -> Trainee:
+    """A draft model that exists, or a small Llama; raises TrainingError if it is quantized."""
+    ends, tokenizer = recipe.ends, recipe.tokenizer
+    if recipe.init is None:
+        config = _small_llama(recipe)
+        module = llama.Model(llama.ModelArgs.from_dict(config))
+    else:
+        with explained(recipe.init):
+            loaded: Any = mlx_lm.load(recipe.init, return_config=True)
+        module, tokenizer, config = loaded
+        if "quantization" in config:
+            raise TrainingError(
+                f"{recipe.init} is quantized, and such weights cannot be trained. Give the "
+                "original."
+            )
+
+    def predictions(batch: Batch) -> Iterator[Prediction]:
+        yield module(batch.tokens), 0  # logits, whose head may do more than multiply
+
+    return Trainee(
+        *(module, ends, Features(), config, predictions),
+        reads_text=True,
+        draft_logits=lambda logits: logits,
+        tokenizer=tokenizer,
+    )
+
+
+def _small_llama(recipe: Recipe) -> dict[str, Any]:
+    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "num_hidden_layers": size.layers[0] if size.layers else 2,
+        **size.llama(size.width or max(64, ends.width // 2), ends.vocab_size),
+        "tie_word_embeddings": True,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+    }
