@@ -6,8 +6,7 @@
         check_drafter(MyDrafter())
 
 No model is needed: a scripted verdict stands in for the target's, and every number of accepted
-tokens occurs. What a wrong drafter would do to the text (or only to its speed) says the message of
-the AssertionError.
+tokens occurs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -43,14 +42,14 @@ NUM_ROUNDS = 14
 """Draft lengths that are asked for in turn, and rounds of a generation: each twice, and more."""
 
 TOLERANCE = 1e-3
-"""How far two probabilities, or the mass of a distribution from 1, may be off: float32."""
+"""Largest error of a probability, or of the mass of a distribution: float32."""
 
 NUM_THREADS = 4
 MEMORY_TOKENS = 1500
 """Tokens after which memory is read, and again at three times as many."""
 
 MEMORY_GROWTH = 4.0
-"""Most memory that the later tokens, twice as many, may take beside the first; quadratic: 8."""
+"""Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""
 
 
 def check_drafter(
@@ -74,8 +73,8 @@ def check_drafter(
         num_draws: drafts drawn at random whose tokens are held against the distributions that they
             declare, by chi-square, with a false alarm in 1e6. With 1,500 one is found to be wrong
             where it is off by a total variation of about 0.1 over a few dozen tokens.
-        learns: whether what it proposes may depend on its rejected proposals.
-        remembers: whether it may depend on earlier generations. Both are allowed where they are
+        learns: True if proposals may depend on rejected proposals.
+        remembers: True if they may depend on earlier generations. Both are allowed where they are
             meant, and most often they are a mistake.
 
     Returns:
@@ -91,8 +90,7 @@ def check_drafter(
     return check.run([name for name in check.properties if not left_out.get(name)])
 
 
-@dataclass
-class ScriptedRound:
+class ScriptedRound(NamedTuple):
     """What was proposed, and what was emitted."""
 
     tokens: list[int]
@@ -102,7 +100,7 @@ class ScriptedRound:
 
 @dataclass(frozen=True)
 class NotedNoise(Noise):
-    """Noise that notes which places drafts were drawn from: purposes and positions, in order."""
+    """Noise that notes the places that drafts were drawn from: purposes and positions, in order."""
 
     drawn: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
@@ -131,7 +129,7 @@ class ScriptedGeneration:
 class DrafterConformance(Conformance):
     """One drafter under test: what the loop does with it, played from a script.
 
-    is_same_again: whether generations propose the same again.
+    is_same_again: True if generations have to propose the same again.
     """
 
     properties = {  # noqa: RUF012
@@ -154,7 +152,7 @@ class DrafterConformance(Conformance):
     is_same_again: bool
 
     def __post_init__(self) -> None:
-        """Nothing was played yet."""
+        """Name the drafter in failures."""
         super().__init__(self.drafter)
 
     def protocol(self) -> str:
@@ -199,7 +197,7 @@ class DrafterConformance(Conformance):
         return f"{len(beside)} rounds, alone and beside another generation"
 
     def rewinds(self) -> str:
-        """After any verdict, what is proposed is what the same text alone would have led to."""
+        """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
         for context, prompt in itertools.product(self.contexts(), self.prompts):
             generation = self.begin(prompt, context)
@@ -242,19 +240,16 @@ class DrafterConformance(Conformance):
         most = limit(test.freedom)
         found = f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, limit {most:.0f}"
         worst = int(np.argmax(np.abs(drawn - declared)))
-        self.require(
-            test.statistic <= most,
-            f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
-            f"{declared[worst]:.1f} times were declared.",
-        )
+        what = f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
+        what += f"{declared[worst]:.1f} times were declared."
+        self.require(test.statistic <= most, what)
         return found
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
         generation = self.begin(self.prompts[0])
         last = list(self.rounds(generation))[-1]
-        stopped_inside = len(generation.given) - len(last.emitted) + 1
-        self.close(generation, stopped_inside)
+        self.close(generation, len(generation.given) - len(last.emitted) + 1)  # inside of a round
         can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
@@ -267,7 +262,7 @@ class DrafterConformance(Conformance):
         return f"released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
 
     def _growth(self) -> tuple[int, int]:
-        """Bytes for the first tokens of a text, and for twice as many behind them."""
+        """Bytes for the first tokens of a text, and for twice as many after them."""
         generation = self.begin(self.prompts[0])
         coins, held = random.Random(0), []
         tracemalloc.start()
@@ -307,7 +302,6 @@ class DrafterConformance(Conformance):
     def _same_rounds(
         self, expected: Sequence[ScriptedRound], got: Sequence[ScriptedRound], where: str
     ) -> None:
-        """Raise unless both generations proposed the same."""
         for i, (one, other) in enumerate(zip(expected, got, strict=True)):
             what = f"in round {i} it proposed {one.tokens} alone, and {other.tokens} {where}."
             self.require(one.tokens == other.tokens, what)
@@ -319,7 +313,7 @@ class DrafterConformance(Conformance):
         return [self.context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
 
     def context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
-        """What the loop tells a drafter."""
+        """The context that the loop gives to a drafter."""
         told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
         return DraftContext(sampling=sampling, noise=Noise(seed), **told)
 
@@ -334,9 +328,8 @@ class DrafterConformance(Conformance):
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         session = self.drafter.begin(given, context)
-        if not isinstance(session, DraftSession):
-            kind = type(session).__name__
-            self.fail(f"begin() returned {kind}, which lacks propose or observe.", part="protocol")
+        what = f"begin() returned {type(session).__name__}, which lacks propose or observe."
+        self.require(isinstance(session, DraftSession), what, part="protocol")
         generation = ScriptedGeneration(session, given, list(prompt), noise)
         self._check_given(generation)
         return generation
@@ -349,12 +342,10 @@ class DrafterConformance(Conformance):
             draft = generation.session.propose(limit)
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
-        if draft.logprobs is not None and (len({*new}) < len(new) or {*new} & {*decided}):
-            self.fail(
-                f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
-                "or one from that of an earlier draft. The text is then biased.",
-                part="noise",
-            )
+        is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
+        what = f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
+        what += "or one from that of an earlier draft. The text is then biased."
+        self.require(draft.logprobs is None or is_fresh, what, part="noise")
         return draft
 
     def observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
@@ -364,8 +355,8 @@ class DrafterConformance(Conformance):
         generation.num_decided = len(generation.noise.drawn)
         shown = list(tokens)
         generation.session.observe(shown)
-        if shown != tokens:
-            self.fail("observe() changed the tokens given to it.", "Copy them", part="protocol")
+        what = "observe() changed the tokens given to it."
+        self.require(shown == tokens, what, "Copy them", part="protocol")
         if len(generation.given) < 1000:
             self._check_given(generation)
 
@@ -398,39 +389,36 @@ class DrafterConformance(Conformance):
         return rounds
 
     def _check_given(self, generation: ScriptedGeneration) -> None:
-        """Raise if the session wrote into the list that it was given."""
-        if generation.given != generation.prompt + generation.emitted:
-            what = "it wrote into the list that begin() was given, the loop's own."
-            self.fail(what, "Copy it: list(prompt)", part="protocol")
+        is_same = generation.given == generation.prompt + generation.emitted
+        what = "it wrote into the list that begin() was given, the loop's own."
+        self.require(is_same, what, "Copy it: list(prompt)", part="protocol")
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that no rule could judge."""
-        if not isinstance(draft, Draft):
-            self.fail(f"propose() returned {type(draft).__name__}.", part="protocol")
+        what = f"propose() returned {type(draft).__name__}."
+        self.require(isinstance(draft, Draft), what, part="protocol")
         try:
             check_draft(Draft(draft.tokens, parents=draft.parents), self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)
         except DraftError as error:
             self.fail(str(error), part="protocol")
-        if limit < len(draft):
-            self.fail(f"propose({limit}) returned {len(draft)} tokens.", part="protocol")
-        if draft.evidence is not None and len(draft.evidence) != len(draft):
-            what = f"there is evidence for {len(draft.evidence)} of {len(draft)} tokens."
-            self.fail(what, part="protocol")
-        if draft.logprobs is None or not len(draft):
+        size = len(draft)
+        self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
+        evidence = size if draft.evidence is None else len(draft.evidence)
+        what = f"there is evidence for {evidence} of {size} tokens."
+        self.require(evidence == size, what, part="protocol")
+        if draft.logprobs is None or not size:
             return
         probs = np.exp(np.array(draft.logprobs.astype(mx.float32), np.float64))
-        expected = (len(draft), self.vocab_size)
-        if probs.shape != expected:
-            fault = f"logprobs have shape {probs.shape}; expected {expected}."
-        elif not np.allclose(probs.sum(-1), 1, atol=TOLERANCE):
-            mass = np.round(probs.sum(-1), 3).tolist()
-            fault = f"the probabilities declared add up to {mass}, not to 1."
-        elif not np.all(probs[range(len(draft)), to_list(draft.tokens)] > 0):
-            fault = "it proposed a token to which its declared distribution gives no chance."
-        else:
-            return
-        self.fail(fault, part="distribution")
+        expected = (size, self.vocab_size)
+        what = f"logprobs have shape {probs.shape}; expected {expected}."
+        self.require(probs.shape == expected, what, part="distribution")
+        mass = probs.sum(-1)
+        what = f"the probabilities declared add up to {np.round(mass, 3).tolist()}, not to 1."
+        self.require(np.allclose(mass, 1, atol=TOLERANCE), what, part="distribution")
+        is_possible = np.all(probs[range(size), to_list(draft.tokens)] > 0)
+        what = "it proposed a token to which its declared distribution gives no chance."
+        self.require(is_possible, what, part="distribution")
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:
