@@ -1,11 +1,8 @@
 """`specdec-mlx replay`: recorded texts scored offline, for any drafter, draft length and cost.
 
-The loop itself runs, with its drafters, draft lengths and both of its modes. Only the target is
-replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
-curve c(m). At temperature 0 the counts are therefore those of a live run.
-
-With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
-on with what the texts before have left it.
+The loop itself runs, with its drafters and draft lengths. Only the target is replaced, by one that
+knows its text and takes no time: the cost of a pass is read off a curve c(m). At temperature 0 the
+counts are therefore those of a live run.
 """
 
 from __future__ import annotations
@@ -146,14 +143,12 @@ def main(args: argparse.Namespace) -> int:
 
 def read_record(args: argparse.Namespace) -> Record:
     """The texts to score, and the costs that were measured. Raises ValueError where none is."""
-    if args.record is None and args.sessions is None:
-        raise ValueError(
-            "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
-        )
     record = load_record(args.record) if args.record else None
     if args.sessions:
         return record_of_sessions(args.sessions, args.model, record.cost if record else None)
-    assert record is not None
+    if record is None:
+        what = "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
+        raise ValueError(what)
     return record
 
 
@@ -166,16 +161,9 @@ def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
 def record_of_sessions(
     path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
 ) -> Record:
-    """A session file as a record, by the tokenizer of a model.
+    """A session file as a record, by the tokenizer of a model (a small one if None).
 
-    Args:
-        path: of the file.
-        model: folder or Hugging Face name; None for a small one.
-        cost: c(m) as it was measured somewhere.
-
-    Raises:
-        ValueError: for a file that is none.
-        ModelFolderError: the tokenizer cannot be loaded.
+    Raises ValueError for a file that is none, ModelFolderError if the tokenizer cannot be loaded.
     """
     name = model or demo_model_path()
     with explained(name):
@@ -187,7 +175,7 @@ def record_of_sessions(
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
-    """Ways to make the drafters that were named; whether they can be made is found out now."""
+    """Ways to make the drafters that were named; each is tried once."""
     draft_model, draft_tokenizer = draft_pair(args)
     make = functools.partial(make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer)
     specs = args.drafter or [DEFAULT_DRAFTER]
@@ -200,20 +188,20 @@ def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
+    pairs = list(zip(record.texts, modelled, strict=True))
+    sessions = dict.fromkeys(text.session for text in record.texts if text.session)
     groups = [
-        (category, "", [m for m in modelled if category in (m.category, ALL)])
-        for category in [*record.categories, ALL]
+        *((c, "", [m for m in modelled if m.category == c]) for c in record.categories),
+        (ALL, "", list(modelled)),
+        *(("", session, [m for t, m in pairs if t.session == session]) for session in sessions),
     ]
-    for session in dict.fromkeys(text.session for text in record.texts if text.session):
-        of_it = zip(record.texts, modelled, strict=True)
-        chosen = [m for text, m in of_it if text.session == session]
-        groups.append((chosen[0].category, session, chosen))
+    is_live = cost == MEASURED
     return [
         Score(
             cost=cost,
             drafter=drafter,
             draft_length=length,
-            category=category,
+            category=category or group[0].category,
             texts=len(group),
             tokens=sum(m.tokens for m in group),
             target_passes=sum(m.passes for m in group),
@@ -221,9 +209,7 @@ def scores_of(
             accepted=sum(m.accepted for m in group),
             tokens_per_pass=sum(m.tokens for m in group) / sum(m.passes for m in group),
             speedup=sum(m.plain_seconds for m in group) / sum(m.seconds for m in group),
-            live_ratio=record.live_ratio(drafter, length, category)
-            if cost == MEASURED and not session
-            else None,
+            live_ratio=record.live_ratio(drafter, length, category) if is_live else None,
             session=session,
         )
         for category, session, group in groups

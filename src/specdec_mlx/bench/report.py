@@ -1,4 +1,4 @@
-"""What a benchmark says, as tables: in Markdown, and in HTML for a notebook."""
+"""The report of a benchmark, as tables: in Markdown, and in HTML for a notebook."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from specdec_mlx.bench.record import Record
 
 Table = tuple[list[str], list[list[str]], int]
-"""Header, rows, and how many columns, from the first on, are text."""
+"""Header, rows, and the number of leading columns that are text."""
 
 SPEED_NOTE = (
     "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
@@ -44,13 +44,13 @@ def format_record(record: Record) -> str:
 
 
 def record_html(record: Record) -> str:
-    """For a notebook: how fast, and where it ran."""
+    """Speeds and the machine, for a notebook."""
     notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(record.machine))}</small>"
     return f"{table_html(*speed_table(record.results))}<p>{notes}</p>"
 
 
 def speed_table(results: Sequence[Result]) -> Table:
-    """How fast: a row per category and contender."""
+    """Speeds, a row per category and contender."""
     who = _Names(results)
     header = ["ratio", "95%", "end to end", "tok/s", "tok/pass", "accepted", "identical"]
     rows = [
@@ -67,7 +67,7 @@ def speed_table(results: Sequence[Result]) -> Table:
 
 
 def rounds_table(results: Sequence[Result]) -> Table:
-    """What happened in the rounds: a row per category and contender."""
+    """Rounds, a row per category and contender."""
     who = _Names(results)
     rows = [
         [
@@ -115,14 +115,7 @@ def format_cost(curve: CostCurve) -> str:
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
-    """Table with aligned columns.
-
-    Args:
-        header: of each column.
-        rows: the cells of each row.
-        num_text_columns: how many columns, from the first on, are text and stand to the left;
-            numbers stand to the right.
-    """
+    """Table with aligned columns: the first so many are text, the others numbers."""
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
     rule = [
         "-" * width if i < num_text_columns else "-" * (width - 1) + ":"

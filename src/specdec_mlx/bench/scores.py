@@ -1,4 +1,4 @@
-"""What a replay says: the modelled speedup of each way of drafting, by kind of text."""
+"""The scores of a replay: the modelled speedup of each way of drafting, by kind of text."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Score:
         drafter, draft_length: as given on the command line; "" where it means nothing.
         category: of the texts; "all" is every text.
         texts, tokens, target_passes: how many.
-        drafted, accepted: draft tokens proposed, and handed out.
+        drafted, accepted: draft tokens proposed, and emitted.
         tokens_per_pass: tokens over passes.
         speedup: plain seconds over modelled seconds, sums over the texts.
-        live_ratio: what the recorded benchmark measured; None if it did not run this, or the curve
-            is not the measured one.
-        session: which conversation's texts they are; "" for all of the category.
+        live_ratio: ratio that the recorded benchmark measured; None if it did not run this, or the
+            curve is not the measured one.
+        session: the conversation of the texts; "" for all of the category.
     """
 
     cost: str
