@@ -294,11 +294,7 @@ def test_a_broken_rule_fails_by_name(part: str) -> None:
 
 
 def test_the_stated_power_is_what_twenty_thousand_texts_have() -> None:
-    """Off by a total variation d, chi-square's noncentrality is at least 4 N d^2 (Cauchy-Schwarz).
-
-    At d = 0.05 that is found with a chance above 0.99; each of the two tests raises a false alarm
-    once in 1e6, so that both do once in 500,000.
-    """
+    """Off by a total variation d, the noncentrality is at least 4 N d^2 (Cauchy-Schwarz)."""
     freedom = 3**3 - 1
     assert chi2.sf(limit(freedom), freedom) == pytest.approx(RARE_ALARM, rel=1e-6)
     assert ncx2.sf(limit(freedom), freedom, 4 * 20_000 * 0.05**2) > 0.99
@@ -325,6 +321,5 @@ class NoVmap(Match):
 
 
 def test_a_rule_that_cannot_be_vectorised_is_asked_one_by_one() -> None:
-    """The same texts, a little later."""
     slow, quick = sampled(NoVmap(), 100), sampled(Match(), 100)
     assert [c.got.tolist() for c, *_ in slow] == [c.got.tolist() for c, *_ in quick]

@@ -123,7 +123,6 @@ def test_a_strategy_that_refuses_has_nothing_to_take_back_and_a_feed_gives_rows(
 
 
 def test_the_registration_is_as_before() -> None:
-    """Whether the class was registered, or not, and whether the check passed or failed."""
 
     class Mine(KVCache):
         pass
@@ -148,8 +147,6 @@ def changed(kind: type, **members: Any) -> Any:
 
 
 class SavesTheListItself(Snapshot):
-    """Whatever is written into it."""
-
     def save(self, cache: Any) -> Any:
         return dict(vars(cache))
 

@@ -215,7 +215,7 @@ class ForgetsTheCorrection(KeepsItsDraft):
 
 
 class NeverRewinds(Copying):
-    """What it proposed stays in its text."""
+    """Its proposals stay in its text."""
 
     def propose(self, limit: int) -> Draft:
         draft = super().propose(limit)

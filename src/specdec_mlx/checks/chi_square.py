@@ -15,7 +15,7 @@ FALSE_ALARM = 5e-5
 """Chance that one of the check's two chi-square tests fails while nothing is wrong."""
 
 RARE_ALARM = 1e-6
-"""The same for conformance tests; their seeds are fixed, so that one fails always or never."""
+"""False alarms of conformance tests; with fixed seeds one fails always or never."""
 
 LEAST_EXPECTED = 8.0
 """Expected count below which cells are joined."""

@@ -33,12 +33,9 @@ EDGES = np.linspace(0, 1, NUM_BINS + 1)
 class Draws:
     """Points in [0, 1) of drafted tokens under their declared distributions.
 
-    Attributes:
-        points: one for each token that was drafted with a distribution.
-        proposals: how many there were.
-        cut: those that were shorter than was asked for.
-        distributions: some of those declared, each as its positive chances in falling order.
-        random: draws each point within its token's piece.
+    proposals, cut: drafts, and those shorter than was asked for. distributions: some of those
+        declared, each as its positive chances in falling order. random: draws each point within
+        its token's piece.
     """
 
     points: list[float] = field(default_factory=list)
@@ -73,21 +70,19 @@ class Recording:
     drafter: Drafter
     draws: Draws
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> RecordingSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> _RecordingSession:
         """Start a generation."""
-        return RecordingSession(self.drafter.begin(prompt, context), self.draws)
+        return _RecordingSession(self.drafter.begin(prompt, context), self.draws)
 
 
-class RecordingSession(PassesOn):
+class _RecordingSession(PassesOn):
     """A session whose proposals are noted, all those of one place as one."""
 
     def __init__(self, session: DraftSession, draws: Draws) -> None:
-        """Note in `draws`."""
         super().__init__(session)
         self._draws = draws
 
     def propose(self, limit: int) -> Draft:
-        """The session's draft."""
         draft = super().propose(limit)
         self._draws.add(draft, limit)
         return draft

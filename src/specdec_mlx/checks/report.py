@@ -26,11 +26,9 @@ class Part:
     """One question of the check, and its answer.
 
     Attributes:
-        name: of the part, and its key in the report.
-        status: passed, failed, not run (too little time or data), or not applicable.
+        status: "not run" is too little time or data.
         verdict: one line that names what is wrong and what to do next.
         numbers: what was measured, ready for JSON.
-        seconds: how long it took.
     """
 
     name: str
@@ -58,12 +56,7 @@ def judge_power(name: str, samples: str, verdict: str, numbers: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class CheckReport(Rows):
-    """All parts of a check.
-
-    Attributes:
-        parts: in the order in which they ran.
-        settings: what was checked, ready for JSON.
-    """
+    """All parts of a check, in the order in which they ran; settings: what was checked."""
 
     parts: Sequence[Part]
     settings: dict[str, Any] = field(default_factory=dict)

@@ -57,11 +57,11 @@ class Remembered(nn.Module):  # type: ignore[misc]
         super().__init__()
         self._rows = _Rows(model, tuple(context), gives_last)
 
-    def make_cache(self) -> list[TextCache]:
+    def make_cache(self) -> list[_TextCache]:
         """One cache, of tokens."""
-        return [TextCache()]
+        return [_TextCache()]
 
-    def __call__(self, ids: mx.array, cache: list[TextCache]) -> mx.array:
+    def __call__(self, ids: mx.array, cache: list[_TextCache]) -> mx.array:
         """Logits [1, S, V] after each of ids [1, S]; NaN within the common context."""
         before = len(cache[0].tokens)
         cache[0].tokens += to_list(ids[0])
@@ -75,26 +75,22 @@ class Remembered(nn.Module):  # type: ignore[misc]
         return self._rows.after(tuple(tokens))
 
 
-class TextCache:
+class _TextCache:
     """A cache that holds the text itself, and nothing to compute."""
 
     state: tuple[mx.array, ...] = ()
 
     def __init__(self) -> None:
-        """Start empty."""
         self.tokens: list[int] = []
 
     @property
     def offset(self) -> int:
-        """Tokens held."""
         return len(self.tokens)
 
     def is_trimmable(self) -> bool:
-        """Always."""
         return True
 
     def trim(self, n: int) -> int:
-        """Drop the last n tokens."""
         n = min(n, len(self.tokens))
         del self.tokens[len(self.tokens) - n :]
         return n
@@ -197,18 +193,17 @@ class Reading:
         """model: the target."""
         self.drafter, self._model = drafter, model
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ReadingSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> _ReadingSession:
         """Start a generation."""
-        return ReadingSession(self.drafter, self._model, prompt, context)
+        return _ReadingSession(self.drafter, self._model, prompt, context)
 
 
-class ReadingSession(PassesOn):
+class _ReadingSession(PassesOn):
     """A session, and the target's pass over its text."""
 
     def __init__(
         self, drafter: Drafter, model: nn.Module, prompt: Sequence[int], context: DraftContext
     ) -> None:
-        """As `Reading` and its `begin`; nothing was fed yet."""
         super().__init__(drafter.begin(prompt, context))
         self._tokens = list(prompt)
         target: Any = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
@@ -216,12 +211,10 @@ class ReadingSession(PassesOn):
         self._feed = FeatureFeed.between(drafter, self._session, target)
 
     def propose(self, limit: int) -> Draft:
-        """The session's draft, once it was shown all of the text but for its last token."""
         self._read()
         return super().propose(limit)
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Show the states of what was emitted, and tell the session."""
         self._tokens += tokens
         self._read()
         super().observe(tokens)

@@ -95,5 +95,5 @@ def depends_on_text_alone(drafter: Any) -> bool:
         return depends_on_text_alone(drafter.drafter)
     entries = drafter if isinstance(drafter, tuple) else ()
     if dataclasses.is_dataclass(drafter):
-        entries = tuple(vars(drafter).values())
+        entries = tuple(getattr(drafter, field.name) for field in dataclasses.fields(drafter))
     return any(map(depends_on_text_alone, entries))

@@ -1,4 +1,4 @@
-"""What is checked: a target, a drafter, a sampling and a rule; and on which texts."""
+"""The subject of a check: a target, a drafter, a sampling, a rule and prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Probs = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is checked; prompts are token ids, `seed` is that of all draws."""
+    """A target, a drafter, a sampling and a rule; prompts are token ids, `seed` is of all draws."""
 
     model: nn.Module
     drafter: Drafter
@@ -76,12 +76,10 @@ class Subject:
 
 @dataclass
 class Work:
-    """The time that a part may take, and where it shows its progress.
+    """The time that a part may take, until `time.perf_counter` says so, and its progress.
 
-    Attributes:
-        until: time of `time.perf_counter` at which to stop.
-        say: takes what is shown beside the progress bar.
-        ranks: those that the model is spread over; the first one's clock counts on all.
+    say: takes the text beside the progress bar. ranks: those that the model is spread over; the
+        first one's clock counts on all.
     """
 
     until: float
@@ -111,13 +109,10 @@ class Work:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A place in a text of the target's own.
+    """A place in a text of the target's own, and the draft that was proposed there.
 
-    Attributes:
-        tokens: [n] those before it.
-        target_probs: [V] distribution of the next one, from a single-token pass.
-        draft: what the drafter proposed here.
-        draft_probs: [V] distribution of its first token; None if nothing was proposed.
+    tokens: [n] those before it. target_probs: [V] distribution of the next one, from a single-token
+        pass. draft_probs: [V] distribution of the first drafted one; None if there is none.
     """
 
     tokens: list[int]

@@ -215,7 +215,7 @@ def _texts(
         here = [i for i, text in enumerate(texts) if len(text) == position]
         if here:
             states = mx.array([state_after(0, texts[i]) for i in here])
-            round_ = Round(rule, position, *tables)
+            round_ = _Round(rule, position, *tables)
             numbers = _vectorised(round_, keys[mx.array(here)], states, mx.arange(len(here)))
             for i, *values in zip(here, *numbers.values(), strict=True):
                 own = dict(zip(numbers, values, strict=True))
@@ -225,13 +225,12 @@ def _texts(
 
 
 @dataclass(frozen=True, eq=False)
-class KeyedNoise(Noise):
+class _KeyedNoise(Noise):
     """Noise whose keys [len(PLACES), 2] are given: MLX can trace many generations as one."""
 
     keys: mx.array
 
     def key(self, purpose: str, position: int) -> mx.array:
-        """The key of a place."""
         return self.keys[PLACES.index((purpose, position))]
 
     def uniform(self, purpose: str, position: int, n: int = 1) -> mx.array:
@@ -239,12 +238,11 @@ class KeyedNoise(Noise):
         return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
 
     def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> mx.array:
-        """Noise of several places, [n, V]."""
         return mx.stack([self.gumbel(*place, vocab) for place in places])
 
 
 @dataclass(eq=False)
-class Round:
+class _Round:
     """A round of a text, which MLX can trace: the draft, and the rule's answer.
 
     position: tokens of the text. target, draft: log-probabilities by state, [NUM_STATES, V]; no
@@ -259,7 +257,7 @@ class Round:
 
     def __call__(self, keys: mx.array, state: mx.array, index: mx.array) -> dict[str, mx.array]:
         """Numbers of the answer, and the drafted tokens [K]; point masses take turns by index."""
-        noise = KeyedNoise(0, keys)
+        noise = _KeyedNoise(0, keys)
         context = DraftContext(noise=noise, coupled=shares_noise(self.rule), vocab_size=VOCAB_SIZE)
         gumbels = context.draft_gumbels(self.position, NUM_DRAFT)
         tokens, states = [], [state]

@@ -91,7 +91,7 @@ def check_drafter(
 
 
 class ScriptedRound(NamedTuple):
-    """What was proposed, and what was emitted."""
+    """A proposal, and the tokens emitted after it."""
 
     tokens: list[int]
     logprobs: mx.array | None
@@ -161,8 +161,8 @@ class DrafterConformance(Conformance):
         self.require(is_drafter, f"{self.drafter!r} has no begin(prompt, context).")
         before = dict(getattr(self.drafter, "__dict__", {}))
         num_drafts = 0
-        for context, prompt in itertools.product(self.contexts(), self.prompts):
-            num_drafts += sum(bool(r.tokens) for r in self.rounds(self.begin(prompt, context)))
+        for context, prompt in itertools.product(self._contexts(), self.prompts):
+            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, context)))
         after = getattr(self.drafter, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         self.require(
@@ -175,38 +175,38 @@ class DrafterConformance(Conformance):
     def empty_drafts(self) -> str:
         """Rounds without a draft are normal, also many in a row and before the first proposal."""
         for prompt in self.prompts:
-            generation = self.begin(prompt)
+            generation = self._begin(prompt)
             for token in [*range(min(6, self.vocab_size)), 0, 1]:
-                self.observe(generation, [token])
-                is_empty = not len(self.propose(generation, 0).tokens)
+                self._observe(generation, [token])
+                is_empty = not len(self._propose(generation, 0).tokens)
                 self.require(is_empty, "propose(0) returned tokens.")
-            self.propose(generation, 4)
+            self._propose(generation, 4)
         return "plain rounds before, between and after drafts"
 
     def sessions(self) -> str:
         """Two generations at once, and one after the other, have nothing to do with each other."""
         prompt, other = self.prompts[0], self.prompts[-1]
-        alone = self.script(prompt)
-        context = self.context(Sampling(temp=1.0))
-        first, second = self.begin(prompt, context), self.begin(other, context)
-        pairs = zip(self.rounds(first), self.rounds(second), strict=False)
+        alone = self._script(prompt)
+        context = self._context(Sampling(temp=1.0))
+        first, second = self._begin(prompt, context), self._begin(other, context)
+        pairs = zip(self._rounds(first), self._rounds(second), strict=False)
         beside = [round_ for round_, _ in pairs]
-        self.close(second)
+        self._close(second)
         self._same_rounds(alone, beside, "beside another generation")
-        self._same_rounds(alone, self.script(prompt), "after other generations")
+        self._same_rounds(alone, self._script(prompt), "after other generations")
         return f"{len(beside)} rounds, alone and beside another generation"
 
     def rewinds(self) -> str:
         """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
-        for context, prompt in itertools.product(self.contexts(), self.prompts):
-            generation = self.begin(prompt, context)
-            for round_ in self.rounds(generation):
-                watcher = self.begin(prompt, context)  # it sees the text, and is never asked
+        for context, prompt in itertools.product(self._contexts(), self.prompts):
+            generation = self._begin(prompt, context)
+            for round_ in self._rounds(generation):
+                watcher = self._begin(prompt, context)  # it sees the text, and is never asked
                 before = generation.emitted[: len(generation.emitted) - len(round_.emitted)]
                 for token in before:
-                    self.observe(watcher, [token])
-                draft = self.propose(watcher, len(round_.tokens) or 1)
+                    self._observe(watcher, [token])
+                draft = self._propose(watcher, len(round_.tokens) or 1)
                 expected = to_list(draft.tokens)
                 what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
                 what += f"saw the same text, and was never asked before, proposes {expected}"
@@ -226,8 +226,8 @@ class DrafterConformance(Conformance):
         firsts: dict[int, mx.array] = {}
         for seed in range(self.num_draws):
             which = seed % len(self.prompts)
-            context = self.context(Sampling(temp=1.0), seed)
-            draft = self.propose(self.begin(self.prompts[which], context), 1 + seed % 2)
+            context = self._context(Sampling(temp=1.0), seed)
+            draft = self._propose(self._begin(self.prompts[which], context), 1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
                     return "its drafts are point masses, there is none to test"
@@ -247,9 +247,9 @@ class DrafterConformance(Conformance):
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
-        generation = self.begin(self.prompts[0])
-        last = list(self.rounds(generation))[-1]
-        self.close(generation, len(generation.given) - len(last.emitted) + 1)  # inside of a round
+        generation = self._begin(self.prompts[0])
+        last = list(self._rounds(generation))[-1]
+        self._close(generation, len(generation.given) - len(last.emitted) + 1)  # inside of a round
         can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
@@ -263,13 +263,13 @@ class DrafterConformance(Conformance):
 
     def _growth(self) -> tuple[int, int]:
         """Bytes for the first tokens of a text, and for twice as many after them."""
-        generation = self.begin(self.prompts[0])
+        generation = self._begin(self.prompts[0])
         coins, held = random.Random(0), []
         tracemalloc.start()
         try:
             for count in (0, MEMORY_TOKENS, 2 * MEMORY_TOKENS):
                 for _ in range(count // 2):
-                    self.observe(generation, coins.choices(range(self.vocab_size), k=2))
+                    self._observe(generation, coins.choices(range(self.vocab_size), k=2))
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
@@ -278,13 +278,13 @@ class DrafterConformance(Conformance):
     def threads(self) -> str:
         """Generations in several threads at once propose what they would have alone."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_THREADS)]
-        alone = [self.script(prompt) for prompt in prompts]
+        alone = [self._script(prompt) for prompt in prompts]
         barrier = threading.Barrier(NUM_THREADS)
 
         def run(prompt: Sequence[int]) -> list[ScriptedRound]:
             with mx.stream(generation_stream):
                 barrier.wait()
-                return self.script(prompt)
+                return self._script(prompt)
 
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # threads take turns so often that what they share shows
@@ -308,21 +308,19 @@ class DrafterConformance(Conformance):
 
     # What the checks are made of
 
-    def contexts(self) -> list[DraftContext]:
+    def _contexts(self) -> list[DraftContext]:
         """Greedy, drawn at random, and an opaque sampler."""
-        return [self.context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
+        return [self._context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
 
-    def context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
-        """The context that the loop gives to a drafter."""
+    def _context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
         told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
         return DraftContext(sampling=sampling, noise=Noise(seed), **told)
 
-    def begin(
+    def _begin(
         self, prompt: Sequence[int], context: DraftContext | None = None
     ) -> ScriptedGeneration:
-        """Start a session, and see that the prompt stays the caller's."""
         given = list(prompt)
-        context = context or self.context(Sampling())
+        context = context or self._context(Sampling())
         noise = NotedNoise(context.noise.seed if context.noise else 0)
         context = replace(context, noise=noise)
         if isinstance(self.drafter, Checks):
@@ -334,8 +332,7 @@ class DrafterConformance(Conformance):
         self._check_given(generation)
         return generation
 
-    def propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
-        """A draft that can be verified."""
+    def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn = generation.noise.drawn
         num_drawn = len(drawn)
         with mx.stream(generation_stream):
@@ -348,8 +345,7 @@ class DrafterConformance(Conformance):
         self.require(draft.logprobs is None or is_fresh, what, part="noise")
         return draft
 
-    def observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
-        """Tell the session what was emitted, and see that the tokens stay the caller's."""
+    def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
         generation.given += tokens
         generation.emitted += tokens
         generation.num_decided = len(generation.noise.drawn)
@@ -360,32 +356,31 @@ class DrafterConformance(Conformance):
         if len(generation.given) < 1000:
             self._check_given(generation)
 
-    def close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
-        """End a session as the loop does, with the length of what the caller has."""
+    def _close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
         if isinstance(generation.session, Closes):
             generation.session.close(len(generation.given) if length is None else length)
 
-    def rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
+    def _rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
         """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
             if is_cheap(generation.session):
-                self.propose(generation, limit)  # the loop looks whether there is something
-            draft = self.propose(generation, limit)
+                self._propose(generation, limit)  # the loop looks whether there is something
+            draft = self._propose(generation, limit)
             tokens = to_list(draft.tokens)
             most, after = len(tokens), (7 * i) % self.vocab_size
             num_accepted = (0, most, most // 2, most, min(1, most))[i % 5]
             if tokens[num_accepted : num_accepted + 1] == [after]:  # it was rejected
                 after = (after + 1) % self.vocab_size
             emitted = [*tokens[:num_accepted], after]
-            self.observe(generation, emitted)
+            self._observe(generation, emitted)
             yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
 
-    def script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
+    def _script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
         """A whole scripted generation, closed at its end."""
-        generation = self.begin(prompt, self.context(Sampling(temp=1.0)))
-        rounds = list(self.rounds(generation))
-        self.close(generation)
+        generation = self._begin(prompt, self._context(Sampling(temp=1.0)))
+        rounds = list(self._rounds(generation))
+        self._close(generation)
         return rounds
 
     def _check_given(self, generation: ScriptedGeneration) -> None:

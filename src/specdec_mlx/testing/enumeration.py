@@ -164,7 +164,7 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
 
 
 def _without(source: Source, shift: int) -> Source:
-    """The same source, with one token excluded in each state."""
+    """The source with one token excluded in each state."""
     states = np.arange(NUM_STATES)
     probs = source.probs.copy()
     probs[states, (states + shift) % source.vocab_size] = 0

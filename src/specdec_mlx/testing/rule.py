@@ -216,7 +216,7 @@ class RuleConformance(Conformance):
         return f"{self.num_texts} texts drawn, {found[0]}; with point masses {found[1]}"
 
     def _outcome(self, question: Question, with_evidence: bool = False) -> Outcome:
-        """What the rule makes of a draft, which has to be possible; it may read no evidence."""
+        """The outcome of a draft, which has to be possible; a rule may read no evidence."""
         evidence = [Evidence(match=9 - i) for i in range(len(question.tokens))]
         try:
             return question.outcome(self.rule, evidence if with_evidence else None)

@@ -189,13 +189,10 @@ class StrategyConformance(Conformance):
             self.refuses = True
             return "refused, so single tokens only, which are never taken back"
         for length in self.lengths:
-            cache = self._fed(length)
+            cache, where = self._fed(length), f"put back at {length} tokens"
             saved, before = self.strategy.save(cache), contents(cache)
-            where = f"put back at {length} tokens"
             for width in TAKEN_BACK:
-                with self.blaming(where):
-                    self._reject(cache, width)
-                    self._put_back(cache, saved, before, where)
+                self._taken_back(cache, saved, before, width, where)
             self._go_on(cache, length, where)
         return f"exact, and again, at {len(self.lengths)} lengths"
 
@@ -206,24 +203,27 @@ class StrategyConformance(Conformance):
             for at in itertools.count():
                 cache = self._fed(length)
                 saved, before = self.strategy.save(cache), contents(cache)
-                was_interrupted = False
-                try:
-                    with interrupting(cache, at):
-                        self._reject(cache, width)
-                except InterruptedPass:
-                    was_interrupted = True
                 where = f"put back at {length} tokens from change {at} of a pass"
-                with self.blaming(where):
-                    self._put_back(cache, saved, before, where)
-                if not was_interrupted:
+                if not self._taken_back(cache, saved, before, width, where, at):
                     break
                 points += 1
         return f"exact after whole passes, and after {points} interruptions"
 
-    def _put_back(self, cache: Any, saved: Any, before: dict[str, Any], where: str) -> None:
-        self.strategy.restore(cache, saved)
-        found = difference(contents(cache), before)
-        self.require(found is None, f"{where}: {found}.")
+    def _taken_back(
+        self, cache: Any, saved: Any, before: dict[str, Any], width: int, where: str, at: int = -1
+    ) -> bool:
+        """Restore a cache after a rejected pass; True if that was interrupted, at change `at`."""
+        was_interrupted = False
+        with self.blaming(where):
+            try:
+                with interrupting(cache, at):
+                    self._pass(cache, _rejected(self._limited(cache, width)))
+            except InterruptedPass:
+                was_interrupted = True
+            self.strategy.restore(cache, saved)
+            found = difference(contents(cache), before)
+            self.require(found is None, f"{where}: {found}.")
+        return was_interrupted
 
     def rollback(self) -> str:
         """Draft, roll back, go on: as if nothing had been drafted, for every number kept."""
@@ -309,9 +309,6 @@ class StrategyConformance(Conformance):
 
     def _pass(self, cache: Any, tokens: Sequence[int]) -> mx.array:
         return self.feed(cache, mx.array(list(tokens), mx.int32))
-
-    def _reject(self, cache: Any, width: int) -> None:
-        self._pass(cache, _rejected(self._limited(cache, width)))
 
     def _go_on(self, cache: Any, start: int, where: str) -> None:
         """Continue the text, in a wide pass and one by one, until a window has wrapped again."""
