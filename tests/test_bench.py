@@ -144,7 +144,7 @@ def test_a_wrong_loop_is_found_out() -> None:
 
 
 def test_a_near_tie_is_an_excuse_and_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether a difference is excused depends on the target's own top two there, nothing else."""
+    """The excuse depends on the target's own top two there, nothing else."""
     task = narrow.tasks(1)[0]
     plain = sample("task 0", tokens=[1, 2, 3])
     parted = dataclasses.replace(plain, drafter="d", tokens=[1, 0, 3])
@@ -187,7 +187,7 @@ def test_contenders_take_turns() -> None:
 
 
 def test_whose_turn_is_next_is_drawn() -> None:
-    """Everybody comes once each time around, and nobody always behind the same other one."""
+    """Everybody comes once each time around, and nobody always after the same other one."""
     order: list[int] = []
 
     class Stub:
@@ -250,10 +250,7 @@ def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
 
 @FULL
 def test_each_rule_is_a_contender_of_its_own() -> None:
-    """Both rules' results stand apart, in the record and, by a column, in the report.
-
-    Under "coupled" the text does not depend on the drafts; the other rule's does.
-    """
+    """Results stand apart; only under "coupled" the text does not depend on the drafts."""
     rules = ["coupled", "rejection"]
     draft_model = narrow.model(seed=1)
     contenders = make_contenders(
@@ -288,10 +285,10 @@ def test_random_texts_are_not_compared() -> None:
     assert first.tokens != second.tokens, "repeats take different seeds"
 
 
-def test_time_to_the_first_token_is_told_beside_plain_decodings() -> None:
-    """Of all texts together, each at the median of its repeats; None without it."""
+def test_times_are_told_beside_plain_decodings() -> None:
+    """To the first token and after it: of all texts, each at the median of its repeats."""
     samples = [
-        sample(text, drafter, repeat=repeat, first_seconds=seconds)
+        sample(text, drafter, repeat=repeat, first_seconds=seconds, decode_seconds=seconds)
         for drafter, text, times in [
             (PLAIN, "a", (1.0, 1.0, 9.0)),
             (PLAIN, "b", (3.0, 2.0, 3.0)),
@@ -302,6 +299,7 @@ def test_time_to_the_first_token_is_told_beside_plain_decodings() -> None:
     ]
     results = [r for r in summarise(samples, []) if r.category == ALL]
     assert {r.drafter: r.first_token_ratio for r in results} == {PLAIN: 1.0, "slow": 5 / 4}
+    assert {r.drafter: r.ratio for r in results} == {PLAIN: 1.0, "slow": pytest.approx(4 / 5)}
     assert " 1.250 |" in format_record(dataclasses.replace(usual(), results=results))
     alone = summarise([s for s in samples if s.drafter == "slow"], [])
     assert {r.first_token_ratio for r in alone} == {None}
@@ -337,11 +335,7 @@ def test_throughput_ratio_is_total_over_total() -> None:
 
 
 def test_bootstrap_interval_covers() -> None:
-    """Of 300 made-up benchmarks of 60 texts, the interval holds the true ratio in 90% to 98.5%.
-
-    A percentile interval of so few texts holds it in about 93%; the chance to leave these bounds
-    is then below 3%, and the seed is fixed.
-    """
+    """Of 300 benchmarks of 60 texts in 90% to 98.5%: a percentile interval of so few has 93%."""
     rng = np.random.default_rng(3)
     covered = 0
     for i in range(300):
@@ -525,7 +519,7 @@ def test_what_auto_learned_is_kept_within_a_repeat(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
     contenders = make_contenders(narrow.model(), ["prompt-lookup", "ngram"], ["auto"])
     run_interleaved(narrow.tasks(2), contenders, Settings(max_tokens=4, repeats=2))
-    timed = seen[2:]  # behind the warm-up of both
+    timed = seen[2:]  # after the warm-up of both
     first, second = timed[:4], timed[4:]
     assert [id(t) for t in first] == [id(t) for t in second]
     assert len({id(t) for t in seen}) == 6

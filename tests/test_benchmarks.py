@@ -111,7 +111,7 @@ class Device:
         self.queued = 0.0
 
     def generation(self, seconds: float, num_tokens: int) -> Iterator[Token]:
-        """A token a pass; the next pass is under way when a token is handed out."""
+        """A token a pass; the next pass is under way when a token is emitted."""
         self.queued += seconds
         for left in reversed(range(num_tokens)):
             self.wait()
@@ -385,11 +385,7 @@ def test_a_timed_text_has_one_token_more_to_come() -> None:
 @FULL
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 def test_every_case_is_what_it_is_called(temp: float) -> None:
-    """Nothing is drafted without a drafter or with K = 0; what is always wrong is never accepted.
-
-    A useless model is tried, and then paused. Texts have runs of one character, which even shuffled
-    weights guess right: rounds are counted less the tokens that their drafts brought.
-    """
+    """A useless model is paused; rounds are counted less the tokens that their drafts brought."""
     target, draft, tokenizer = lab.load_pair()
     settings = Settings(max_tokens=80, repeats=1)
     useless = worst_case.shuffled(draft)

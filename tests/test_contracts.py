@@ -1,7 +1,4 @@
-"""What the contracts admit, with scripted targets, and what they refuse.
-
-No target of ours verifies trees or can be read yet; the loop must not stand in the way of one.
-"""
+"""Drafts, trees and readers that the contracts admit, with scripted targets, and refusals."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ wrong branch."""
 
 
 class Given:
-    """A drafter that proposes given drafts, one a round from the second token on; and a session
-    that remembers."""
+    """A drafter that proposes given drafts, one a round from the second token on."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         self.drafts = rounds_of(drafts)
@@ -219,11 +215,7 @@ nodes = st.tuples(st.integers(ROOT, 5), st.sampled_from([True, True, False]))
 def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets(
     shapes: list[Any], max_tokens: int, num_taken: int, can_gather: bool
 ) -> None:
-    """Chains and trees in turn, cut at any length and closed at any token.
-
-    Each position is seen once, in order and before its token is observed, also where rejected and
-    replayed positions are fed again; of a tree the nodes kept.
-    """
+    """Chains and trees in turn; each position is seen once, before its token is observed."""
     if not can_gather:
         shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
     target = TappedTarget(TEXT, TokenCache() if can_gather else RecurrentTokenCache())
@@ -290,7 +282,6 @@ def model() -> nn.Module:
 
 @cache
 def plain(num_tokens: int = 16, prompt: tuple[int, ...] = tuple(MODEL_PROMPT)) -> list[int]:
-    """What mlx-lm's own generation emits."""
     steps = generate_step(mx.array(prompt), model(), max_tokens=num_tokens)
     return [int(token) for token, _ in steps]
 

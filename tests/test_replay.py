@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import specdec_mlx as sd
 from benchmarks import replay as experiment
 from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_oracle
 from selection import cases
-from specdec_mlx.bench import replay
+from specdec_mlx.bench import recorded, replay
 from specdec_mlx.bench.contenders import make_contenders, ours
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, save_record
@@ -28,7 +29,7 @@ from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
-from specdec_mlx.types import Draft, DraftContext, RoundRecord
+from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 
 FLAT = linear_cost(0.0)
 END = {3}
@@ -132,6 +133,16 @@ def test_a_look_up_costs_its_positions_alone() -> None:
     assert seconds[0] == seconds[1] > 0
 
 
+def test_free_steps_cost_nothing() -> None:
+    for is_free, num_steps in ((True, 0), (False, 3)):
+        evidence = Evidence(match=1, is_free=is_free)
+        session: Any = SimpleNamespace()
+        length = recorded.ModelledLength(Fixed(3), FLAT, 1.0)
+        session.propose_while = lambda n, go, given=evidence: [go([given]) for _ in range(n)]
+        recorded._ModelledSteps(session, length).propose(3)
+        assert length.num_steps == num_steps
+
+
 def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
     """A policy that learns costs learns those of the curve."""
 
@@ -201,8 +212,6 @@ def _widths(cut: Sequence[bool]) -> list[int]:
 
 
 def test_random_drafts_are_refused() -> None:
-    """Whether a draft drawn at random is accepted is not known from the text."""
-
     class Random:
         def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
             import mlx.core as mx

@@ -40,7 +40,7 @@ PUBLIC = {
     "specdec_mlx.rules.coins",
     "specdec_mlx.target.strategies",
 }
-"""What an extension may import of the package: what its page names."""
+"""Modules that an extension may import: its page names them."""
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

@@ -47,8 +47,6 @@ class Emitted:
     """One token of a generation.
 
     Attributes:
-        token: its id.
-        from_draft: True if it was proposed.
         counts: up to this token; None of a loop that takes a pass for every token.
         at: time of `time.perf_counter` when the token was known; None is now.
     """
@@ -64,7 +62,7 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 
 class Keyed:
-    """What belongs to a contender, as given on the command line; "" where it means nothing."""
+    """A result of a contender, by its flags on the command line; "" where one means nothing."""
 
     drafter: str
     draft_length: str

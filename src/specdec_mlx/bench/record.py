@@ -21,10 +21,7 @@ class RecordedText:
     """A prompt with its text by plain decoding; any drafter can be scored on it.
 
     Attributes:
-        id: unique name.
-        category: results are reported per category.
-        prompt: [n] token ids.
-        generated: [m] token ids, at temperature 0.
+        prompt, generated: token ids; the latter [m] at temperature 0.
         session: the conversation that it is a part of; "" where it stands alone.
         top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
             first; [] where they were not recorded.
@@ -43,13 +40,9 @@ class Record(Rows):
     """A whole benchmark: where and how it ran, and its results.
 
     Attributes:
-        command: as typed.
-        machine: from `describe_machine`.
         settings: model, temp, max_tokens, repeats, seed, dtype, vocab_size.
-        texts: the prompts, and their texts by plain decoding.
         cost: measured c(m); None where it was not measured.
         results: one for each category and contender.
-        differences: where texts part from plain decoding's.
         samples: every generation; not saved.
     """
 

@@ -48,16 +48,9 @@ from specdec_mlx.types.trees import children_of
 
 @dataclass(frozen=True)
 class Modelled:
-    """One text as a way of drafting would have generated it.
+    """One text as a way of drafting would have generated it: counts as in a live run.
 
-    Attributes:
-        category: of the text.
-        tokens: how many.
-        passes: of the target, as in a live run.
-        drafted: draft tokens proposed, as in a live run.
-        accepted: draft tokens emitted.
-        seconds: of all passes and drafts, on the cost curve.
-        plain_seconds: of one pass a token.
+    seconds: of all passes and drafts, on the cost curve. plain_seconds: of one pass a token.
     """
 
     category: str
@@ -70,7 +63,7 @@ class Modelled:
 
 
 @dataclass
-class RecordedPass:
+class _RecordedPass:
     """A pass of the recorded target; see `specdec_mlx.types.PendingPass`."""
 
     draft: Draft
@@ -81,14 +74,12 @@ class RecordedPass:
 
     @property
     def next_token(self) -> list[int]:
-        """The token after an empty draft."""
         return self.coming[:1]
 
     def wait(self) -> None:
         """Nothing is computed."""
 
     def read(self) -> Outcome:
-        """The right tokens of the draft; a text is followed by tokens that nobody reads."""
         kept = right_path(self.draft, self.coming)
         return Outcome(kept, self.coming[: len(kept) + 1] or [0])
 
@@ -165,7 +156,7 @@ class RecordedTarget:
         coming = [*self._text.generated[position : position + len(draft) + 1]]
         if position + len(draft) >= len(self._text.generated):
             coming.append(0)  # after the end: unknown, and nobody reads it
-        pass_ = RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
+        pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
             places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
             right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
@@ -174,12 +165,11 @@ class RecordedTarget:
         return pass_
 
 
-class UndisturbedClock(RoundClock):
+class _UndisturbedClock(RoundClock):
     """A clock for rounds whose seconds come from a table: nothing disturbs it."""
 
     @property
     def was_undisturbed(self) -> bool:
-        """Always."""
         return True
 
 
@@ -214,7 +204,7 @@ class ModelledLength:
         self, inner: Auto, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         if isinstance(session, Stepwise):
-            session = ModelledSteps(session, self)
+            session = _ModelledSteps(session, self)
         return inner.begin(part, session, may_fork)
 
     def record(self, round_: RoundRecord) -> None:
@@ -228,21 +218,18 @@ class ModelledLength:
         self._inner.record(replace(modelled, verify_seconds=verifying))
 
 
-class ModelledSteps:
+class _ModelledSteps:
     """A session whose steps are counted."""
 
     def __init__(self, session: Stepwise, length: ModelledLength) -> None:
-        """Pass on what it can do."""
         self._session, self._length = session, length
         if isinstance(session, SeesTarget):
             self.see = session.see
 
     def propose(self, limit: int) -> Draft:
-        """All tokens up to the limit."""
         return self.propose_while(limit, lambda evidence: Step.GO_ON)
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The session's; each step is counted."""
 
         def counted(evidence: Sequence[Evidence]) -> Step:
             if not evidence[-1].is_free:
@@ -282,7 +269,7 @@ def replay_text(
         drafter, modelled, target, sequence, keeps_cache=False, stream=generation_stream
     )
     stats = SpeculationStats()
-    generation = Generation(target, sequence, drafting, stats, clock=UndisturbedClock())
+    generation = Generation(target, sequence, drafting, stats, clock=_UndisturbedClock())
     with closing(generation.run(greedy_context(vocab_size))) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated

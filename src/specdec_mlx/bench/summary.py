@@ -29,23 +29,18 @@ class Result(Keyed):
 
     Attributes:
         category: of the texts; "all" is every text.
-        texts, tokens: how many were generated, in one repeat.
-        total_tokens_per_second: all tokens over all seconds.
-        ratio: that, over plain decoding's.
-        ratio_low, ratio_high: its 95% bootstrap interval over texts.
+        texts, tokens: how many were generated, in one repeat; other counts are of all repeats.
+        ratio: tokens per second over plain decoding's, with a 95% bootstrap interval over texts.
         end_to_end_ratio: as `ratio`, from the call to the last token.
-        tokens_per_pass: tokens over target passes, of all repeats.
-        target_passes, drafted, accepted: sums over all repeats.
         drafting_share: share of the passes that had a draft.
         host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
             say; None for mlx-lm's own loops.
         peak_memory_gb: with the caches of all contenders that ran side by side.
-        first_token_seconds: median.
-        first_token_ratio: over plain decoding's; of all texts together, each at the median of its
-            repeats. None without plain decoding, and in records of older versions.
+        first_token_seconds: median of all generations.
+        first_token_ratio: over plain decoding's, of all texts together; None in older records.
         identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
             random.
-        excused: further texts that part from it at a near tie only; None as above.
+        excused: further texts that part from it at a near tie only.
     """
 
     drafter: str

@@ -44,15 +44,12 @@ class Sample(Keyed):
     """One generation as it happened.
 
     Attributes:
-        repeat: number of the run.
         tokens: [n] ids, the end token included.
         first_round: how many of them came with the first round; their time is in `first_seconds`,
             with the prefill of all models.
         first_seconds: from the call to the first token.
         decode_seconds: from there to the last token.
-        passes: of the target.
-        drafted, accepted: draft tokens proposed, and emitted.
-        drafting_rounds: passes that had a draft.
+        passes, drafting_rounds: passes of the target, and those that had a draft.
         host_seconds: host time of the loop outside the target's passes; None for loops that do not
             say, and for a text that met an end token, since it leaves a pass under way whose launch
             would count.
