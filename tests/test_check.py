@@ -167,11 +167,11 @@ def dropped(draft: sd.Draft) -> sd.Draft:
     return draft.head(int(mx.cumprod(sure).sum().item()))
 
 
+@dataclass(frozen=True, eq=False)
 class OutOfStep:
     """Wrong: a draft model whose rejected tokens stay in its cache."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    model: nn.Module
 
     def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
         session: Any = sd.ModelDrafter(self.model).begin(prompt, context)
