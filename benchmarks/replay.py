@@ -29,7 +29,7 @@ from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.scores import Score, Scores, format_scores
+from specdec_mlx.bench.replay import Score, Scores, format_scores
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.types import Drafter
 

@@ -1,14 +1,41 @@
-"""Every experiment of `benchmarks/` runs, on a tiny model or the lab pair, as its page says."""
+"""The experiments of `benchmarks/`: every one runs, and its numbers are what it says they are."""
 
 from __future__ import annotations
 
 import json
+import sys
+import time
+from collections.abc import Generator, Iterator
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
 
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import command_line
+from benchmarks import heads, rules, server, worst_case
+from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, _Rounds, make_peer
+from benchmarks.rules import account_of, by_rule, format_results
+from benchmarks.server import OURS, STOCK, Answer, Phase
 from selection import FULL
+from specdec_mlx import Sampling, lab, speculate
+from specdec_mlx.bench import run
+from specdec_mlx.bench.contenders import Contender, Emitted, make_contenders
+from specdec_mlx.bench.prompts import Prompt, Task
+from specdec_mlx.bench.summary import ALL
+from specdec_mlx.bench.timing import Settings, time_generation
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.loop import Token
+from specdec_mlx.models import load_model
+from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
+from specdec_mlx.types import DraftContext
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -35,27 +62,21 @@ COMMANDS = {
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }
-"""Arguments of each; `test_bench_server.py` runs the server's."""
+"""Arguments of each."""
 
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """A tiny model, prompts, and recorded texts of it."""
     folder = tmp_path_factory.mktemp("benchmarks")
-    model = write_model_folder(folder / "model")
-    rows = [{"id": str(i), "category": "x", "prompt": f"{i} {PROMPT}"} for i in range(2)]
+    model = write_model_folder(folder / "model", hidden_size=64, intermediate_size=64)
+    rows = [{"id": str(i), "category": "x", "prompt": f"{i} {PROMPT}"} for i in range(5)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    made = {name: str(folder / name) for name in ("texts.json", "out.json")}
-    prompts = str(folder / "prompts.jsonl")
+    texts, prompts = str(folder / "texts.json"), str(folder / "prompts.jsonl")
     flags = ["--model", model, "--prompts", prompts, "--max-tokens", "24", "--drafter", "ngram"]
-    assert command_line.run("bench", *flags, "--json", made["texts.json"]).returncode == 0
-    return {
-        "model": str(model),
-        "prompts": prompts,
-        "texts": made["texts.json"],
-        "out": made["out.json"],
-        "folder": str(ROOT / "benchmarks"),
-    }
+    assert command_line.run("bench", *flags, "--json", texts).returncode == 0
+    made = {"model": str(model), "prompts": prompts, "texts": texts}
+    return made | {"out": str(folder / "out.json"), "folder": str(ROOT / "benchmarks")}
 
 
 @FULL
@@ -74,3 +95,375 @@ def test_the_page_lists_every_experiment() -> None:
     page = (ROOT / "benchmarks" / "README.md").read_text()
     assert modules == set(COMMANDS)
     assert {name for name in modules if f"`python -m benchmarks.{name}" in page} == modules
+
+
+# Heads: each generation is charged with its own passes --------------------------------------------
+
+
+class Device:
+    """A clock that moves when something waits for the device, which works on what was launched."""
+
+    def __init__(self) -> None:
+        self.now = self.queued = 0.0
+
+    def wait(self, stream: object = None) -> None:
+        self.now += self.queued
+        self.queued = 0.0
+
+    def generation(self, seconds: float, num_tokens: int) -> Iterator[Token]:
+        """A token a pass; the next pass is under way when a token is emitted."""
+        self.queued += seconds
+        for left in reversed(range(num_tokens)):
+            self.wait()
+            self.queued += seconds if left else 0.0
+            yield Token(0, "plain", None, None, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_generation_pays_for_the_passes_that_it_launched(
+    order: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pass that is left at the end of a turn as well, whoever comes next."""
+    device, costs, num_tokens = Device(), (1.0, 5.0), 2 + 3 * heads.TURN
+    monkeypatch.setattr(heads.time, "perf_counter", lambda: device.now)
+    monkeypatch.setattr(heads.mx, "synchronize", device.wait)
+    runs = heads.race([device.generation(costs[i], num_tokens) for i in order])
+    assert [run.seconds / (num_tokens - 2) for run in runs] == [costs[i] for i in order]
+
+
+def test_each_generation_comes_after_each_other_one() -> None:
+    """Effects on the processor's caches are no one's own burden."""
+    turns: list[int] = []
+
+    def generation(index: int) -> Iterator[Token]:
+        for number in range(1 + 20 * heads.TURN):
+            if number % heads.TURN == 1:
+                turns.append(index)
+            yield Token(0, "plain", None, None, 0)  # type: ignore[arg-type]
+
+    heads.race([generation(i) for i in range(3)])
+    follows = set(pairwise(turns))
+    assert {(a, b) for a in range(3) for b in range(3) if a != b} <= follows
+    assert [turns.count(i) for i in range(3)] == [20, 20, 20]
+
+
+# Rules: the table is the accounts of the texts, all rounds together -------------------------------
+
+TEXTS = ("A list is ", "The function returns a ", "def f(x):")
+
+
+def tables(count: int, seed: int) -> list[tuple[np.ndarray, int]]:
+    """Rounds of 3 positions with chances at random, and how many tokens each accepted."""
+    random = np.random.default_rng(seed)
+    return [(random.random((3, COLUMNS)), int(random.integers(4))) for _ in range(count)]
+
+
+def recorded(rounds: list[tuple[np.ndarray, int]]) -> Counterfactual:
+    account = Counterfactual()
+    for table, num_accepted in rounds:
+        account.record(table, num_accepted)
+    return account
+
+
+def test_merged_accounts_are_one_account_of_all_rounds() -> None:
+    """Texts of different lengths, one of none: not the mean of their means."""
+    first, second = tables(5, seed=0), tables(20, seed=1)
+    merged = Counterfactual()
+    for part in (first, [], second):
+        merged.merge(recorded(part))
+    whole = recorded(first + second)
+    assert merged.rounds == whole.rounds == 25
+    assert merged.observed == pytest.approx(whole.observed)
+    for rule in BY_ROUND:
+        expected = whole.accepted_per_round[rule]
+        assert merged.accepted_per_round[rule] == pytest.approx(expected)
+    for own, other in zip(merged.positions, whole.positions, strict=True):
+        assert (own.reached, own.observed) == (other.reached, other.observed)
+        for rule in BY_TOKEN:
+            assert own.expected[rule] == pytest.approx(other.expected[rule])
+
+
+def test_results_are_the_accounts() -> None:
+    """Every number of the table, worked out from the rounds by hand."""
+    rounds = tables(30, seed=2)
+    account = recorded(rounds)
+    results = {result.rule: result for result in by_rule(account)}
+    assert list(results) == list(BY_ROUND)
+    for column, rule in enumerate(BY_TOKEN):
+        at = [[t[i, column] for t, n in rounds if n >= i] for i in range(3)]
+        assert results[rule].by_position == pytest.approx([np.mean(row) for row in at])
+        assert results[rule].acceptance == pytest.approx(np.mean(np.concatenate(at)))
+    for rule, result in results.items():
+        kept = account.accepted_per_round[rule].mean
+        assert (result.accepted_per_round, result.tokens_per_pass) == (kept, 1 + kept)
+        for reference in ("rejection", "match"):
+            other = results[reference]
+            ratio = result.tokens_per_pass / other.tokens_per_pass
+            assert result.pass_ratios[reference] == pytest.approx(ratio)
+            if result.acceptance is not None and result.acceptance_ratios is not None:
+                ratio = result.acceptance / (other.acceptance or 0)
+                assert result.acceptance_ratios[reference] == pytest.approx(ratio)
+    assert (results["block"].by_position, results["block"].acceptance_ratios) == (None, None)
+    with pytest.raises(ValueError, match="No round had a draft"):
+        by_rule(Counterfactual())
+
+
+def test_the_lab_pair_keeps_the_proven_order_and_texts_end_with_their_end_token() -> None:
+    """Block keeps at least what rejection does, which accepts at least as coupled and match."""
+    pair = lab.load_pair()
+    tasks = [Task(text, "text", pair.tokenizer.encode(text)) for text in TEXTS]
+    options: dict[str, Any] = {"max_tokens": 48, "temp": 1.0, "draft_length": 3}
+    drafter, texts = ModelDrafter(pair.draft), []
+    account = account_of(pair.target, drafter, tasks, on_text=lambda: texts.append(1), **options)
+    assert len(texts) == 3
+    results = {result.rule: result for result in by_rule(account)}
+    assert results["block"].accepted_per_round >= results["rejection"].accepted_per_round
+    chances = {rule: results[rule].acceptance or 0 for rule in BY_TOKEN}
+    assert chances["rejection"] >= chances["coupled"] > chances["match"] > 0
+    assert account.positions[0].reached == account.rounds > 30
+    # the first token is not drafted; the second is in the first round's draft
+    (first,) = speculate(pair.target, tasks[0].prompt, max_tokens=1, sampler=Sampling(1.0), seed=0)
+    every_token = set(range(1000))
+    for end_tokens, rounds in ((every_token, 0), (every_token - {first.token}, 1)):
+        cut = account_of(pair.target, drafter, tasks[:1], end_tokens=end_tokens, **options)
+        assert cut.rounds == rounds
+
+
+def test_the_command_of_the_rules(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is printed, and is in the JSON with the account; the 4-bit copy drafts."""
+    path = tmp_path / "rules.json"
+    arguments = ["--model", files["model"], "--prompts", files["prompts"], "--per-category", "2"]
+    rules.main([*arguments, "--max-tokens", "16", "--draft-length", "2", "--json", str(path)])
+    record: dict[str, Any] = json.loads(path.read_text())
+    results = [rules.RuleResult(**result) for result in record["results"]]
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"2 texts, {record['account']['rounds']} rounds\n")
+    assert format_results(results) in printed
+    assert record["account"]["rounds"] > 4
+    assert [len(r.by_position or ()) for r in results] == [0, 2, 2, 2, 2]
+    assert all(0 < (r.acceptance or 1) < 1.001 for r in results)
+
+
+# The server ---------------------------------------------------------------------------------------
+
+
+def test_servers_are_asked_in_turn_and_timed_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is first alternates; the time of each is the sum of its own."""
+    asked: list[tuple[str, str]] = []
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+    def asking(name: str, seconds: float) -> server.Ask:
+        def ask(prompt: str) -> Answer:
+            asked.append((name, prompt))
+            clock[0] += seconds
+            return Answer(prompt, 3)
+
+        return ask
+
+    servers = {STOCK: asking(STOCK, 3.0), OURS: asking(OURS, 2.0)}
+    phase = server.one_after_another(servers, ["a", "b", "c"])
+    order = [(STOCK, "a"), (OURS, "a"), (OURS, "b"), (STOCK, "b"), (STOCK, "c"), (OURS, "c")]
+    assert asked == order
+    assert phase.seconds == {STOCK: 9.0, OURS: 6.0}
+    assert phase.ratio == 1.5
+    assert phase.num_same == 3
+    groups = server.several_at_once(servers, list("abcdefgh"), clients=3)
+    assert [len(answers) for answers in groups.answers.values()] == [8, 8]
+    assert [answer.text for answer in groups.answers[OURS]] == list("abcdefgh")
+    assert groups.seconds == {STOCK: 24.0, OURS: 16.0}
+
+
+def phase_of(stock: list[Answer], ours: list[Answer]) -> Phase:
+    phase = Phase("it")
+    phase.answers = {STOCK: stock, OURS: ours}
+    return phase
+
+
+def test_a_phase_counts_errors_other_texts_and_times() -> None:
+    """A failed request is never the same text, and counts in no time."""
+    no = Answer(error="no")
+    phase = phase_of([Answer("a"), Answer("b"), no, no], [Answer("a"), Answer("c"), Answer(""), no])
+    assert phase.num_same == 1
+    assert phase.num_errors == {STOCK: 2, OURS: 1}
+    assert "1/4" in server.table([phase])
+    assert '"text"' not in json.dumps(server.record([phase], texts=False))
+    assert '"text": "c"' in json.dumps(server.record([phase], texts=True))
+    timed = [Answer("a", 3, per_token=seconds) for seconds in (0.1, 0.2, 0.6)]
+    phase = phase_of(timed, [timed[0], no, no])
+    assert phase.per_token(STOCK) == (0.2, 0.6)  # the median client's, and the slowest
+    assert phase.per_token(OURS) == (0.1, 0.1)
+    assert server.table([phase]).splitlines()[1].split()[-3:] == ["200.0", "600.0", "0"]
+    last = [Answer("a", 3, last=seconds) for seconds in (1.0, 1.5, 2.0)]
+    phase = phase_of([last[2], last[0], no], [last[0], last[1], no])
+    assert phase.latest == 1.5  # of the request that fares worst
+    assert " 1.50 " in server.table([phase])
+
+
+def test_a_missing_client_is_said_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "openai", None)
+    with pytest.raises(MissingPackageError, match="pip install openai"):
+        server.asking("http://127.0.0.1:1", 3)
+
+
+def test_each_phase_has_prompts_of_its_own() -> None:
+    """As long as there are enough; then the first come again."""
+    assert server.of_phases(list("abcdef"), 2, 3) == [["a", "b"], ["c", "d"], ["e", "f"]]
+    assert server.of_phases(list("abc"), 2, 2) == [["a", "b"], ["c", "a"]]
+    assert server.of_phases(["a"], 2, 2) == [["a"], ["a"]]
+
+
+@FULL
+def test_both_servers_are_measured(
+    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As processes, with a tiny model: the same texts, no errors, and our account."""
+    figures = tmp_path / "figures.json"
+    arguments = f"--model {files['model']} --prompts {files['prompts']} --num 3 --clients 2"
+    arguments += f" --max-tokens 40 --draft-length 3 --in-process --json {figures}"
+    assert server.main(arguments.split()) == 0
+    alone, together = json.loads(figures.read_text())["phases"]
+    assert alone["same"] == together["same"] == 3
+    assert alone["errors"] == together["errors"] == {STOCK: 0, OURS: 0}
+    assert any(answer["speculation"]["drafted"] for answer in alone["answers"][OURS])
+    assert all(not answer["speculation"] for answer in alone["answers"][STOCK])
+    assert json.loads(figures.read_text())["library"] > 0
+    out = capsys.readouterr().out
+    assert "one after another" in out
+    assert "2 at once" in out
+
+
+@FULL
+def test_a_server_that_does_not_start_is_an_error(
+    files: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With what it said."""
+    assert server.main(["--model", files["model"], "--draft-length", "-3"]) == 2
+    assert "expected an int >= 0" in capsys.readouterr().err
+
+
+# Where speculation can only lose ------------------------------------------------------------------
+
+
+def test_the_wrong_drafter_is_wrong_at_every_token() -> None:
+    """Also after some of the text has come, and never beyond its end or the vocabulary."""
+    drafter = worst_case.AlwaysWrong(8, {(1, 2): [3, 7, 0, 5]})
+    session = drafter.begin([1, 2], DraftContext())
+    assert session.propose(3).tokens == [4, 0, 1]
+    session.observe([3, 7])
+    assert session.propose(9).tokens == [1, 6]
+    assert len(drafter.begin([9], DraftContext()).propose(4)) == 0
+
+
+def test_a_shuffled_model_has_the_same_numbers_elsewhere() -> None:
+    """Weight by weight, so that it takes as long as it did and knows nothing."""
+    before = dict(tree_flatten(lab.load_pair().draft.parameters()))
+    after = dict(tree_flatten(worst_case.shuffled(lab.load_pair().draft).parameters()))
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        assert after[name].shape == weight.shape
+        assert not mx.array_equal(after[name], weight)
+        assert mx.array_equal(mx.sort(after[name].flatten()), mx.sort(weight.flatten()))
+
+
+def test_a_timed_text_has_one_token_more_to_come() -> None:
+    """The contender is asked for one more than are timed, and is the same otherwise."""
+    asked = []
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        asked.append((prompt, max_tokens, seed))
+        yield from ()
+
+    contender = Contender("d", "4", start, "block")
+    list(worst_case.unended(contender).start([1, 2], 7, 3))
+    assert asked == [([1, 2], 8, 3)]
+    assert worst_case.unended(contender).key == contender.key
+
+
+@FULL
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+def test_every_case_is_what_it_is_called(temp: float) -> None:
+    """A useless model is paused; rounds are counted less the tokens that their drafts brought."""
+    target, draft, tokenizer = lab.load_pair()
+    settings = Settings(max_tokens=80, repeats=1)
+    useless = worst_case.shuffled(draft)
+    results = worst_case.measure(target, tokenizer, 1, temp, settings, useless)
+    assert len(results) == 5 - (temp > 0)
+    for name in (worst_case.NO_DRAFTER, worst_case.NEVER_ASKED):
+        assert results[name].drafting_share == 0
+    paused = results[worst_case.PAUSED]
+    assert paused.drafting_share - paused.accepted / paused.target_passes < 0.1
+    if temp == 0:
+        assert results[worst_case.ALWAYS_WRONG].accepted == 0
+    assert all(r.tokens == 80 and r.ratio is not None for r in results.values())
+
+
+# Other packages, each of them no dependency of ours: without one its tests are left out -----------
+
+MODULES = {MLX_DSPARK: "mlx_dspark", MLX_OPTIQ: "optiq"}
+peers = pytest.mark.parametrize("name", PEERS)
+
+
+@cache
+def loaded() -> tuple[nn.Module, Any]:
+    return load_model(write_model_folder(Path(mkdtemp())))
+
+
+def peer_tasks() -> list[Task]:
+    texts = ["the cat and the hat and the cat and the", "on and on and on", "x"]
+    return run.make_tasks(loaded()[1], [Prompt(text, "chat", text) for text in texts])
+
+
+@peers
+def test_a_missing_package_is_named(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says what to install, before anything is run."""
+    monkeypatch.setitem(sys.modules, MODULES[name], None)
+    with pytest.raises(MissingPackageError, match=f"pip install {name}"):
+        make_peer(name, *loaded())
+
+
+@peers
+def test_texts_of_peers_are_plain_decodings_and_their_counts_add_up(name: str) -> None:
+    """Every token is a draft's or a pass's own, but for one that a cut round did not get to."""
+    pytest.importorskip(MODULES[name])
+    model, tokenizer = loaded()
+    contenders = [*make_contenders(model, [], []), make_peer(name, model, tokenizer)]
+    settings = Settings(max_tokens=40)
+    record = run.run_bench(model, peer_tasks(), contenders, settings, measure_cost=False)
+    (result,) = (r for r in record.results if (r.drafter, r.category) == (name, ALL))
+    assert result.identical == result.texts == 3
+    assert 0 < result.accepted < result.drafted
+    assert result.tokens_per_pass > 1
+    assert result.host_ms_per_round is None
+    for max_tokens in (1, 2, 40):
+        for task in peer_tasks():
+            sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
+            assert len(sample.tokens) == max_tokens
+            assert sample.passes + sample.accepted - len(sample.tokens) in (0, 1)
+            assert sample.drafting_rounds <= sample.passes
+            assert sample.accepted <= sample.drafted
+            assert sample.first_seconds > 0
+            assert (sample.decode_seconds > 0) == (max_tokens > 1)
+
+
+def test_rounds_of_callbacks_become_tokens() -> None:
+    """Each round is its accepted tokens and one more, at the round's time; the last one is cut."""
+
+    class Target:
+        def verify(self) -> str:
+            return "logits"
+
+    target = Target()
+    rounds = _Rounds(target)
+    assert target.verify() == target.verify() == "logits"
+    first_at = rounds.first_at
+    rounds.add(drafted=4, accepted=2, cap=4)
+    rounds.add(drafted=0, accepted=0)
+    rounds.add(drafted=3, accepted=3)
+    emitted = list(rounds.emitted(list(range(7))))
+    assert [e.token for e in emitted] == list(range(7))
+    assert [e.from_draft for e in emitted] == [False, True, True, False, False, True, True]
+    assert [e.at for e in emitted[:2]] == [first_at, rounds.rounds[0][2]]
+    assert [e.counts for e in emitted[::3]] == [(1, 0, 0, None), (2, 4, 1, None), (4, 7, 2, None)]

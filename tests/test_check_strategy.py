@@ -33,8 +33,7 @@ from specdec_mlx.target.strategies import (
     Window,
 )
 from specdec_mlx.testing import check_strategy
-from specdec_mlx.testing.cache_passes import Feed, attend
-from specdec_mlx.testing.strategy import StrategyConformance
+from specdec_mlx.testing.strategy import Feed, StrategyConformance, attend
 
 WINDOW = 8
 
@@ -67,6 +66,17 @@ def attend_in_chunks(cache: ChunkedKVCache, tokens: mx.array) -> mx.array:
     return mx.concatenate([rows, queries], axis=-1)
 
 
+class GathersRows(Trim):
+    """For trees: rows are copied to where they belong."""
+
+    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
+        first = cache.offset - last
+        for place, row in enumerate(kept):
+            for rows in (cache.keys, cache.values):
+                rows[..., first + place, :] = rows[..., first + row, :]
+        cache.offset = first + len(kept)
+
+
 CASES: dict[str, Case] = {
     "KVCache": (TrimToPath, KVCache, attend),
     "QuantizedKVCache": (TrimToPath, partial(QuantizedKVCache, 32, 8), attend),
@@ -76,6 +86,7 @@ CASES: dict[str, Case] = {
     "ChunkedKVCache": (Chunks, partial(ChunkedKVCache, WINDOW), attend_in_chunks),
     "ArraysCache": (Snapshot, partial(ArraysCache, 2), recur),
     "a class that is not known": (Unknown, partial(ArraysCache, 2), recur),
+    "gathers rows": (GathersRows, KVCache, attend),
     "a class that is asked": (Unknown, partial(RotatingKVCache, WINDOW), attend),
 }
 """A strategy, its class of cache, and a pass over it."""
@@ -89,36 +100,28 @@ def test_our_strategies_keep_the_contract(name: str) -> None:
     parts = [line.partition(":")[0] for line in lines]
     gathers = ["gather"] if isinstance(make(), Gathers) else []
     assert parts == ["protocol", "widths", "restore", "interrupt", "rollback", *gathers]
-
-
-def test_caches_that_hold_a_row_a_position_keep_paths_of_trees() -> None:
-    """Trees need it of these classes; of others nothing is asked."""
-    kinds = {kind for kind, strategy in STRATEGIES.items() if isinstance(strategy, Gathers)}
-    assert {KVCache, QuantizedKVCache, RotatingKVCache} <= kinds
-    assert ArraysCache not in kinds
+    if name == "gathers rows":
+        assert lines[-1].startswith("gather: 42 histories")
 
 
 def test_every_registered_strategy_is_tried() -> None:
-    """Each with the class that it is registered for."""
+    """Each with its class; those that hold a row a position keep paths of trees."""
+    kinds = {kind for kind, strategy in STRATEGIES.items() if isinstance(strategy, Gathers)}
+    assert {KVCache, QuantizedKVCache, RotatingKVCache} <= kinds
+    assert ArraysCache not in kinds
     tried = {(type(make_cache()), make) for make, make_cache, _ in CASES.values()}
     known = {KVCache, QuantizedKVCache, ConcatenateKVCache, RotatingKVCache, ChunkedKVCache}
     assert {(kind, type(STRATEGIES[kind])) for kind in known | {ArraysCache}} <= tried
 
 
-def test_a_strategy_that_refuses_has_nothing_to_take_back() -> None:
-    """Single tokens only, since it says so of the width too."""
+def test_a_strategy_that_refuses_has_nothing_to_take_back_and_a_feed_gives_rows() -> None:
     lines = check_strategy(SingleTokens(), KVCache)
     assert lines[-1].startswith("restore: refused, so single tokens only")
-
-
-def test_a_feed_that_gives_no_rows_is_refused() -> None:
-    """Nothing could be told from them."""
     with pytest.raises(ValueError, match=r"rows \[S, D\]"):
         check_strategy(Trim(), KVCache, lambda cache, tokens: attend(cache, tokens)[:0])
 
 
 def test_the_registration_is_as_before() -> None:
-    """Whether the class was registered, or not, and whether the check passed or failed."""
 
     class Mine(KVCache):
         pass
@@ -126,7 +129,7 @@ def test_the_registration_is_as_before() -> None:
     before = dict(STRATEGIES)
     check_strategy(Trim(), Mine)
     with pytest.raises(AssertionError):
-        check_strategy(RestoresNothing(), KVCache)
+        check_strategy(TRIMS_NOTHING, KVCache)
     assert before == STRATEGIES
 
 
@@ -137,33 +140,12 @@ class NoTrim:
     name, must_restore = "no trim", False
 
 
-class NoPosition(Trim):
-    """Lets a pass have none."""
-
-    def widest_pass(self, cache: Any) -> int | None:
-        return 0
-
-
-class Refuses(Trim):
-    """Has no way back, and lets passes be as wide as they like."""
-
-    restore = SingleTokens.restore
-
-
-class RestoresNothing(Trim):
-    def restore(self, cache: Any, saved: Any) -> None: ...
-
-
-class RestoresTheOffset(Window):
-    """Not the place in the window."""
-
-    def restore(self, cache: Any, saved: Any) -> None:
-        cache.offset = saved["offset"]
+def changed(kind: type, **members: Any) -> Any:
+    """An instance of our strategy with other members."""
+    return type("Changed", (kind,), members)()
 
 
 class SavesTheListItself(Snapshot):
-    """Whatever is written into it."""
-
     def save(self, cache: Any) -> Any:
         return dict(vars(cache))
 
@@ -194,24 +176,12 @@ class RestoresWholePasses(Window):
             super().restore(cache, saved)
 
 
-class TrimsNothing(Trim):
-    """And says that it did."""
-
-    def trim(self, cache: Any, back: int) -> int:
-        return back
-
-
 class TrimsOneTooMany(Trim):
     """And says that it did not."""
 
     def trim(self, cache: Any, back: int) -> int:
         super().trim(cache, min(back + 1, cache.offset))
         return back
-
-
-class CountsWrongly(Trim):
-    def trim(self, cache: Any, back: int) -> int:
-        return super().trim(cache, back) - 1
 
 
 class TrimsTheFront(Trim):
@@ -221,49 +191,6 @@ class TrimsTheFront(Trim):
         cache.keys, cache.values = cache.keys[..., back:, :], cache.values[..., back:, :]
         cache.offset -= back
         return back
-
-
-class LeavesTheRows(TrimRows):
-    """A cache that appends behind its last row keeps the rejected ones."""
-
-    trim = Trim.trim
-
-
-class AlwaysTrims(Window):
-    """Also where the window has forgotten what would be needed."""
-
-    def can_trim(self, cache: Any, back: int) -> bool:
-        return True
-
-
-class NeverRestores(Snapshot):
-    """Cannot trim either."""
-
-    must_restore = False
-
-
-class AnyWidth(Window):
-    """Also where the mask for several positions forgets what is kept."""
-
-    def widest_pass(self, cache: Any) -> int | None:
-        return None
-
-
-class BareTrim(SavedBuffers):
-    """mlx-lm's own trim is wrong for a window that has wrapped."""
-
-    name = "bare trim"
-
-
-class GathersRows(Trim):
-    """For trees: rows are copied to where they belong."""
-
-    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
-        first = cache.offset - last
-        for place, row in enumerate(kept):
-            for rows in (cache.keys, cache.values):
-                rows[..., first + place, :] = rows[..., first + row, :]
-        cache.offset = first + len(kept)
 
 
 class GathersTheFirst(GathersRows):
@@ -279,25 +206,29 @@ class GathersAndForgets(GathersRows):
         cache.offset += last - len(kept)
 
 
-def test_a_strategy_that_gathers_rows_is_tried_with_trees() -> None:
-    """The sound one, which is broken below."""
-    assert check_strategy(GathersRows(), KVCache)[-1].startswith("gather: 42 histories")
+def restore_offset(self: Any, cache: Any, saved: Any) -> None:
+    cache.offset = saved["offset"]
 
 
 rotating = partial(RotatingKVCache, WINDOW)
+kept_window = partial(RotatingKVCache, WINDOW, keep=4)
 arrays = partial(ArraysCache, 2)
+TRIMS_NOTHING = changed(Trim, trim=lambda self, cache, back: back)
+"""And says that it did."""
 
 BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
     "protocol": [
         (NoTrim(), KVCache, attend),
         (Trim, KVCache, attend),
-        (NoPosition(), KVCache, attend),
+        (changed(Trim, widest_pass=lambda self, cache: 0), KVCache, attend),
     ],
-    "widths": [(AnyWidth(), partial(RotatingKVCache, WINDOW, keep=4), attend)],
+    "widths": [  # also where the mask for several positions forgets what is kept
+        (changed(Window, widest_pass=lambda self, cache: None), kept_window, attend)
+    ],
     "restore": [
-        (Refuses(), KVCache, attend),
-        (RestoresNothing(), KVCache, attend),
-        (RestoresTheOffset(), rotating, attend),
+        (changed(Trim, restore=SingleTokens.restore), KVCache, attend),  # at any width
+        (changed(Trim, restore=lambda self, cache, saved: None), KVCache, attend),
+        (changed(Window, restore=restore_offset), rotating, attend),  # not the place in the window
         (SavesTheListItself(), arrays, recur),
         (RestoresOnce(), arrays, recur),
         (ForgetsAnEmptyCache(), KVCache, attend),
@@ -305,25 +236,20 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
     ],
     "interrupt": [(RestoresWholePasses(), rotating, attend)],
     "rollback": [
-        (TrimsNothing(), KVCache, attend),
+        (TRIMS_NOTHING, KVCache, attend),
         (TrimsOneTooMany(), KVCache, attend),
-        (CountsWrongly(), KVCache, attend),
+        (changed(Trim, trim=lambda self, cache, back: cache.trim(back) - 1), KVCache, attend),
         (TrimsTheFront(), KVCache, attend),
-        (LeavesTheRows(), ConcatenateKVCache, attend),
-        (AlwaysTrims(), rotating, attend),
-        (NeverRestores(), arrays, recur),
-        (BareTrim(), rotating, attend),
+        (changed(TrimRows, trim=Trim.trim), ConcatenateKVCache, attend),  # its rows stay
+        (changed(Window, can_trim=lambda self, cache, back: True), rotating, attend),
+        (changed(Snapshot, must_restore=False), arrays, recur),
+        (changed(SavedBuffers, name="bare trim"), rotating, attend),  # mlx-lm's, once wrapped
     ],
     "gather": [
         (GathersTheFirst(), KVCache, attend),
         (GathersAndForgets(), KVCache, attend),
     ],
 }
-
-
-def test_every_property_has_a_control() -> None:
-    """A strategy that is broken in this way, which it must reject."""
-    assert BROKEN.keys() == StrategyConformance.properties.keys()
 
 
 @in_one_test(
@@ -333,15 +259,14 @@ def test_every_property_has_a_control() -> None:
 def test_a_broken_strategy_fails_by_name(
     part: str, strategy: Any, make_cache: Callable[[], Any], feed: Feed
 ) -> None:
-    """AssertionError names the property that it breaks, and says what to do."""
+    """AssertionError names the property that it breaks; every property has such a control."""
+    assert BROKEN.keys() == StrategyConformance.properties.keys()
     with pytest.raises(AssertionError, match=f", {part}: "):
         check_strategy(strategy, make_cache, feed)
 
 
 def test_what_is_wrong_with_a_rollback_is_said() -> None:
     """After which history, at which token, and by how much."""
-    with pytest.raises(AssertionError) as caught:
-        check_strategy(TrimsNothing(), KVCache)
-    message = str(caught.value)
-    assert message.startswith("TrimsNothing, rollback: after 0 tokens, a pass over 1 positions")
-    assert "the row of token 0 is off by" in message
+    words = "Changed, rollback: after 0 tokens, a pass over 1 positions.* token 0 is off by"
+    with pytest.raises(AssertionError, match=words):
+        check_strategy(TRIMS_NOTHING, KVCache)

@@ -1,12 +1,10 @@
-"""What the contracts admit, with scripted targets, and what they refuse.
-
-No target of ours verifies trees or can be read yet; the loop must not stand in the way of one.
-"""
+"""Drafts, trees and readers that the contracts admit, with scripted targets, and refusals."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -30,11 +29,13 @@ from scripted_target import (
     rounds_of,
 )
 from selection import in_one_test
+from specdec_mlx import token_ids
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target import verifier
 from specdec_mlx.types import (
     ROOT,
     Agreement,
@@ -56,8 +57,7 @@ wrong branch."""
 
 
 class Given:
-    """A drafter that proposes given drafts, one a round from the second token on; and a session
-    that remembers."""
+    """A drafter that proposes given drafts, one a round from the second token on."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
         self.drafts = rounds_of(drafts)
@@ -103,32 +103,25 @@ def run(target: Target, drafter: Any, **options: Any) -> list[Token]:
 # Trees --------------------------------------------------------------------------------------------
 
 
-def test_of_a_tree_the_rows_of_the_nodes_named_are_kept() -> None:
-    """Siblings between them go: after each round the cache holds the text and nothing else."""
+def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
+    """Of its nodes those of the text are emitted and stay in the cache, each with its own row."""
     target = ScriptedTarget(TEXT)
     loop, caches = generation(target, Given([TREE]))
-    held = []
-    for _ in loop.run(DraftContext()):
+    items, held = [], []
+    for item in loop.run(DraftContext()):
+        items.append(item)
         held.append(list(target.cache.tokens))
-    assert caches == [target.cache]
-    assert target.cache.tokens == [*PROMPT, *TEXT[:12]]
-    assert held[0] == PROMPT  # nothing is under way while the first token is handed out
-    # the next pass, over the pending 13, is under way while 10, 11, 12 and 13 are handed out
-    assert held[1:5] == [[*PROMPT, 9, 10, 11, 12, 13]] * 4
-
-
-def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
-    """Tokens and parents; what is kept of it is emitted as drafted, each with its own row."""
-    target = ScriptedTarget(TEXT)
-    items = run(target, Given([TREE]))
     assert target.drafts == [TREE]
     assert [item.token for item in items] == TEXT[:12]
     origins = [item.origin for item in items[:6]]
     assert origins == ["plain", "draft", "draft", "draft", "correction", "plain"]
     # row 0 follows the text, row i + 1 node i: of nodes 0, 3 and 5
     assert [item.logprobs.item() for item in items[1:5]] == [0, 1, 4, 6]
-    stats = items[-1].stats
-    assert (stats.drafted, stats.accepted) == (6, 3)
+    assert (items[-1].stats.drafted, items[-1].stats.accepted) == (6, 3)
+    assert caches == [target.cache]
+    assert held[0] == PROMPT  # nothing is under way while the first token is emitted
+    # the next pass, over the pending 13, is under way while 10, 11, 12 and 13 are emitted
+    assert held[1:5] == [[*PROMPT, 9, 10, 11, 12, 13]] * 4
 
 
 def test_a_tree_is_cut_from_its_end() -> None:
@@ -139,44 +132,6 @@ def test_a_tree_is_cut_from_its_end() -> None:
     assert target.drafts[0].parents == [ROOT, ROOT, 1, 0]
     assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
     assert [item.token for item in items] == TEXT[:12]
-
-
-@in_one_test("max_tokens", [1, 2, 3, 4, 5, 6])
-def test_a_path_is_cut_where_no_more_tokens_are_wanted(max_tokens: int) -> None:
-    """And the caller's caches hold exactly those."""
-    target = ScriptedTarget(TEXT)
-    items = run(
-        target, Given([Draft([WRONG, 10, 11], parents=[ROOT, ROOT, 1])]), max_tokens=max_tokens
-    )
-    assert [item.token for item in items] == TEXT[:max_tokens]
-    assert target.cache.tokens == [*PROMPT, *TEXT[:max_tokens]]
-
-
-def test_closing_in_the_middle_of_a_path_leaves_what_was_handed_out() -> None:
-    """Some of the nodes that were kept go too."""
-    target = ScriptedTarget(TEXT)
-    loop, _ = generation(target, Given([TREE]))
-    items = loop.run(DraftContext())
-    assert [next(items).token for _ in range(3)] == [9, 10, 11]
-    items.close()
-    assert target.cache.tokens == [*PROMPT, 9, 10, 11]
-
-
-def test_chains_and_trees_take_turns() -> None:
-    """Also where nothing of a tree is kept, all of it, and only its first branch."""
-    drafts = [
-        Draft([10, WRONG]),
-        Draft([WRONG, WRONG], parents=[ROOT, ROOT]),
-        Draft([13, 14], parents=[ROOT, 0]),
-        Draft([WRONG, 16, 17], parents=[ROOT, ROOT, 1]),
-        Draft([19, WRONG], parents=[ROOT, ROOT]),
-    ]
-    target = ScriptedTarget(TEXT)
-    items = run(target, Given(drafts), max_tokens=20)
-    assert target.drafts == drafts
-    assert [item.token for item in items] == TEXT[:20]
-    assert items[-1].stats.accepted == 1 + 0 + 2 + 2 + 1
-    assert target.cache.tokens == [*PROMPT, *TEXT[:20]]
 
 
 def test_a_cache_that_cannot_gather_is_named() -> None:
@@ -209,15 +164,29 @@ def test_the_head_of_a_tree_is_a_tree(draft: Draft) -> None:
 # States that are read -----------------------------------------------------------------------------
 
 
-class Reader(Given):
-    """Wants to read the target, and notes when it was shown what."""
+class Reader:
+    """Reads the target, and proposes drafts of given shapes: (parent, is right) of each node."""
 
     features = Features(layers=(2, 5), head_input=True, top=3)
 
-    def __init__(self, drafts: Sequence[Draft] = ()) -> None:
-        super().__init__(drafts)
+    def __init__(self, shapes: Sequence[Sequence[tuple[int, bool]]] = ()) -> None:
+        self.shapes = iter(shapes)
+        self.observed: list[int] = []
         self.seen: list[int] = []
         self.sizes: list[int] = []
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Reader:
+        self.prompt = list(prompt)
+        return self
+
+    def propose(self, limit: int) -> Draft:
+        shape = next(self.shapes, ())[:limit]
+        parents, depths = [min(parent, i - 1) for i, (parent, _) in enumerate(shape)], []
+        for parent in parents:
+            depths.append(0 if parent == ROOT else depths[parent] + 1)
+        right = TEXT[len(self.observed) :]
+        pairs = zip(depths, shape, strict=True)
+        return Draft([right[d] if ok else WRONG for d, (_, ok) in pairs], parents=parents)
 
     def see(self, features: FeatureRows) -> None:
         tokens = features.layers[2][:, 0] - 2000
@@ -230,36 +199,46 @@ class Reader(Given):
 
     def observe(self, tokens: Sequence[int]) -> None:
         # all but the last token observed have been fed, and so have been seen
-        super().observe(tokens)
+        self.observed += tokens
         assert self.seen == [*self.prompt, *self.observed][:-1]
 
 
-READER_DRAFTS = [
-    Draft([10, 11]),
-    Draft(),
-    Draft([WRONG, WRONG]),
-    Draft([15, WRONG, WRONG]),
-    Draft(),
-    Draft(),
-    Draft([19, 20, 21]),
-    Draft([WRONG]),
-]
+nodes = st.tuples(st.integers(ROOT, 5), st.sampled_from([True, True, False]))
 
 
-@in_one_test("make_cache", [TokenCache, RecurrentTokenCache])
-@in_one_test("max_tokens", [0, 1, 2, 3, 4, 10, 26])
-def test_a_reader_sees_each_position_once_and_in_order(
-    make_cache: type[TokenCache], max_tokens: int
+@given(
+    shapes=st.lists(st.lists(nodes, max_size=6), max_size=10),
+    max_tokens=st.integers(0, 26),
+    num_taken=st.integers(1, 26),
+    can_gather=st.booleans(),
+)
+def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets(
+    shapes: list[Any], max_tokens: int, num_taken: int, can_gather: bool
 ) -> None:
-    """Before its token is observed; also where rejected and replayed positions are fed again."""
-    reader, target = Reader(READER_DRAFTS), TappedTarget(TEXT, make_cache())
-    items = run(target, reader, max_tokens=max_tokens)
-    assert [item.token for item in items] == TEXT[:max_tokens]
+    """Chains and trees in turn; each position is seen once, before its token is observed."""
+    if not can_gather:
+        shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
+    target = TappedTarget(TEXT, TokenCache() if can_gather else RecurrentTokenCache())
+    reader = Reader(shapes)
+    loop, _ = generation(target, reader, max_tokens=max_tokens)
+    items = loop.run(DraftContext(vocab_size=1000))
+    taken = list(islice(items, num_taken))
+    items.close()
+    assert [item.token for item in taken] == TEXT[: min(num_taken, max_tokens)]
     assert target.wanted == Reader.features
-    text = [*PROMPT, *TEXT[:max_tokens]]
-    assert reader.seen == text[:-1]
-    if max_tokens == 26:
-        assert (items[-1].stats.replayed > 0) == (make_cache is RecurrentTokenCache)
+    text = [*PROMPT, *TEXT[: len(taken)]]
+    if taken:
+        assert target.cache.tokens == text
+    if num_taken > max_tokens:
+        assert reader.seen == text[:-1]
+        if taken:
+            assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
+
+
+def test_a_recurrent_cache_is_fed_again_what_was_rejected() -> None:
+    for held in (TokenCache(), RecurrentTokenCache()):
+        items = run(TappedTarget(TEXT, held), Reader([[(ROOT, True), (0, False)]] * 4))
+        assert (items[-1].stats.replayed > 0) == isinstance(held, RecurrentTokenCache)
 
 
 def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
@@ -268,25 +247,6 @@ def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
     run(TappedTarget(TEXT), reader, max_tokens=3)
     assert reader.sizes[:2] == [3, 3]
     assert reader.seen[:6] == PROMPT[:6]
-
-
-def test_a_reader_sees_the_nodes_kept_of_a_tree() -> None:
-    """Not their siblings."""
-    reader = Reader([TREE])
-    run(TappedTarget(TEXT), reader)
-    assert reader.seen == [*PROMPT, *TEXT[:11]]
-
-
-def test_a_reader_stopped_early_is_not_shown_what_was_not_emitted() -> None:
-    """The caches are brought in order without it."""
-    reader, target = Reader(READER_DRAFTS), TappedTarget(TEXT, RecurrentTokenCache())
-    loop, _ = generation(target, reader)
-    items = loop.run(DraftContext())
-    assert [next(items).token for _ in range(2)] == [9, 10]
-    seen = list(reader.seen)
-    items.close()
-    assert reader.seen == seen
-    assert target.cache.tokens == [*PROMPT, 9, 10]
 
 
 def test_a_target_that_cannot_be_read_is_refused() -> None:
@@ -322,7 +282,6 @@ def model() -> nn.Module:
 
 @cache
 def plain(num_tokens: int = 16, prompt: tuple[int, ...] = tuple(MODEL_PROMPT)) -> list[int]:
-    """What mlx-lm's own generation emits."""
     steps = generate_step(mx.array(prompt), model(), max_tokens=num_tokens)
     return [int(token) for token, _ in steps]
 
@@ -343,16 +302,9 @@ class Proposes:
 def assert_refused(draft: Draft, words: str, **options: Any) -> None:
     """DraftError in the round where it happens; what was emitted before can be continued."""
     caches, got = make_prompt_cache(model()), []
+    options |= {"max_tokens": 16, "prompt_cache": caches, "draft_length": 4}
     with pytest.raises(sd.errors.DraftError, match=words):
-        for item in sd.speculate(
-            model(),
-            MODEL_PROMPT,
-            Proposes(draft),
-            max_tokens=16,
-            prompt_cache=caches,
-            draft_length=4,
-            **options,
-        ):
+        for item in sd.speculate(model(), MODEL_PROMPT, Proposes(draft), **options):
             got.append(item.token)
     assert got == plain()[:4]
     assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
@@ -376,8 +328,7 @@ def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
     drafter = Proposes(Draft([1, 2, 3], parents=parents))
     options: dict[str, Any] = {"max_tokens": 16, "draft_length": 4, "rule": rule}
     items = list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
-    assert [item.token for item in items] == plain()[: len(items)]
-    assert len(items) == 16
+    assert [item.token for item in items] == plain()
 
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
@@ -432,22 +383,13 @@ def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) 
     """Distributions are not read past their end either."""
     even = mx.log(mx.full((len(tokens), VOCAB), 1 / VOCAB))
     drafter = Proposes(Draft(mx.array(tokens), even))
+    options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "rule": rule, "draft_length": 4}
     with pytest.raises(sd.errors.DraftError, match=f"token {tokens[-1]}; the target has"):
-        list(
-            sd.speculate(
-                model(),
-                MODEL_PROMPT,
-                drafter,
-                sampler=sd.Sampling(temp=1.0),
-                rule=rule,
-                draft_length=4,
-            )
-        )
+        list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
 
 
 @in_one_test("answer", [None, [1, 2], mx.array([1, 2])])
 def test_what_is_no_draft_is_refused(answer: Any) -> None:
-    """A session has to return a `Draft`; the error names the drafter."""
     assert_refused(answer, "proposed a (NoneType|list|array); expected a specdec_mlx.Draft")
 
 
@@ -485,13 +427,11 @@ def test_a_verdict_that_cannot_be_is_refused(
     answer: Any, words: str, options: dict[str, Any]
 ) -> None:
     """By name, before a wrong token is fed or emitted; the caches can be continued from."""
-    caches = make_prompt_cache(model())
-    got = []
+    caches, got = make_prompt_cache(model()), []
     drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
+    options = options | {"rule": AnswersWith(answer), "prompt_cache": caches}
     with pytest.raises(sd.errors.VerdictError, match=words):
-        for item in sd.speculate(
-            model(), MODEL_PROMPT, drafter, rule=AnswersWith(answer), prompt_cache=caches, **options
-        ):
+        for item in sd.speculate(model(), MODEL_PROMPT, drafter, **options):
             got.append(item.token)
     assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
 
@@ -511,9 +451,6 @@ def test_looking_at_a_draft_costs_no_further_wait(
     kind: type[scripted.OracleDrafter], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A round waits once, whether its draft is a list or an array; so does the prefill."""
-    from specdec_mlx import token_ids
-    from specdec_mlx.target import verifier
-
     drafter = kind(plain(), VOCAB, wrong=0.3)
     options: dict[str, Any] = {"max_tokens": 16, "draft_length": 3}
     list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))  # measures the model

@@ -13,12 +13,14 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models import llama
+from tokenizers.pre_tokenizers import ByteLevel
 
 from benchmarks.lab import byte_tokens, pack, train
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
+from specdec_mlx.lab import __main__ as command
 from specdec_mlx.lab import corpus
 from specdec_mlx.lab.pair import WEIGHTS, unpack
 from specdec_mlx.loop import Token
@@ -60,10 +62,7 @@ def acceptance(tokens: list[Token]) -> float:
 
 
 def test_loads_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> None:
-        raise AssertionError("the lab pair asked for a network connection")
-
-    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket.socket, "connect", pytest.fail)
     assert lab.load_pair().tokenizer.decode([72, 105]) == "Hi"
 
 
@@ -80,9 +79,14 @@ def test_shapes_and_dtype(pair: lab.Pair) -> None:
 
 
 def test_fits_into_the_package() -> None:
+    """The heads at most 1.1 MB, and nothing of their training beside them."""
     folder = Path(lab.__file__).parent
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    assert sum(file.stat().st_size for file in files if "__pycache__" not in file.parts) < LARGEST
+    files = [f for f in folder.rglob("*") if f.is_file() and "__pycache__" not in f.parts]
+    assert sum(file.stat().st_size for file in files) < LARGEST
+    heads = [file for file in files if folder / "heads" in file.parents]
+    assert {file.name for file in heads} == {"config.json", "model.safetensors"}
+    assert len(heads) == 2 * len(lab.HEADS)
+    assert sum(file.stat().st_size for file in heads) <= LARGEST_HEADS
 
 
 def test_what_is_packed_is_read_back_in_float32(tmp_path: Path) -> None:
@@ -116,26 +120,21 @@ def test_where_the_cache_cannot_be_written_the_pair_loads_all_the_same(
     assert (folder / WEIGHTS).stat().st_mtime_ns == written
 
 
-def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
-    _, draft_tokenizer = mlx_lm.load(str(lab.draft_path()))[:2]
-    check_same_tokenizer(pair.tokenizer, draft_tokenizer)
-    assert pair.tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
-    assert not pair.tokenizer.has_chat_template
-
-
-@pytest.mark.parametrize("text", [*SAMPLES, "\r\n\t\x00\xa0", " 's n't , .", ""])
-def test_a_text_is_its_bytes_and_comes_back(pair: lab.Pair, text: str) -> None:
+@in_one_test("text", [*SAMPLES, "\r\n\t\x00\xa0", " 's n't , .", ""])
+def test_a_text_is_its_bytes_and_comes_back(text: str, pair: lab.Pair) -> None:
     tokens = pair.tokenizer.encode(text, add_special_tokens=False)
     assert tokens == list(text.encode())
     assert pair.tokenizer.decode(tokens) == text
 
 
-def test_end_of_text_is_one_token(pair: lab.Pair) -> None:
-    assert pair.tokenizer.encode(f"a{byte_tokens.END_OF_TEXT}b") == [
-        97,
-        byte_tokens.END_OF_TEXT_ID,
-        98,
-    ]
+def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
+    """Bytes with the characters of other byte-level vocabularies, and one end of text."""
+    check_same_tokenizer(pair.tokenizer, mlx_lm.load(str(lab.draft_path()))[1])
+    end = byte_tokens.END_OF_TEXT_ID
+    assert pair.tokenizer.eos_token_ids == {end}
+    assert not pair.tokenizer.has_chat_template
+    assert pair.tokenizer.encode(f"a{byte_tokens.END_OF_TEXT}b") == [97, end, 98]
+    assert sorted(byte_tokens.byte_characters().values()) == sorted(ByteLevel.alphabet())
 
 
 @pytest.mark.parametrize("draft_length", cases([4, "auto"], "auto"))
@@ -149,17 +148,8 @@ def test_greedy_text_is_the_targets_own(
 
 @pytest.mark.parametrize("temperature", cases([0.0, 1.0], 1.0))
 def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: float) -> None:
-    tokens = list(
-        speculate(
-            pair.target,
-            prompt,
-            ModelDrafter(pair.draft),
-            max_tokens=256,
-            sampler=Sampling(temperature),
-            seed=1,
-            draft_length=4,
-        )
-    )
+    options = {"max_tokens": 256, "sampler": Sampling(temperature), "seed": 1, "draft_length": 4}
+    tokens = list(speculate(pair.target, prompt, ModelDrafter(pair.draft), **options))
     assert acceptance(tokens) > 0.6
     assert tokens[-1].stats.tokens_per_pass > 2
 
@@ -180,12 +170,6 @@ def test_held_out_topics_are_not_trained_on() -> None:
     paragraphs = [p for text in held_out for p in text.split("\n\n")]
     assert not [p for p in paragraphs if len(p) >= corpus.SHORTEST_QUOTE and p in known]
     assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
-
-
-def test_bytes_have_the_characters_of_other_byte_level_vocabularies() -> None:
-    from tokenizers.pre_tokenizers import ByteLevel
-
-    assert sorted(byte_tokens.byte_characters().values()) == sorted(ByteLevel.alphabet())
 
 
 def test_agreement_of_a_model_with_itself() -> None:
@@ -240,26 +224,19 @@ def weights(folder: Path) -> dict[str, mx.array]:
     return dict(tree_flatten(model.parameters()))
 
 
-@pytest.mark.parametrize("which", ["target", "draft"])
-def test_the_command_names_the_folders(
-    which: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from specdec_mlx.lab import __main__ as command
-
-    monkeypatch.setattr("sys.argv", ["lab", which])
-    command.main()
-    assert (Path(capsys.readouterr().out.strip()) / "config.json").is_file()
-
-
-def test_the_command_prints_prompts_that_the_benchmark_takes(
+def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Two of each held-out topic, and none of the text that was trained on."""
-    from specdec_mlx.lab import __main__ as command
 
-    monkeypatch.setattr("sys.argv", ["lab", "prompts"])
-    command.main()
-    (tmp_path / "prompts.jsonl").write_text(capsys.readouterr().out)
+    def printed(which: str) -> str:
+        monkeypatch.setattr("sys.argv", ["lab", which])
+        command.main()
+        return capsys.readouterr().out
+
+    for which in ("target", "draft", *lab.HEADS):
+        assert (Path(printed(which).strip()) / "config.json").is_file()
+    (tmp_path / "prompts.jsonl").write_text(printed("prompts"))
     prompts = read_prompts(tmp_path / "prompts.jsonl")
     assert [p.category for p in prompts] == [name for name in corpus.HELD_OUT for _ in range(2)]
     trained = "\n\n".join(corpus.split_topics()[0])
@@ -276,15 +253,6 @@ def test_heads_are_lossless_and_worth_their_passes(
     tokens = list(speculate(pair.target, prompt, drafter, draft_length=2, max_tokens=120))
     assert [token.token for token in tokens] == plain_greedy(pair, prompt, 120)
     assert acceptance(tokens) > LEAST_ACCEPTANCE[kind]
-
-
-def test_heads_fit_into_the_package() -> None:
-    """Together at most 1.1 MB, and nothing of their training beside them."""
-    folder = Path(lab.__file__).parent / "heads"
-    files = [file for file in folder.rglob("*") if file.is_file()]
-    assert {file.name for file in files} == {"config.json", "model.safetensors"}
-    assert len(files) == 2 * len(lab.HEADS)
-    assert sum(file.stat().st_size for file in files) <= LARGEST_HEADS
 
 
 def test_a_head_that_the_lab_has_not_is_refused_by_name(pair: lab.Pair) -> None:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import specdec_mlx as sd
 from benchmarks import replay as experiment
 from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_oracle
 from selection import cases
-from specdec_mlx.bench import replay
+from specdec_mlx.bench import recorded, replay
 from specdec_mlx.bench.contenders import make_contenders, ours
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, save_record
@@ -28,7 +29,7 @@ from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
-from specdec_mlx.types import Draft, DraftContext, RoundRecord
+from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 
 FLAT = linear_cost(0.0)
 END = {3}
@@ -71,48 +72,37 @@ def record(max_tokens: int = 32, ends: bool = False) -> Record:
 
 
 def replayed(
-    text: RecordedText, drafter: Any, length: Any = 4, cost: CostCurve = FLAT, max_tokens: int = 32
+    text: RecordedText,
+    drafter: Any,
+    length: Any = 4,
+    cost: CostCurve = FLAT,
+    max_tokens: int = 32,
+    **options: Any,
 ) -> Modelled:
-    return replay_text(
-        text,
-        drafter,
-        make_draft_length(length),
-        cost,
-        max_tokens=max_tokens,
-        vocab_size=narrow.VOCAB,
-    )
+    options |= {"max_tokens": max_tokens, "vocab_size": narrow.VOCAB}
+    return replay_text(text, drafter, make_draft_length(length), cost, **options)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("length", ["0", "1", "2", "4", "8", "heuristic"])
 @pytest.mark.parametrize("ends", cases([False, True], True))
-def test_counts_are_those_of_a_live_run(name: str, length: str, ends: bool) -> None:
+def test_counts_are_those_of_a_live_run(name: str, ends: bool) -> None:
     """At temperature 0: target passes, drafted and accepted tokens, text by text."""
-    drafter = DRAFTERS[name]
-    live = ours(narrow.model(), drafter, name, length)
     settings = Settings(max_tokens=32, end_tokens=END if ends else ())
-    for task, text in zip(narrow.tasks(), record(ends=ends).texts, strict=True):
-        sample = time_generation(live, task, settings, 0)
-        assert sample.tokens == text.generated
-        choice = int(length) if length.isdecimal() else length
-        model = replayed(text, drafter, choice)
-        assert (model.passes, model.drafted, model.accepted) == (
-            sample.passes,
-            sample.drafted,
-            sample.accepted,
-        )
+    for length in ("0", "1", "2", "4", "8", "heuristic"):
+        live = ours(narrow.model(), DRAFTERS[name], name, length)
+        for task, text in zip(narrow.tasks(), record(ends=ends).texts, strict=True):
+            sample = time_generation(live, task, settings, 0)
+            assert sample.tokens == text.generated
+            model = replayed(text, DRAFTERS[name], int(length) if length.isdecimal() else length)
+            counts = sample.passes, sample.drafted, sample.accepted
+            assert (model.passes, model.drafted, model.accepted) == counts
 
 
 def test_the_texts_put_replay_to_the_test() -> None:
-    """Some texts end with an end token, and drafts are accepted and rejected in them."""
-    lengths = {len(text.generated) for text in record(ends=True).texts}
-    assert min(lengths) < 32
+    """Some texts end with an end token, drafts are rejected, and looking ahead shows in counts."""
+    assert min(len(text.generated) for text in record(ends=True).texts) < 32
     models = [replayed(text, DRAFTERS["prompt lookup"]) for text in record().texts]
     assert sum(m.drafted for m in models) > sum(m.accepted for m in models) > 0
-
-
-def test_the_gears_are_those_of_the_loop() -> None:
-    """Whether the loop may look ahead changes the counts, so that these tests would notice."""
     cheap, eager = (
         [replayed(text, DRAFTERS[name], 1).drafted for text in record().texts]
         for name in ("long matches", "long matches, not cheap")
@@ -120,7 +110,7 @@ def test_the_gears_are_those_of_the_loop() -> None:
     assert cheap != eager
 
 
-def test_seconds_are_read_off_the_curve() -> None:
+def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
     """A drafter that knows the text: the first token, and 32 more in 8 passes of 4 positions."""
     text = record(33).texts[0]
     oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
@@ -129,42 +119,28 @@ def test_seconds_are_read_off_the_curve() -> None:
     assert (model.passes, model.drafted, model.accepted) == (9, 24, 24)
     assert model.seconds == pytest.approx(1 + 8 * 1.5)
     assert model.plain_seconds == pytest.approx(33)
-
-
-def test_drafting_is_billed() -> None:
-    """Every draft token costs what it is said to cost."""
-    text = record(33).texts[0]
-    oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
-    length = make_draft_length(3)
-    model = replay_text(
-        text,
-        oracle,
-        length,
-        FLAT,
-        max_tokens=33,
-        vocab_size=narrow.VOCAB,
-        draft_seconds=FLAT(1) / 10,
-    )
+    model = replayed(text, oracle, 3, FLAT, max_tokens=33, draft_seconds=FLAT(1) / 10)
     assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
 
 
-def test_what_is_looked_up_is_not_billed() -> None:
-    """Beside a drafter that takes time, too: drafts of a look-up cost their positions alone."""
-    text = record(33).texts[0]
+def test_a_look_up_costs_its_positions_alone() -> None:
+    """Beside a drafter that takes time, too."""
     drafter = sd.FirstOf(DRAFTERS["prompt lookup"], scripted.OracleDrafter([], narrow.VOCAB))
     seconds = [
-        replay_text(
-            text,
-            drafter,
-            make_draft_length(3),
-            FLAT,
-            max_tokens=33,
-            vocab_size=narrow.VOCAB,
-            draft_seconds=draft_seconds,
-        ).seconds
+        replayed(record(33).texts[0], drafter, 3, FLAT, 33, draft_seconds=draft_seconds).seconds
         for draft_seconds in (0.0, 1.0)
     ]
     assert seconds[0] == seconds[1] > 0
+
+
+def test_free_steps_cost_nothing() -> None:
+    for is_free, num_steps in ((True, 0), (False, 3)):
+        evidence = Evidence(match=1, is_free=is_free)
+        session: Any = SimpleNamespace()
+        length = recorded.ModelledLength(Fixed(3), FLAT, 1.0)
+        session.propose_while = lambda n, go, given=evidence: [go([given]) for _ in range(n)]
+        recorded._ModelledSteps(session, length).propose(3)
+        assert length.num_steps == num_steps
 
 
 def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
@@ -188,14 +164,11 @@ def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
 
 
 def test_plain_decoding_is_the_unit() -> None:
-    """Without drafts, or with drafts of length 0, the speedup is 1 on any curve."""
+    """Without drafts the speedup is 1 on any curve; on a flat one it is tokens per pass."""
     for curve in (FLAT, linear_cost(0.7)):
         for drafter, length in ((None, 4), (DRAFTERS["n-gram"], 0)):
             model = replayed(record().texts[0], drafter, length, curve)
             assert model.seconds == pytest.approx(model.plain_seconds)
-
-
-def test_on_a_flat_curve_speedup_is_tokens_per_pass() -> None:
     scores = replay.score_record(record(), {"ngram": DRAFTERS["n-gram"]}, ["2", "4"], FLAT)
     assert all(score.speedup == pytest.approx(score.tokens_per_pass) for score in scores)
 
@@ -239,8 +212,6 @@ def _widths(cut: Sequence[bool]) -> list[int]:
 
 
 def test_random_drafts_are_refused() -> None:
-    """Whether a draft drawn at random is accepted is not known from the text."""
-
     class Random:
         def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
             import mlx.core as mx
@@ -272,36 +243,22 @@ def test_scores_add_up_and_carry_the_live_ratio() -> None:
     assert {score.live_ratio for score in other} == {None}
 
 
-def test_oracles_stand_beside_the_drafters_in_the_table(
+def test_the_experiments_command_adds_bounds_and_batches(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With 3 draft tokens at most, the text oracle writes 4 tokens a pass on either curve."""
-    save_record(record(), tmp_path / "record.json")
-    arguments = [
-        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
-        *("--cost", "linear:0", "--cost", "1,1.5,2", "--longest", "3", "--draft-cost", "0.1"),
-        *("--json", str(tmp_path / "scores.json")),
-    ]
-    assert experiment.main(arguments) == 0
+    path, scored = tmp_path / "record.json", tmp_path / "scores.json"
+    save_record(record(), path)
+    arguments = [str(path), "--json", str(scored), "--drafter", "ngram", "--draft-length", "2"]
+    curves = ["--cost", "linear:0", "--cost", "1,1.5,2", "--longest", "3", "--draft-cost", "0.1"]
+    assert experiment.main([*arguments, *curves]) == 0
     assert capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2
-    scores = json.loads((tmp_path / "scores.json").read_text())
+    scores = json.loads(scored.read_text())
     oracle = [s for s in scores if s["drafter"] == TEXT_ORACLE and s["category"] == ALL]
     assert [s["tokens_per_pass"] for s in oracle] == [4, 4]
-
-
-def test_batches_are_scored_by_the_experiments_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A row for each number of texts, and the same in the file."""
-    save_record(record(), tmp_path / "record.json")
-    arguments = [
-        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
-        *("--rows", "1", "--rows", "2", "--json", str(tmp_path / "scores.json")),
-    ]
-    assert experiment.main(arguments) == 0
+    assert experiment.main([*arguments, "--rows", "1", "--rows", "2"]) == 0
     assert "| rows" in capsys.readouterr().out
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    assert [score["rows"] for score in scores] == [1, 2]
+    assert [score["rows"] for score in json.loads(scored.read_text())] == [1, 2]
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -311,24 +268,15 @@ def parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_the_command_scores_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A table per curve, and the same numbers in the file."""
-    save_record(record(), tmp_path / "record.json")
-    arguments = [
-        *(str(tmp_path / "record.json"), "--drafter", "ngram", "--draft-length", "2"),
-        *("--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"),
-        *("--json", str(tmp_path / "scores.json")),
-    ]
+    """A table per curve, and the same numbers in the file; without a measured curve the default."""
+    path, scored = tmp_path / "record.json", tmp_path / "scores.json"
+    save_record(record(), path)
+    arguments = [str(path), "--drafter", "ngram", "--draft-length", "2", "--json", str(scored)]
+    arguments += ["--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"]
     assert replay.main(parse(*arguments)) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2
     assert "kind 0" in report
-    scores = json.loads((tmp_path / "scores.json").read_text())
-    assert {s["cost"] for s in scores} == {"linear:0", "1,1.5,2"}
-
-
-def test_without_a_measured_curve_replay_falls_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save_record(record(), tmp_path / "record.json")
-    assert replay.main(parse(str(tmp_path / "record.json"))) == 0
+    assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
+    assert replay.main(parse(str(path))) == 0
     assert "cost linear:0.24" in capsys.readouterr().out

@@ -13,7 +13,7 @@ import pytest
 import specdec_mlx as sd
 from selection import in_one_test
 from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.scores import Score, Scores
+from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.checks import CheckReport, Part
 from specdec_mlx.stats.rows import Row, Rows, columns
 from test_plots import result

@@ -40,7 +40,7 @@ PUBLIC = {
     "specdec_mlx.rules.coins",
     "specdec_mlx.target.strategies",
 }
-"""What an extension may import of the package: what its page names."""
+"""Modules that an extension may import: its page names them."""
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -123,24 +123,15 @@ def test_the_rule_keeps_the_contract() -> None:
         assert "total variation at most" in check_rule(rule)[-1]
 
 
-def test_the_rule_is_asked_at_temperature_0() -> None:
-    """Drafts that are all right are kept about half as often; the text is the plain one."""
-    greedy = oracle(sd.Sampling())
-    trusting, reluctant = run(greedy), run(greedy, rule=Reluctant(share=0.5))
-    assert tokens(trusting) == tokens(reluctant) == tokens(run(None))
-    assert trusting[-1].stats.acceptance_rate == 1
-    assert 0 < reluctant[-1].stats.acceptance_rate < 0.8
-    assert tokens(run(greedy, rule=Reluctant(share=0.0))) == tokens(run(None))
-    assert run(greedy, rule=Reluctant(share=0.0))[-1].stats.accepted == 0
-
-
-def test_the_rule_is_asked_at_temperature_1() -> None:
-    """A draft model that is the target itself: each token is kept with chance `share`."""
-    same = sd.ModelDrafter(target())
-    for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
-        items = run(same, rule=Reluctant(share=share), sampler=sd.Sampling(temp=1.0))
-        assert items[-1].stats.drafted > 0
-        assert least <= items[-1].stats.acceptance_rate <= most
+def test_the_rule_is_asked_at_any_temperature() -> None:
+    """Drafts that are all right are kept with chance `share`; a greedy text is the plain one."""
+    drafted = [(oracle(sd.Sampling()), 0.0), (sd.ModelDrafter(target()), 1.0)]
+    for drafter, temp in drafted:
+        for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
+            items = run(drafter, rule=Reluctant(share=share), sampler=sd.Sampling(temp))
+            assert items[-1].stats.drafted > 0
+            assert least <= items[-1].stats.acceptance_rate <= most
+            assert temp or tokens(items) == tokens(run(None))
 
 
 @pytest.mark.usefixtures("installed")

@@ -63,15 +63,18 @@ def test_our_drafters_keep_the_contract(name: str) -> None:
 
 
 class Copying:
-    """A sound session to break: proposes the last tokens again, drawn at random if asked to."""
+    """A sound session to break: proposes the last tokens again."""
 
     def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
         self.text = list(prompt)
         self.num_prompt = len(prompt)
         self.context = context
 
+    def tokens(self, limit: int) -> list[int]:
+        return (self.text[-3:] * limit)[:limit]
+
     def propose(self, limit: int) -> Draft:
-        return Draft((self.text[-3:] * limit)[:limit])
+        return Draft(self.tokens(limit))
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.text += tokens
@@ -97,29 +100,12 @@ class Drawing(Copying):
         return Draft(tokens, mx.stack(logprobs)) if tokens else Draft()
 
 
-@dataclass(frozen=True)
-class Of:
-    """The drafter of a session class."""
-
-    session: type
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        return self.session(prompt, context)
-
-
-def test_the_sound_sessions_pass() -> None:
-    """The ones that are broken below, as they are."""
-    check_drafter(Of(Copying))
-    assert "chi-square" in check_drafter(Of(Drawing))[4]
-    assert "chi-square" in check_drafter(Of(Forking))[4]
-
-
 class Forking(Drawing):
     """Draws siblings after the text, and one more after the first of them."""
 
-    def place(self, node: int) -> tuple[int, int]:
-        """Start and index of a node's noise."""
-        return len(self.text) - self.num_prompt, node
+    def place(self, start: int, node: int) -> tuple[int, int]:
+        """Start and index of a node's noise, `start` tokens into the generation."""
+        return start, node
 
     def propose(self, limit: int) -> Draft:
         parents = [-1, -1, 0][:limit]
@@ -127,64 +113,50 @@ class Forking(Drawing):
         logprobs: list[mx.array] = []
         for node, parent in enumerate(parents):
             logprobs.append(self.after(self.text[-1] if parent < 0 else tokens[parent]))
-            start, index = self.place(node)
+            start, index = self.place(len(self.text) - self.num_prompt, node)
             noise = self.context.draft_gumbels(start, 1, index)[0]
             tokens.append(int(mx.argmax(logprobs[-1] + noise).item()))
         return Draft(tokens, mx.stack(logprobs), parents=parents) if tokens else Draft()
 
 
-class SameNoiseEachRound(Forking):
-    def place(self, node: int) -> tuple[int, int]:
-        return 0, node
+@dataclass(frozen=True)
+class Of:
+    """The drafter of a session class, or of one with other members."""
+
+    session: type
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        return self.session(prompt, context)
 
 
-class NoiseOfTheNextRound(Forking):
-    """That of the token's own position, which later drafts are drawn from as well."""
-
-    def place(self, node: int) -> tuple[int, int]:
-        return len(self.text) - self.num_prompt + node, 0
+def copying(**members: Any) -> Of:
+    return Of(type("Broken", (Copying,), members))
 
 
-class NoiseByDepth(Forking):
-    """Siblings share it."""
-
-    def place(self, node: int) -> tuple[int, int]:
-        return len(self.text) - self.num_prompt, node // 2
-
-
-class TooMany(Copying):
-    def propose(self, limit: int) -> Draft:
-        return Draft(self.text[-1:] * (limit + 1))
+def drawing(hand_over: Callable[[list[int], list[mx.array]], Draft]) -> Of:
+    """Hands over tokens and log-probabilities otherwise."""
+    member = {"hand_over": lambda self, tokens, rows: hand_over(tokens, rows)}
+    return Of(type("Broken", (Drawing,), member))
 
 
-class Unknown(Copying):
-    def propose(self, limit: int) -> Draft:
-        return Draft([V] * limit)
+def forking(place: Callable[[int, int], tuple[int, int]]) -> Of:
+    return Of(type("Broken", (Forking,), {"place": lambda self, *at: place(*at)}))
 
 
-class Tuples(Copying):
-    def propose(self, limit: int) -> Any:
-        return self.text[-limit:]
+def declaring(rows: Callable[[list[int], list[mx.array]], list[mx.array]]) -> Of:
+    """Declares other log-probabilities than were drawn from."""
+    return drawing(lambda tokens, logprobs: stacked(tokens, rows(tokens, logprobs)))
 
 
-class Arrays(Copying):
-    """NumPy's, which the loop refuses."""
-
-    def propose(self, limit: int) -> Draft:
-        return Draft(np.array((self.text[-3:] * limit)[:limit]))
+def stacked(tokens: list[int], logprobs: list[mx.array]) -> Draft:
+    return Draft(tokens, mx.stack(logprobs)) if tokens else Draft()
 
 
-class NoTree(Copying):
-    """A child that stands before its parent."""
-
-    def propose(self, limit: int) -> Draft:
-        tokens = (self.text[-3:] * limit)[:limit]
-        return Draft(tokens, parents=[i + 1 for i in range(len(tokens))])
-
-
-class WrongEvidence(Copying):
-    def propose(self, limit: int) -> Draft:
-        return Draft(self.text[-1:] * limit, evidence=(1,) * (limit + 1))
+def test_the_sound_sessions_pass() -> None:
+    """The ones that are broken below, as they are."""
+    check_drafter(Of(Copying))
+    assert "chi-square" in check_drafter(Of(Drawing))[4]
+    assert "chi-square" in check_drafter(Of(Forking))[4]
 
 
 class KeepsThePrompt(Copying):
@@ -207,19 +179,18 @@ class ChangesTokens(Copying):
         tokens.clear()
 
 
-class AlwaysSomething(Copying):
-    def propose(self, limit: int) -> Draft:
-        return super().propose(max(1, limit))
-
-
-class NeedsADraft(Copying):
-    """Takes what is observed for a verdict on something proposed."""
+class KeepsItsDraft(Copying):
+    """To be broken: knows its last proposal."""
 
     last: Draft | None = None
 
     def propose(self, limit: int) -> Draft:
         self.last = super().propose(limit)
         return self.last
+
+
+class NeedsADraft(KeepsItsDraft):
+    """Takes what is observed for a verdict on something proposed."""
 
     def observe(self, tokens: Sequence[int]) -> None:
         if self.last is None:
@@ -228,31 +199,20 @@ class NeedsADraft(Copying):
         self.last = None
 
 
+class ForgetsTheCorrection(KeepsItsDraft):
+    """Takes only the accepted part for what was emitted, if there was a draft."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        super().observe(tokens[:-1] if self.last and len(tokens) > 1 else tokens)
+
+
 class NeverRewinds(Copying):
-    """What it proposed stays in its text."""
+    """Its proposals stay in its text."""
 
     def propose(self, limit: int) -> Draft:
         draft = super().propose(limit)
         self.text += draft.tokens
         return draft
-
-
-class ForgetsTheCorrection(Copying):
-    """Takes only the accepted part for what was emitted, if there was a draft."""
-
-    last: Draft = Draft()
-
-    def propose(self, limit: int) -> Draft:
-        self.last = super().propose(limit)
-        return self.last
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        super().observe(tokens[:-1] if len(self.last) and len(tokens) > 1 else tokens)
-
-
-class OwnRandomness(Copying):
-    def propose(self, limit: int) -> Draft:
-        return Draft([random.randrange(V) for _ in range(limit)])
 
 
 class ForgetsItsDistribution(Drawing):
@@ -268,59 +228,31 @@ class ForgetsItsDistribution(Drawing):
         super().observe(tokens)
 
 
-class Unnormalised(Drawing):
-    def after(self, last: int) -> mx.array:
-        return super().after(last) + 0.1
-
-
-class Misshapen(Drawing):
-    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        return Draft(tokens, logprobs[0]) if tokens else Draft()
-
-
-class OtherTemperature(Drawing):
-    """Draws at temperature 1, declares 0.8: total variation 0.1 over 32 tokens."""
-
-    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        cold = [row / 0.8 - mx.logsumexp(row / 0.8) for row in logprobs]
-        return super().hand_over(tokens, cold)
-
-
-class OneHot(Drawing):
+def one_hot(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
     """Declares that it would always have proposed what it drew, as a distribution."""
-
-    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        sure = [mx.where(mx.arange(V) == token, 0.0, -mx.inf) for token in tokens]
-        return super().hand_over(tokens, sure)
+    return [mx.where(mx.arange(V) == token, 0.0, -mx.inf) for token in tokens]
 
 
-class DropsUnlikely(Drawing):
+def impossible(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
+    pairs = zip(tokens, logprobs, strict=True)
+    rest = [mx.where(mx.arange(V) == token, -mx.inf, row) for token, row in pairs]
+    return [row - mx.logsumexp(row) for row in rest]
+
+
+def drop_unlikely(tokens: list[int], logprobs: list[mx.array]) -> Draft:
     """Drops drawn tokens that its own distribution finds unlikely."""
-
-    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        kept = 0
-        while kept < len(tokens) and logprobs[kept][tokens[kept]].item() > -2.5:
-            kept += 1
-        return super().hand_over(tokens[:kept], logprobs[:kept])
-
-
-class Impossible(Drawing):
-    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        chosen = mx.arange(V) == (mx.array(tokens)[:, None] if tokens else 0)
-        rest = mx.where(chosen, -mx.inf, mx.stack(logprobs)) if tokens else mx.zeros((0, V))
-        return super().hand_over(tokens, list(rest - mx.logsumexp(rest, axis=-1, keepdims=True)))
+    kept = 0
+    while kept < len(tokens) and logprobs[kept][tokens[kept]].item() > -2.5:
+        kept += 1
+    return stacked(tokens[:kept], logprobs[:kept])
 
 
 class CopiesTheText(Copying):
     """Keeps every version of the text, so that memory is quadratic."""
 
-    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(prompt, context)
-        self.versions: list[list[int]] = []
-
     def observe(self, tokens: Sequence[int]) -> None:
         super().observe(tokens)
-        self.versions.append(list(self.text))
+        self.versions = [*getattr(self, "versions", []), list(self.text)]
 
 
 class Held(Copying):
@@ -369,8 +301,7 @@ class SharesItsTable:
                 return Draft([table.get(self.text[-1], 0)] * min(1, limit))
 
             def observe(self, tokens: Sequence[int]) -> None:
-                text = [self.text[-1], *tokens]
-                table.update(itertools.pairwise(text))
+                table.update(itertools.pairwise([self.text[-1], *tokens]))
                 super().observe(tokens)
 
         return Session(prompt, context)
@@ -384,13 +315,12 @@ class SharesAScratchpad:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
         session = Copying(prompt, context)
-        scratchpad = self.scratchpad
 
         def propose(limit: int) -> Draft:
-            scratchpad[:] = (session.text[-3:] * limit)[:limit]
+            self.scratchpad[:] = session.tokens(limit)
             if threading.active_count() > 1:
                 time.sleep(0.001)  # where another thread would take over, sooner or later
-            return Draft(list(scratchpad)[:limit])
+            return Draft(list(self.scratchpad)[:limit])
 
         session.propose = propose  # type: ignore[method-assign]
         return session
@@ -415,59 +345,60 @@ BROKEN: dict[str, list[Any]] = {
         object(),
         Copying,
         Of(NoObserve),
-        Of(TooMany),
-        Of(Unknown),
-        Of(Tuples),
-        Of(Arrays),
-        Of(NoTree),
-        Of(WrongEvidence),
+        copying(propose=lambda self, limit: Draft(self.tokens(limit + 1))),
+        copying(propose=lambda self, limit: Draft([V] * limit)),
+        copying(propose=lambda self, limit: self.text[-limit:]),
+        copying(propose=lambda self, limit: Draft(np.array(self.tokens(limit)))),
+        # a child that stands before its parent
+        copying(propose=lambda self, k: Draft(self.tokens(k), parents=list(range(1, k + 1)))),
+        copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
         Of(KeepsThePrompt),
         Of(ChangesThePrompt),
         Of(ChangesTokens),
         Counts(),
     ],
-    "noise": [Of(SameNoiseEachRound), Of(NoiseOfTheNextRound), Of(NoiseByDepth)],
-    "empty drafts": [Of(NeedsADraft)],
-    "rewinds": [
-        Of(NeverRewinds),
-        Of(ForgetsTheCorrection),
-        Of(ForgetsItsDistribution),
+    "noise": [
+        forking(lambda start, node: (0, node)),  # the same each round
+        forking(lambda start, node: (start + node, 0)),  # later drafts have it as well
+        forking(lambda start, node: (start, node // 2)),  # siblings share it
     ],
-    "sessions": [SharesItsTable(), Of(OwnRandomness)],
+    "empty drafts": [Of(NeedsADraft)],
+    "rewinds": [Of(NeverRewinds), Of(ForgetsTheCorrection), Of(ForgetsItsDistribution)],
+    "sessions": [
+        SharesItsTable(),
+        copying(propose=lambda self, k: Draft([random.randrange(V) for _ in range(k)])),
+    ],
     "distribution": [
-        Of(Unnormalised),
-        Of(Misshapen),
-        Of(OtherTemperature),
-        Of(OneHot),
-        Of(DropsUnlikely),
-        Of(Impossible),
+        declaring(lambda tokens, rows: [row + 0.1 for row in rows]),
+        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
+        # draws at temperature 1, declares 0.8: total variation 0.1 over 32 tokens
+        declaring(lambda tokens, rows: [row / 0.8 - mx.logsumexp(row / 0.8) for row in rows]),
+        declaring(one_hot),
+        drawing(drop_unlikely),
+        declaring(impossible),
     ],
     "memory": [Of(CopiesTheText), Of(Held), Of(FailsToClose)],
     "threads": [SharesAScratchpad()],
 }
 
 
-def test_every_property_has_a_control() -> None:
-    """A drafter that is broken in this way, which it must reject."""
-    assert BROKEN.keys() == DrafterConformance.properties.keys()
-
-
 @pytest.mark.parametrize("check", cases(BROKEN, *BROKEN.keys() - {"distribution"}))
 def test_a_broken_drafter_fails_by_name(check: str) -> None:
-    """AssertionError names the property that it breaks, and says what to do."""
+    """AssertionError names the property that it breaks; every property has such a control."""
+    assert BROKEN.keys() == DrafterConformance.properties.keys()
 
     def fails(drafter: Any) -> None:
-        with pytest.raises(AssertionError) as caught:
+        with pytest.raises(AssertionError, match=f"{check}: "):
             check_drafter(drafter, vocab_size=V)
-        assert f"{check}: " in str(caught.value)
 
     each(BROKEN[check], fails)
 
 
 def test_tokens_for_nothing_fail() -> None:
     """propose(0) must be empty; more than asked for is what it is called."""
+    always = copying(propose=lambda self, limit: Draft(self.tokens(max(1, limit))))
     with pytest.raises(AssertionError, match=r"propose\(0\)"):
-        check_drafter(Of(AlwaysSomething), vocab_size=V)
+        check_drafter(always, vocab_size=V)
 
 
 def test_memory_across_generations_has_to_be_meant() -> None:

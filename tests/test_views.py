@@ -14,9 +14,8 @@ import tiny_text
 from scripted import OracleDrafter
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.replay import score_record
+from specdec_mlx.bench.replay import Scores, score_record
 from specdec_mlx.bench.run import bench_texts
-from specdec_mlx.bench.scores import Scores
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.notebook.views import LOOKS, Piece, text_html
 from specdec_mlx.types import RoundRecord

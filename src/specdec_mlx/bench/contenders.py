@@ -1,4 +1,4 @@
-"""Who takes part in a benchmark: plain mlx-lm, its own speculation, and our drafters."""
+"""Contenders of a benchmark: plain mlx-lm, its own speculation, and our drafters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"
@@ -28,7 +27,7 @@ MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 
 
 class Counts(NamedTuple):
-    """What a loop says of itself so far.
+    """A loop's own counts so far.
 
     Attributes:
         target_passes: the one that gave the first token included.
@@ -48,11 +47,8 @@ class Emitted:
     """One token of a generation.
 
     Attributes:
-        token: its id.
-        from_draft: whether it was proposed.
         counts: up to this token; None of a loop that takes a pass for every token.
-        at: when the token was known, by `time.perf_counter`; None is now, as it is handed out,
-            which a loop without streaming cannot do.
+        at: time of `time.perf_counter` when the token was known; None is now.
     """
 
     token: int
@@ -62,10 +58,11 @@ class Emitted:
 
 
 Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
+"""(prompt [n], max_tokens, seed) -> a stream of tokens."""
 
 
 class Keyed:
-    """What belongs to a contender: a way to draft, a length and a rule tell it from the others."""
+    """A result of a contender, by its flags on the command line; "" where one means nothing."""
 
     drafter: str
     draft_length: str
@@ -73,18 +70,13 @@ class Keyed:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """What tells it from the others."""
+        """Drafter, draft length and rule, which tell contenders apart."""
         return self.drafter, self.draft_length, self.rule
 
 
 @dataclass(frozen=True)
 class Contender(Keyed):
-    """A way to generate.
-
-    Attributes:
-        drafter, draft_length, rule: as given on the command line; "" where it means nothing.
-        start: prompt [n], max_tokens and seed to a stream of tokens.
-    """
+    """A way to generate."""
 
     drafter: str
     draft_length: str
@@ -97,9 +89,8 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
-        steps = generate_step(
-            mx.array(prompt), model, max_tokens=max_tokens, sampler=make_sampler(temp)
-        )
+        sampler = make_sampler(temp)
+        steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler)
         with closing(steps):
             for token, _ in steps:
                 yield Emitted(int(token))
@@ -110,14 +101,7 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
 def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
-    """mlx-lm's own speculative decoding, which drafts K tokens a round, or as many as are wanted.
-
-    Args:
-        model: the target.
-        draft_model: with the target's tokenizer.
-        draft_length: tokens a round.
-        temp: temperature; 0 is greedy.
-    """
+    """mlx-lm's own speculative decoding, `draft_length` tokens a round."""
     from mlx_lm.generate import speculative_generate_step  # may go; nothing else hangs on it
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
@@ -130,19 +114,15 @@ def mlx_lm_speculation(
             max_tokens=max_tokens,
             sampler=make_sampler(temp),
         )
-        passes = drafted = drafting = 0
-        begins_round = True
+        counts, begins_round = Counts(0), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
                 if begins_round:
                     length = min(draft_length, max_tokens - n)
-                    passes, drafted, drafting = (
-                        passes + 1,
-                        drafted + length,
-                        drafting + (length > 0),
-                    )
+                    passes, drafted, drafting, _ = counts
+                    counts = Counts(passes + 1, drafted + length, drafting + (length > 0))
                 begins_round = not from_draft
-                yield Emitted(int(token), bool(from_draft), Counts(passes, drafted, drafting))
+                yield Emitted(int(token), bool(from_draft), counts)
 
     return Contender(MLX_LM_SPECULATION, str(draft_length), start)
 
@@ -157,20 +137,10 @@ def ours(
     rule: str = "auto",
     tuning: Tuning | None = None,
 ) -> Contender:
-    """Our loop with a drafter, or with none.
+    """Our loop with a drafter, or with none, by the name that tables give it.
 
-    What an automatic draft length learns it keeps from text to text: in `tuning`, else for each
-    seed, and so for each repeat, anew, since a text that it has seen before would be no fair test.
-
-    Args:
-        model: the target.
-        drafter: None for plain decoding by our loop.
-        name: what tables call the drafter.
-        draft_length: a number or a policy, as on the command line.
-        temp: temperature; 0 is greedy.
-        tokenizer: the target's, for drafters that compare it.
-        rule: as in `speculate`.
-        tuning: where to keep what is learned; None for a new one for each seed.
+    tuning: where an automatic length keeps what it learns from text to text; None for a new one for
+        each seed, and so for each repeat: a text seen before would be no fair test.
     """
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
@@ -190,17 +160,15 @@ def ours(
         )
         with closing(tokens):
             for token in tokens:
-                yield Emitted(token.token, token.from_draft, _counts(token.stats))
+                stats = token.stats
+                drafting = stats.drafted_at[0] if stats.drafted_at else 0
+                host_seconds = stats.draft_seconds + stats.other_seconds
+                counts = Counts(stats.target_passes, stats.drafted, drafting, host_seconds)
+                yield Emitted(token.token, token.from_draft, counts)
 
     if drafter is None:
         return Contender(name, "", start)
     return Contender(name, draft_length, start, rule)
-
-
-def _counts(stats: SpeculationStats) -> Counts:
-    drafting = stats.drafted_at[0] if stats.drafted_at else 0
-    host_seconds = stats.draft_seconds + stats.other_seconds
-    return Counts(stats.target_passes, stats.drafted, drafting, host_seconds)
 
 
 def make_contenders(
@@ -216,18 +184,8 @@ def make_contenders(
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then ours.
 
-    Ours is each drafter with each length and rule; without a drafter these mean nothing.
-
-    Args:
-        model: the target.
-        drafters: names with options; "none" is our loop without a drafter.
-        draft_lengths: K or the name of a policy, each as it is typed.
-        temp: temperature, 0 for greedy.
-        tokenizer: the target's, for drafters that compare it with their own.
-        draft_model: what "model" drafts with, and mlx-lm's own speculation.
-        draft_tokenizer: the draft model's.
-        rules: acceptance rules, names with options.
-        make: makes the drafter of a name; None for `make_drafter` with the draft model.
+    Ours is each drafter with each length and rule; without a drafter ("none") these mean nothing.
+    `make` makes the drafter of a name; None is `make_drafter` with the draft model.
 
     Raises:
         UnknownNameError: no drafter or length has this name.

@@ -1,4 +1,4 @@
-"""c(m): what a pass of the target over m positions costs; measured, or given."""
+"""c(m): the cost of a pass of the target over m positions; measured, or given."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class CostCurve:
     Beyond the last point the last slope goes on. Raises ValueError for points that make no curve.
 
     Attributes:
-        name: how a table calls it.
+        name: its name in tables.
         positions: [n] increasing, the first is 1.
         seconds: [n] of a pass over so many positions.
         low, high: [n] ends of a 95% interval of `seconds`; () where they are not known.
@@ -112,41 +112,31 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
 class CostMeter:
     """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
 
-    Sweeps are meant to be spread over a benchmark, so that the curve and the rounds see the same
-    machine. A pass is measured as the loop runs it, from the feed to the read that waits. The
-    machine's pace, which changes from second to second where other programs run, is taken out: each
-    pass is held against the passes over one position right before and right after it.
+    Sweeps are spread over a benchmark, so that the curve and the rounds see the same machine. A
+    pass is measured as the loop runs it, from the feed to the read that waits. Each is divided by
+    the passes over one position right before and after it, so that the machine's pace cancels out.
     """
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
     ) -> None:
-        """Fill the cache with `tokens`, repeated as often as needed, and run one sweep unmeasured.
+        """Fill the cache with a real text, since experts are chosen by it, and warm up.
 
-        Args:
-            model: the target.
-            tokens: some real text, since experts are chosen by it.
-            widths: numbers of positions, the first 1.
+        widths: numbers of positions, the first 1.
         """
         self._widths = tuple(widths)
-        self._verifier = Verifier(
-            ModelPass(model, Rollback(make_prompt_cache(model))),
-            NextToken(Sampling(), (), Noise(0)),
-            Match(),
-        )
+        target = ModelPass(model, Rollback(make_prompt_cache(model)))
+        self._verifier = Verifier(target, NextToken(Sampling(), (), Noise(0)), Match())
         cached = max(NUM_CACHED, max(widths))
         self._tokens = (list(tokens) * (cached // len(tokens) + 1))[:cached]
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
             mx.eval([cache.state for cache in self._verifier.rollback.caches])
-        self._begin()
-        self.sweep()
-        self._begin()
-
-    def _begin(self) -> None:
-        """Nothing is measured yet."""
         self._single: list[float] = []
         self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
+        self.sweep()
+        for samples in (self._single, *self._ratios.values()):
+            samples.clear()
 
     def sweep(self) -> None:
         """Time one pass of every width, with one over a single position between any two."""
@@ -161,15 +151,11 @@ class CostMeter:
     def curve(self) -> CostCurve:
         """Medians so far, with their intervals."""
         single = statistics.median(self._single)
-        medians = [statistics.median(ratios) for ratios in self._ratios.values()]
-        ends = [median_interval(ratios) for ratios in self._ratios.values()]
-        return CostCurve(
-            MEASURED,
-            self._widths,
-            tuple(single * ratio for ratio in (1.0, *medians)),
-            tuple(single * low for low, _ in ((1.0, 1.0), *ends)),
-            tuple(single * high for _, high in ((1.0, 1.0), *ends)),
+        rows = [(statistics.median(r), *median_interval(r)) for r in self._ratios.values()]
+        seconds, low, high = zip(
+            *([single * x for x in row] for row in [(1, 1, 1), *rows]), strict=True
         )
+        return CostCurve(MEASURED, self._widths, seconds, low, high)
 
     def _time(self, width: int) -> float:
         """Seconds of one pass; afterwards the cache is as before."""
@@ -190,9 +176,9 @@ class CostMeter:
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Interval that holds the median with at least this chance, from the order of the samples.
 
-    Of n samples the number below the median is binomial (n, 1/2), whatever their distribution, so
-    that the k-th smallest and largest are its ends. With fewer than 6, no interval at 95% is that
-    wide, and the smallest and the largest are returned.
+    Of n samples the number below the median is binomial (n, 1/2), so that the k-th smallest and
+    largest are its ends. With fewer than 6 no interval at 95% is that wide, and the smallest and
+    the largest are returned.
     """
     ordered, n = sorted(samples), len(samples)
     tail, k = 0.0, 0

@@ -19,14 +19,12 @@ EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row 
 
 @dataclass(frozen=True)
 class Difference(Keyed):
-    """First place where a text parts from that of plain decoding.
+    """First place where a sample's text parts from that of plain decoding.
 
     Attributes:
-        id, category, drafter, draft_length, repeat, rule: of the sample.
         position: index among the generated tokens.
-        top_two_gap: how far the target's two greatest logits are apart there, in a single-token
-            pass.
-        excused: whether that is a tie but for rounding.
+        top_two_gap: difference of the target's two greatest logits there, in a single-token pass.
+        excused: True if that is a tie but for rounding.
     """
 
     id: str
@@ -48,13 +46,7 @@ def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
 def find_differences(
     model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
 ) -> list[Difference]:
-    """All samples whose text is not the reference, plain decoding's own repeats included.
-
-    Args:
-        model: the target, asked how near a tie each difference is.
-        tasks: the prompts.
-        samples: the generations, plain decoding's among them.
-    """
+    """All samples whose text is not the reference, plain decoding's own repeats included."""
     prompts = {task.id: task.prompt for task in tasks}
     references = reference_texts(samples)
     gaps: dict[tuple[str, int], float] = {}
@@ -80,19 +72,11 @@ def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | N
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
-    """Distance of the two greatest logits at a place in the text of plain greedy decoding.
-
-    Plain decoding feeds one token at a time; its log-probabilities are logits but for a shift.
-
-    Args:
-        model: the target.
-        prompt: [n] token ids.
-        position: index of the generated token.
-    """
+    """Difference of the two greatest logits at generated token `position`, decoded plainly."""
     steps = generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
     with closing(steps):
         for _, logprobs in steps:
-            last = logprobs
+            last = logprobs  # logits but for a shift
     top = mx.sort(last.astype(mx.float32))[-2:]
     gap: float = (top[1] - top[0]).item()  # type: ignore[assignment]
     return gap

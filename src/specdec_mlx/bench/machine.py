@@ -1,4 +1,4 @@
-"""Where a benchmark ran: without this, its numbers say nothing."""
+"""Description of the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 REFERENCE_BLAS = "reference BLAS"
-"""What `blas_name` calls the library that MLX's Linux wheel brings, and any that it cannot tell."""
+"""The library of MLX's Linux wheel, and any that is not known."""
 
 
 def describe_machine() -> dict[str, str]:
-    """Processor, device, matrix library, versions, how busy the machine is; and several ranks."""
+    """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
@@ -41,9 +41,9 @@ def blas_name() -> str:
 
 
 def blas_in(maps: str) -> str:
-    """Matrix library among the files that a process has mapped, in the format of /proc/PID/maps.
+    """Matrix library among mapped files, in the format of /proc/PID/maps.
 
-    What the wheels of NumPy and SciPy bring is theirs alone: MLX's calls do not go there.
+    MLX does not call the libraries in the wheels of NumPy and SciPy.
     """
     known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}

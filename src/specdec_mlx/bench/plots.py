@@ -1,7 +1,4 @@
-"""Figures of benchmarks, with matplotlib (`pip install "specdec-mlx[plot]"`).
-
-As in `notebook.plots`, each returns a `Plot`, or draws into the axes that it is given.
-"""
+"""Figures of benchmarks, with matplotlib (`pip install "specdec-mlx[plot]"`)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from specdec_mlx.notebook.canvas import (
 from specdec_mlx.notebook.palette import COLOURS, GREY, MARKERS
 
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", NO_DRAFTER: "no drafter, our loop"}
-"""Drafters that a legend calls otherwise than the command line."""
+"""Names in a legend that differ from the command line's."""
 
 
 def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str = "") -> Figure:
@@ -43,8 +40,18 @@ def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str 
     for i, key in enumerate(contenders):
         chosen = [r for r in results if r.key == key and r.ratio]
         rows = [categories.index(r.category) + (i + 1) / (len(contenders) + 1) for r in chosen]
-        name = contender_name(*(key if with_rule else key[:2]))
-        _draw_ratios(ax, chosen, rows, name, i)
+        ratios = [r.ratio or 0.0 for r in chosen]
+        below = [max(0.0, x - (r.ratio_low or x)) for x, r in zip(ratios, chosen, strict=True)]
+        above = [max(0.0, (r.ratio_high or x) - x) for x, r in zip(ratios, chosen, strict=True)]
+        ax.errorbar(
+            ratios,
+            rows,
+            xerr=[below, above],
+            fmt=MARKERS[i % 6],
+            color=COLOURS[i % 6],
+            capsize=2,
+            label=contender_name(*(key if with_rule else key[:2])),
+        )
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
@@ -56,31 +63,7 @@ def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str 
 
 
 def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:
-    """What a legend calls a contender of a benchmark.
-
-    Args:
-        drafter: as given on the command line.
-        draft_length: the same; "" leaves it out.
-        rule: the same; "" leaves it out.
-    """
+    """Name of a contender in a legend; an empty part is left out."""
     name = LEGENDS.get(drafter, drafter)
     name = f"{name}, K = {draft_length}" if draft_length else name
     return f"{name}, {rule}" if rule else name
-
-
-def _draw_ratios(
-    ax: Axes, results: Sequence[Result], rows: Sequence[float], name: str, number: int
-) -> None:
-    """Ratios with their intervals, each at its row; `number` chooses colour and marker."""
-    ratios = [r.ratio or 0.0 for r in results]
-    below = [max(0.0, x - (r.ratio_low or x)) for x, r in zip(ratios, results, strict=True)]
-    above = [max(0.0, (r.ratio_high or x) - x) for x, r in zip(ratios, results, strict=True)]
-    ax.errorbar(
-        ratios,
-        rows,
-        xerr=[below, above],
-        fmt=MARKERS[number % 6],
-        color=COLOURS[number % 6],
-        capsize=2,
-        label=name,
-    )

@@ -1,15 +1,17 @@
-"""What a benchmark is run on: prompts with a category each."""
+"""Prompts of a benchmark, with a category each."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 BUILTIN = Path(__file__).parent / "prompts.jsonl"
 """Six kinds of work, from much repetition of the prompt to none."""
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -43,25 +45,29 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
     Raises ValueError with the number of the line that is none.
     """
-    prompts = []
-    for number, line in numbered_lines(path):
-        try:
-            row = json.loads(line)
-            text = row["turns"][0] if "turns" in row else row["prompt"]
-            name, category = row.get("id", number), row.get("category", "prompts")
-            prompts.append(Prompt(str(name), str(category), str(text)))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object with `turns` (a list of messages) "
-                f"or `prompt`, and `id` and `category`; got {line[:60]!r}."
-            ) from error
-    return prompts
+
+    def prompt(row: Any, number: int) -> Iterator[Prompt]:
+        text = row["turns"][0] if "turns" in row else row["prompt"]
+        name, category = row.get("id", number), row.get("category", "prompts")
+        yield Prompt(str(name), str(category), str(text))
+
+    expected = "`turns` (a list of messages) or `prompt`, and `id` and `category`"
+    return read_lines(path, prompt, expected)
 
 
-def numbered_lines(path: Path | str) -> list[tuple[int, str]]:
-    """The lines of a file that are not empty, with their numbers."""
+def read_lines(
+    path: Path | str, read: Callable[[Any, int], Iterator[Item]], expected: str
+) -> list[Item]:
+    """Items that `read` makes of each line's object and number; ValueError for a wrong line."""
+    items: list[Item] = []
     lines = Path(path).read_text(encoding="utf-8").splitlines()
-    return [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    for number, line in enumerate(lines, start=1):
+        try:
+            items += read(json.loads(line), number) if line.strip() else []
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            what = f"{path}, line {number}: expected a JSON object with {expected}"
+            raise ValueError(f"{what}; got {line[:60]!r}.") from error
+    return items
 
 
 def choose(
@@ -69,15 +75,9 @@ def choose(
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
 ) -> list[WithCategory]:
-    """Some of the prompts, evenly spread over each category, in file order.
+    """At most so many prompts of each of these categories, evenly spread; None for all.
 
-    Args:
-        prompts: to choose from.
-        categories: only these, in this order; all if None.
-        per_category: most prompts of each; all if None.
-
-    Raises:
-        ValueError: for a category that no prompt has.
+    Raises ValueError for a category that no prompt has.
     """
     by_category: dict[str, list[WithCategory]] = {}
     for prompt in prompts:
@@ -105,7 +105,7 @@ def encode_chat(tokenizer: Any, text: str) -> list[int]:
 def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """Token ids of a conversation in the model's chat template, the answer about to begin.
 
-    Without a template it is the messages' contents, a blank line between two.
+    Without a template it is the messages' contents, with blank lines between them.
     """
     if not tokenizer.has_chat_template:
         return list(tokenizer.encode("\n\n".join(message["content"] for message in messages)))

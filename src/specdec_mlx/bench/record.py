@@ -1,4 +1,4 @@
-"""What `bench --json` writes and `replay` reads."""
+"""The record of a benchmark, which `bench --json` writes and `replay` reads."""
 
 from __future__ import annotations
 
@@ -18,13 +18,10 @@ from specdec_mlx.stats.rows import Row, Rows
 
 @dataclass(frozen=True)
 class RecordedText:
-    """What plain decoding made of a prompt; at temperature 0 any drafter can be scored on it.
+    """A prompt with its text by plain decoding; any drafter can be scored on it.
 
     Attributes:
-        id: unique name.
-        category: results are reported per category.
-        prompt: [n] token ids.
-        generated: [m] token ids.
+        prompt, generated: token ids; the latter [m] at temperature 0.
         session: the conversation that it is a part of; "" where it stands alone.
         top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
             first; [] where they were not recorded.
@@ -40,16 +37,12 @@ class RecordedText:
 
 @dataclass(frozen=True)
 class Record(Rows):
-    """A whole benchmark: where and how it ran, and what came of it.
+    """A whole benchmark: where and how it ran, and its results.
 
     Attributes:
-        command: as typed.
-        machine: what `describe_machine` says.
         settings: model, temp, max_tokens, repeats, seed, dtype, vocab_size.
-        texts: the prompts, and what plain decoding made of them.
         cost: measured c(m); None where it was not measured.
         results: one for each category and contender.
-        differences: where texts part from plain decoding's.
         samples: every generation; not saved.
     """
 
@@ -68,16 +61,7 @@ class Record(Rows):
         return list(dict.fromkeys(text.category for text in self.texts))
 
     def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
-        """The measured ratio to plain decoding, under rule "auto".
-
-        Args:
-            drafter: as given on the command line.
-            draft_length: the same.
-            category: of the texts, or "all".
-
-        Returns:
-            Tokens per second over plain decoding's; None if that was not run.
-        """
+        """Measured tokens per second over plain decoding's under rule "auto"; None if not run."""
         wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
         found = (r.ratio for r in self.results if r.key in wanted and r.category == category)
         return next(found, None)
@@ -119,7 +103,7 @@ def load_record(path: Path | str) -> Record:
 
 
 def read_result(data: dict[str, Any]) -> Result:
-    """A result as JSON has it; what only older versions wrote is left out."""
+    """A result as JSON has it; fields of older versions are left out."""
     known = {field.name for field in fields(Result)}
     return Result(**{name: value for name, value in data.items() if name in known})
 

@@ -1,4 +1,4 @@
-"""The loop on a recorded text: the target knows it, takes no time, and is billed by a curve."""
+"""The loop on a recorded text: the target knows it, takes no time, and costs come from a table."""
 
 from __future__ import annotations
 
@@ -48,16 +48,9 @@ from specdec_mlx.types.trees import children_of
 
 @dataclass(frozen=True)
 class Modelled:
-    """One text as a way of drafting would have generated it.
+    """One text as a way of drafting would have generated it: counts as in a live run.
 
-    Attributes:
-        category: of the text.
-        tokens: how many.
-        passes: of the target, as in a live run.
-        drafted: draft tokens proposed, as in a live run.
-        accepted: draft tokens handed out.
-        seconds: of all passes and drafts, on the cost curve.
-        plain_seconds: of one pass a token.
+    seconds: of all passes and drafts, on the cost curve. plain_seconds: of one pass a token.
     """
 
     category: str
@@ -70,7 +63,7 @@ class Modelled:
 
 
 @dataclass
-class RecordedPass:
+class _RecordedPass:
     """A pass of the recorded target; see `specdec_mlx.types.PendingPass`."""
 
     draft: Draft
@@ -81,14 +74,12 @@ class RecordedPass:
 
     @property
     def next_token(self) -> list[int]:
-        """The token after an empty draft."""
         return self.coming[:1]
 
     def wait(self) -> None:
         """Nothing is computed."""
 
     def read(self) -> Outcome:
-        """What is kept; the text is followed by tokens that nobody reads."""
         kept = right_path(self.draft, self.coming)
         return Outcome(kept, self.coming[: len(kept) + 1] or [0])
 
@@ -97,9 +88,8 @@ class RecordedTarget:
     """A target whose greedy text is known; see `specdec_mlx.types.Target`."""
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
-        """Begin behind the prompt's prefill."""
+        """Begin after the prompt's prefill."""
         self.rollback = Rollback([], position=len(text.prompt) - 1)
-        self._generated = text.generated
         self._text = text
         self._is_tapped = False
         self._num_fed = 0
@@ -120,8 +110,8 @@ class RecordedTarget:
     def tap(self, wanted: Features) -> None:
         """Show the likeliest tokens, from the text's own places; the prompt is fed for that.
 
-        Of a text without `top_tokens` its own token alone is known, so that what a replay says of a
-        drafter that reads more is a lower bound. Raises UnreadableError for states.
+        Of a text without `top_tokens` its own token alone is known, so that the scores of a
+        drafter that reads more are lower bounds. Raises UnreadableError for states.
         """
         if wanted != Features(top=wanted.top):
             raise UnreadableError(
@@ -136,7 +126,7 @@ class RecordedTarget:
         return top_rows(self._text, [None] * self._num_fed), self._num_fed
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
-        """There are no processors that want to know."""
+        """No processors want to know."""
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """A pass whose logits are never asked for."""
@@ -163,10 +153,10 @@ class RecordedTarget:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
         self.rollback.advance(num_fed)
-        coming = [*self._generated[position : position + len(draft) + 1]]
-        if position + len(draft) >= len(self._generated):
-            coming.append(0)  # behind the end: unknown, and nobody reads it
-        pass_ = RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
+        coming = [*self._text.generated[position : position + len(draft) + 1]]
+        if position + len(draft) >= len(self._text.generated):
+            coming.append(0)  # after the end: unknown, and nobody reads it
+        pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
             places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
             right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
@@ -175,12 +165,11 @@ class RecordedTarget:
         return pass_
 
 
-class UndisturbedClock(RoundClock):
-    """Every round's seconds are its own, since the cost curve says what they are."""
+class _UndisturbedClock(RoundClock):
+    """A clock for rounds whose seconds come from a table: nothing disturbs it."""
 
     @property
     def was_undisturbed(self) -> bool:
-        """Whatever this process was doing meanwhile."""
         return True
 
 
@@ -214,43 +203,33 @@ class ModelledLength:
     def _begin(
         self, inner: Auto, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """A step takes what it is said to take, and reading takes nothing."""
         if isinstance(session, Stepwise):
-            session = ModelledSteps(session, self)
+            session = _ModelledSteps(session, self)
         return inner.begin(part, session, may_fork)
 
     def record(self, round_: RoundRecord) -> None:
-        """Pass a round on, with what it would have cost."""
+        """Pass a round on, with its modelled seconds."""
         unseen = 0 if round_.part in self._cheap else round_.drafted
         drafting = self.draft_seconds * (self.num_steps or unseen)
         self.num_steps = 0
         verifying = self._cost(round_.fed)
         self.seconds += drafting + verifying
-        self._inner.record(
-            replace(
-                round_,
-                seconds=drafting + verifying,
-                draft_seconds=drafting,
-                verify_seconds=verifying,
-            )
-        )
+        modelled = replace(round_, seconds=drafting + verifying, draft_seconds=drafting)
+        self._inner.record(replace(modelled, verify_seconds=verifying))
 
 
-class ModelledSteps:
+class _ModelledSteps:
     """A session whose steps are counted."""
 
     def __init__(self, session: Stepwise, length: ModelledLength) -> None:
-        """Pass on what it can do."""
         self._session, self._length = session, length
         if isinstance(session, SeesTarget):
             self.see = session.see
 
     def propose(self, limit: int) -> Draft:
-        """All tokens up to the limit."""
         return self.propose_while(limit, lambda evidence: Step.GO_ON)
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The session's; each step is counted."""
 
         def counted(evidence: Sequence[Evidence]) -> Step:
             if not evidence[-1].is_free:
@@ -273,15 +252,14 @@ def replay_text(
     vocab_size: int,
     draft_seconds: float = 0.0,
 ) -> Modelled:
-    """Run the loop on a recorded text.
+    """Run the loop on a recorded text, with a drafter or none.
 
     Args:
-        text: what plain decoding made of a prompt.
+        text: a prompt and its text by plain decoding.
         drafter: None for plain decoding.
         length: chooses draft lengths, and learns from the modelled seconds.
         cost: c(m), in seconds.
-        max_tokens: as it was when the text was recorded.
-        vocab_size: V.
+        max_tokens, vocab_size: as when the text was recorded.
         draft_seconds: of one draft token.
     """
     modelled = ModelledLength(length, cost, draft_seconds)
@@ -290,35 +268,29 @@ def replay_text(
     drafting = Drafting(
         drafter, modelled, target, sequence, keeps_cache=False, stream=generation_stream
     )
-    generation = Generation(
-        target, sequence, drafting, SpeculationStats(), clock=UndisturbedClock()
-    )
+    stats = SpeculationStats()
+    generation = Generation(target, sequence, drafting, stats, clock=_UndisturbedClock())
     with closing(generation.run(greedy_context(vocab_size))) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     return Modelled(
         category=text.category,
         tokens=len(emitted),
-        passes=generation.stats.target_passes,
-        drafted=generation.stats.drafted,
+        passes=stats.target_passes,
+        drafted=stats.drafted,
         accepted=sum(token.from_draft for token in emitted),
-        seconds=modelled.seconds if drafter else cost(1) * generation.stats.target_passes,
+        seconds=modelled.seconds if drafter else cost(1) * stats.target_passes,
         plain_seconds=cost(1) * len(emitted),
     )
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
-    """What a drafter is told about a generation at temperature 0."""
+    """The context of a generation at temperature 0."""
     return DraftContext(sampling=Sampling(), noise=Noise(0), vocab_size=vocab_size)
 
 
 def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
-    """What the target thought likeliest at places of a text; -1 where that is not known.
-
-    Args:
-        text: the recorded text; of one without `top_tokens` its own tokens are known.
-        places: indices of generated tokens, None for what is not in the text.
-    """
+    """The target's likeliest tokens at places of a text, None for one outside; -1 if not known."""
     tops = text.top_tokens or [[token] for token in text.generated]
     unknown = [-1] * len(tops[0])
     rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
@@ -340,7 +312,7 @@ def right_path(draft: Draft, coming: Sequence[int]) -> Sequence[int]:
 
 
 def num_matching(draft: Sequence[int], coming: Sequence[int]) -> int:
-    """How many tokens of the draft are right, up to the first that is not."""
+    """Number of the draft's tokens that are right, up to the first that is not."""
     for n, (a, b) in enumerate(zip(draft, coming, strict=False)):
         if a != b:
             return n

@@ -1,11 +1,8 @@
 """`specdec-mlx replay`: recorded texts scored offline, for any drafter, draft length and cost.
 
-The loop itself runs, with its drafters, draft lengths and both of its modes. Only the target is
-replaced, by one that knows its text and takes no time: what a pass would have cost is read off a
-curve c(m). At temperature 0 the counts are therefore those of a live run.
-
-With `--sessions` the texts are those of a session file, in its order: a drafter that remembers goes
-on with what the texts before have left it.
+The loop itself runs, with its drafters and draft lengths. Only the target is replaced, by one that
+knows its text and takes no time: the cost of a pass is read off a curve c(m). At temperature 0 the
+counts are therefore those of a live run.
 """
 
 from __future__ import annotations
@@ -14,6 +11,7 @@ import argparse
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
@@ -21,7 +19,7 @@ from mlx_lm.utils import load_tokenizer
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.scores import Score, Scores, format_scores
+from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
@@ -30,10 +28,78 @@ from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments,
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
+from specdec_mlx.notebook.views import table_html
+from specdec_mlx.stats.rows import Row, Rows
 from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One way of drafting on one category of texts, under one cost curve.
+
+    Attributes:
+        drafter, draft_length: as given on the command line; "" where it means nothing.
+        category: of the texts; "all" is every text.
+        speedup: plain seconds over modelled seconds, sums over the texts.
+        live_ratio: ratio that the recorded benchmark measured; None if it did not run this, or the
+            curve is not the measured one.
+        session: the conversation of the texts; "" for all of the category.
+    """
+
+    cost: str
+    drafter: str
+    draft_length: str
+    category: str
+    texts: int
+    tokens: int
+    target_passes: int
+    drafted: int
+    accepted: int
+    tokens_per_pass: float
+    speedup: float
+    live_ratio: float | None = None
+    session: str = ""
+
+
+class Scores(list[Score], Rows):
+    """Scores, which a notebook shows as a table; a row for each in CSV and pandas."""
+
+    def rows(self) -> list[Row]:
+        """A row for each score, a column for each field."""
+        return [asdict(score) for score in self]
+
+    def _repr_html_(self) -> str:
+        note = "<p>modelled speed relative to plain decoding</p>"
+        return table_html(*_table(self), 3) + note
+
+
+def format_scores(scores: Sequence[Score]) -> str:
+    """Speedups per category; tokens per pass, acceptance and the measured ratio over all."""
+    return markdown_table(*_table(scores), 3)
+
+
+def _table(scores: Sequence[Score]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: one for each cost curve, drafter and draft length, all sessions together."""
+    ways: dict[tuple[str, str, str], dict[str, Score]] = {}
+    for score in scores:
+        if not score.session:
+            way = ways.setdefault((score.cost, score.drafter, score.draft_length), {})
+            way[score.category] = score
+    categories = list(dict.fromkeys(score.category for score in scores))
+    rows = [
+        [
+            *(part or "-" for part in key),
+            *(f"{way[name].speedup:.2f}" for name in categories),
+            f"{way[ALL].tokens_per_pass:.2f}",
+            f"{way[ALL].accepted / way[ALL].drafted:.2f}" if way[ALL].drafted else "-",
+            or_dash(way[ALL].live_ratio),
+        ]
+        for key, way in ways.items()
+    ]
+    return ["cost", "drafter", "K", *categories, "tok/pass", "accepted", "live"], rows
 
 
 def score_record(
@@ -146,14 +212,12 @@ def main(args: argparse.Namespace) -> int:
 
 def read_record(args: argparse.Namespace) -> Record:
     """The texts to score, and the costs that were measured. Raises ValueError where none is."""
-    if args.record is None and args.sessions is None:
-        raise ValueError(
-            "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
-        )
     record = load_record(args.record) if args.record else None
     if args.sessions:
         return record_of_sessions(args.sessions, args.model, record.cost if record else None)
-    assert record is not None
+    if record is None:
+        what = "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
+        raise ValueError(what)
     return record
 
 
@@ -166,16 +230,9 @@ def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
 def record_of_sessions(
     path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
 ) -> Record:
-    """A session file as a record, by the tokenizer of a model.
+    """A session file as a record, by the tokenizer of a model (a small one if None).
 
-    Args:
-        path: of the file.
-        model: folder or Hugging Face name; None for a small one.
-        cost: c(m) as it was measured somewhere.
-
-    Raises:
-        ValueError: for a file that is none.
-        ModelFolderError: the tokenizer cannot be loaded.
+    Raises ValueError for a file that is none, ModelFolderError if the tokenizer cannot be loaded.
     """
     name = model or demo_model_path()
     with explained(name):
@@ -187,7 +244,7 @@ def record_of_sessions(
 
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
-    """Ways to make the drafters that were named; whether they can be made is found out now."""
+    """Ways to make the drafters that were named; each is tried once."""
     make = NamedModel(args.draft_model, lighter_of(args)).make
     specs = args.drafter or [DEFAULT_DRAFTER]
     for spec in specs:
@@ -199,20 +256,20 @@ def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
+    pairs = list(zip(record.texts, modelled, strict=True))
+    sessions = dict.fromkeys(text.session for text in record.texts if text.session)
     groups = [
-        (category, "", [m for m in modelled if category in (m.category, ALL)])
-        for category in [*record.categories, ALL]
+        *((c, "", [m for m in modelled if m.category == c]) for c in record.categories),
+        (ALL, "", list(modelled)),
+        *(("", session, [m for t, m in pairs if t.session == session]) for session in sessions),
     ]
-    for session in dict.fromkeys(text.session for text in record.texts if text.session):
-        of_it = zip(record.texts, modelled, strict=True)
-        chosen = [m for text, m in of_it if text.session == session]
-        groups.append((chosen[0].category, session, chosen))
+    is_live = cost == MEASURED
     return [
         Score(
             cost=cost,
             drafter=drafter,
             draft_length=length,
-            category=category,
+            category=category or group[0].category,
             texts=len(group),
             tokens=sum(m.tokens for m in group),
             target_passes=sum(m.passes for m in group),
@@ -220,9 +277,7 @@ def scores_of(
             accepted=sum(m.accepted for m in group),
             tokens_per_pass=sum(m.tokens for m in group) / sum(m.passes for m in group),
             speedup=sum(m.plain_seconds for m in group) / sum(m.seconds for m in group),
-            live_ratio=record.live_ratio(drafter, length, category)
-            if cost == MEASURED and not session
-            else None,
+            live_ratio=record.live_ratio(drafter, length, category) if is_live else None,
             session=session,
         )
         for category, session, group in groups

@@ -1,10 +1,10 @@
-"""What a benchmark says, as tables: in Markdown, and in HTML for a notebook."""
+"""The report of a benchmark, as tables: in Markdown, and in HTML for a notebook."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.identity import EXCUSED_GAP, Difference
@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from specdec_mlx.bench.record import Record
 
 Table = tuple[list[str], list[list[str]], int]
-"""Header, rows, and how many columns, from the first on, are text."""
+"""Header, rows, and the number of leading columns that are text."""
 
 SPEED_NOTE = (
     "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
     "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
     "tokens over all seconds; accepted: of the drafted tokens."
+)
+DIFFERENCES_NOTE = (
+    f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
 )
 ROUNDS_NOTE = (
     "drafting: share of target passes that verified a draft (the others are plain steps); host: "
@@ -29,73 +32,80 @@ ROUNDS_NOTE = (
 )
 
 
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _identical(result: Result) -> str:
+    if result.identical is None:
+        return "-"
+    excused = f" (+{result.excused})" if result.excused else ""
+    return f"{result.identical}{excused} of {result.texts}"
+
+
+Columns = dict[str, Callable[[Any], str]]
+
+SPEEDS: Columns = {
+    "ratio": lambda r: or_dash(r.ratio),
+    "95%": lambda r: f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}",
+    "end to end": lambda r: or_dash(r.end_to_end_ratio),
+    "tok/s": lambda r: or_dash(r.total_tokens_per_second, 1),
+    "tok/pass": lambda r: f"{r.tokens_per_pass:.2f}",
+    "accepted": lambda r: f"{r.accepted} of {r.drafted}" if r.drafted else "-",
+    "identical": _identical,
+}
+ROUNDS: Columns = {
+    "drafting": lambda r: f"{r.drafting_share:.2f}",
+    "host ms": lambda r: or_dash(r.host_ms_per_round),
+    "peak GB": lambda r: f"{r.peak_memory_gb:.2f}",
+    "first s": lambda r: f"{r.first_token_seconds:.3f}",
+    "of plain's": lambda r: or_dash(r.first_token_ratio, 3),
+}
+DIFFERENCES: Columns = {
+    "repeat": lambda d: str(d.repeat),
+    "position": lambda d: str(d.position),
+    "top-two gap": lambda d: f"{d.top_two_gap:.2e}",
+    "excused": lambda d: "yes" if d.excused else "NO",
+}
+
+
 def format_record(record: Record) -> str:
     """The whole report."""
     parts = [
         f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(record.settings)}",
-        markdown_table(*speed_table(record.results)),
+        markdown_table(*_table(record.results, SPEEDS)),
         SPEED_NOTE,
-        markdown_table(*rounds_table(record.results)),
+        markdown_table(*_table(record.results, ROUNDS)),
         ROUNDS_NOTE,
-        format_differences(record.differences),
-        format_cost(record.cost) if record.cost else "",
     ]
-    return "\n\n".join(part for part in parts if part)
+    if record.differences:
+        differences = markdown_table(*_table(record.differences, DIFFERENCES, "text"))
+        parts += [DIFFERENCES_NOTE, differences]
+    return "\n\n".join([*parts, *([format_cost(record.cost)] if record.cost else [])])
 
 
 def record_html(record: Record) -> str:
-    """For a notebook: how fast, and where it ran."""
+    """Speeds and the machine, for a notebook."""
     notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(record.machine))}</small>"
-    return f"{table_html(*speed_table(record.results))}<p>{notes}</p>"
+    return f"{table_html(*_table(record.results, SPEEDS))}<p>{notes}</p>"
 
 
-def speed_table(results: Sequence[Result]) -> Table:
-    """How fast: a row per category and contender."""
-    who = _Names(results)
-    header = ["ratio", "95%", "end to end", "tok/s", "tok/pass", "accepted", "identical"]
-    rows = [
-        [
-            *(*who(r), or_dash(r.ratio), f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}"),
-            *(or_dash(r.end_to_end_ratio), or_dash(r.total_tokens_per_second, 1)),
-            f"{r.tokens_per_pass:.2f}",
-            f"{r.accepted} of {r.drafted}" if r.drafted else "-",
-            _identical(r),
-        ]
-        for r in results
-    ]
-    return [*who.header, *header], rows, len(who.header)
-
-
-def rounds_table(results: Sequence[Result]) -> Table:
-    """What happened in the rounds: a row per category and contender."""
-    who = _Names(results)
-    rows = [
-        [
-            *(*who(r), f"{r.drafting_share:.2f}", or_dash(r.host_ms_per_round)),
-            *(f"{r.peak_memory_gb:.2f}", f"{r.first_token_seconds:.3f}"),
-            or_dash(r.first_token_ratio, 3),
-        ]
-        for r in results
-    ]
-    header = ["drafting", "host ms", "peak GB", "first s", "of plain's"]
-    return [*who.header, *header], rows, len(who.header)
-
-
-def format_differences(differences: Sequence[Difference]) -> str:
-    """Texts that are not plain decoding's; "" if there are none."""
-    if not differences:
-        return ""
-    who = _Names(differences)
-    rows = [
-        [
-            *(d.id, *who(d)[1:], str(d.repeat), str(d.position)),
-            *(f"{d.top_two_gap:.2e}", "yes" if d.excused else "NO"),
-        ]
-        for d in differences
-    ]
-    header = ["text", *who.header[1:], "repeat", "position", "top-two gap", "excused"]
-    note = f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
-    return f"{note}\n\n{markdown_table(header, rows, len(who.header))}"
+def _table(rows: Sequence[Result | Difference], columns: Columns, first: str = "category") -> Table:
+    """Columns of each contender's rows; the rule only where there is more than one."""
+    texts: Columns = {
+        first: lambda r: r.id if first == "text" else r.category,
+        "drafter": lambda r: r.drafter,
+        "K": lambda r: r.draft_length or "-",
+    }
+    if len({row.rule for row in rows if row.rule}) > 1:
+        texts["rule"] = lambda r: r.rule or "-"
+    shown = texts | columns
+    return [*shown], [[column(row) for column in shown.values()] for row in rows], len(texts)
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -115,14 +125,7 @@ def format_cost(curve: CostCurve) -> str:
 def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
-    """Table with aligned columns.
-
-    Args:
-        header: of each column.
-        rows: the cells of each row.
-        num_text_columns: how many columns, from the first on, are text and stand to the left;
-            numbers stand to the right.
-    """
+    """Table with aligned columns: the first so many are text, the others numbers."""
     widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
     rule = [
         "-" * width if i < num_text_columns else "-" * (width - 1) + ":"
@@ -134,31 +137,3 @@ def markdown_table(
         for row in [header, rule, *rows]
     )
     return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
-
-
-def or_dash(value: float | None, digits: int = 2) -> str:
-    """A number with so many decimals; a dash where there is none."""
-    return "-" if value is None else f"{value:.{digits}f}"
-
-
-class _Names:
-    """The columns that tell results apart: the rule only where there is more than one."""
-
-    def __init__(self, rows: Sequence[Result | Difference]) -> None:
-        self.with_rule = len({row.rule for row in rows if row.rule}) > 1
-        self.header = ["category", "drafter", "K", *(["rule"] if self.with_rule else [])]
-
-    def __call__(self, row: Result | Difference) -> list[str]:
-        rule = [row.rule or "-"] if self.with_rule else []
-        return [row.category, row.drafter, row.draft_length or "-", *rule]
-
-
-def _identical(result: Result) -> str:
-    if result.identical is None:
-        return "-"
-    excused = f" (+{result.excused})" if result.excused else ""
-    return f"{result.identical}{excused} of {result.texts}"
-
-
-def _listed(values: Mapping[str, object]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in values.items())

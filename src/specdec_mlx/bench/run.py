@@ -149,21 +149,14 @@ def run_bench(
     about: dict[str, Any] | None = None,
     command: str = "",
 ) -> Record:
-    """Run all contenders on all tasks, and compare.
+    """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
 
     Args:
-        model: the target.
-        tasks: prompts as token ids, at least one.
-        contenders: ways to generate, as `make_contenders` returns them.
-        settings: tokens a prompt, repeats, seed and end tokens.
+        model, tasks, contenders, settings: the target, and what to run on it.
         temp: temperature that the contenders were made with; at 0 their texts are compared.
         measure_cost: measure c(m) too, one sweep before each task.
         make_bar: total -> a progress bar with `update()` and `close()`.
-        about: further settings for the record.
-        command: what was typed, for the record.
-
-    Returns:
-        All samples, differences and costs, with what is needed to run it again.
+        about, command: further settings for the record, and the command as typed.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None

@@ -3,19 +3,18 @@
 One JSON object a line, of one of two kinds:
 
 - `messages`, a list of objects with `role` and `content`: a conversation. Every assistant message
-  is a text, and what stands before it is its prompt.
+  is a text, and the messages before it are its prompt.
 - `turns`, of which the first is a prompt, and `reference`, its answer: a text. Lines with the same
   `session` are one conversation.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx.bench.prompts import encode_messages, numbered_lines
+from specdec_mlx.bench.prompts import encode_messages, read_lines
 from specdec_mlx.bench.record import RecordedText
 
 
@@ -30,41 +29,31 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
     Raises:
         ValueError: with the number of the line that is neither kind.
     """
-    texts: list[RecordedText] = []
-    for number, line in numbered_lines(path):
-        try:
-            texts += _texts_of(json.loads(line), str(number), tokenizer)
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"{path}, line {number}: expected a JSON object with `messages` (role and "
-                f"content), or with `turns` and `reference`; got {line[:60]!r}."
-            ) from error
+
+    def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
+        name, category = str(row.get("id", number)), str(row.get("category", "sessions"))
+        if "messages" in row:
+            said = [{"role": m["role"], "content": m["content"] or ""} for m in row["messages"]]
+            answers, session = list(_answers(said)), name
+        else:
+            prompt = {"role": "user", "content": row["turns"][0]}
+            answers, session = [([prompt], str(row["reference"]))], str(row.get("session", number))
+        end = getattr(tokenizer, "eos_token_id", None)
+        for turn, (before, answer) in enumerate(answers):
+            own = name if len(answers) == 1 else f"{name}/{turn}"
+            tokens = list(tokenizer.encode(answer, add_special_tokens=False))
+            tokens += [] if end is None else [int(end)]
+            yield RecordedText(own, category, encode_messages(tokenizer, before), tokens, session)
+
+    expected = "`messages` (role and content), or with `turns` and `reference`"
+    texts = read_lines(path, texts_of, expected)
     if not texts:
         raise ValueError(f"{path} has no assistant message and no reference. Give another file.")
     return texts
 
 
-def _texts_of(row: dict[str, Any], number: str, tokenizer: Any) -> Iterator[RecordedText]:
-    """The texts of a line."""
-    name, category = str(row.get("id", number)), str(row.get("category", "sessions"))
-    if "messages" in row:
-        answers, session = _answers(row["messages"]), name
-    else:
-        prompt = {"role": "user", "content": row["turns"][0]}
-        answers, session = [([prompt], str(row["reference"]))], str(row.get("session", number))
-    end = getattr(tokenizer, "eos_token_id", None)
-    for turn, (before, answer) in enumerate(answers):
-        own = name if len(answers) == 1 else f"{name}/{turn}"
-        tokens = list(tokenizer.encode(answer, add_special_tokens=False))
-        tokens += [] if end is None else [int(end)]
-        yield RecordedText(own, category, encode_messages(tokenizer, before), tokens, session)
-
-
-def _answers(messages: Sequence[dict[str, Any]]) -> list[tuple[Sequence[dict[str, str]], str]]:
-    """What the assistant said, each with all messages before it."""
-    said = [{"role": m["role"], "content": m["content"] or ""} for m in messages]
-    return [
-        (said[:i], message["content"])
-        for i, message in enumerate(said)
-        if message["role"] == "assistant" and i and message["content"]
-    ]
+def _answers(said: list[dict[str, str]]) -> Iterator[tuple[list[dict[str, str]], str]]:
+    """Each message of the assistant, with all messages before it."""
+    for i, message in enumerate(said):
+        if message["role"] == "assistant" and i and message["content"]:
+            yield said[:i], message["content"]

@@ -1,24 +1,23 @@
-"""Samples to results: what a benchmark says about each contender and category."""
+"""Samples to results: the numbers of each contender and category."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
-from jaxtyping import Float
 
 from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.identity import Difference
 from specdec_mlx.bench.timing import Sample
 
 T = TypeVar("T")
+OfText = TypeVar("OfText", Sample, Difference)
 
 ALL = "all"
 NUM_RESAMPLES = 4000
-Array = Float[np.ndarray, " n"]
 
 
 @dataclass(frozen=True)
@@ -29,26 +28,19 @@ class Result(Keyed):
     counts. They are None where no text is longer than its first round.
 
     Attributes:
-        drafter, draft_length, rule: of the contender.
         category: of the texts; "all" is every text.
-        texts, tokens: how many were generated, in one repeat.
-        total_tokens_per_second: all tokens over all seconds.
-        ratio: that, over plain decoding's.
-        ratio_low, ratio_high: its 95% bootstrap interval over texts.
+        texts, tokens: how many were generated, in one repeat; other counts are of all repeats.
+        ratio: tokens per second over plain decoding's, with a 95% bootstrap interval over texts.
         end_to_end_ratio: as `ratio`, from the call to the last token.
-        tokens_per_pass: tokens over target passes, of all repeats.
-        target_passes, drafted, accepted: sums over all repeats; drafted tokens are those proposed,
-            accepted ones those handed out.
         drafting_share: share of the passes that had a draft.
         host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
             say; None for mlx-lm's own loops.
         peak_memory_gb: with the caches of all contenders that ran side by side.
-        first_token_seconds: median.
-        first_token_ratio: over plain decoding's; of all texts together, each at the median of its
-            repeats. None without plain decoding, and in records of older versions.
+        first_token_seconds: median of all generations.
+        first_token_ratio: over plain decoding's, of all texts together; None in older records.
         identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
             random.
-        excused: further texts that part from it at a near tie only; None as above.
+        excused: further texts that part from it at a near tie only.
     """
 
     drafter: str
@@ -80,31 +72,18 @@ class Result(Keyed):
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-@dataclass(frozen=True)
-class Speeds:
-    """One contender's texts of a category, in a fixed order of texts.
+class Speeds(NamedTuple):
+    """One contender's texts, [n] each: tokens, seconds for decoding them, and for all of it."""
 
-    Attributes:
-        tokens: [n] per text, mean over repeats.
-        seconds: [n] for decoding them, at the median seconds per token of the repeats.
-        total_seconds: [n] median, prefill included.
-    """
-
-    tokens: Array
-    seconds: Array
-    total_seconds: Array
+    tokens: np.ndarray
+    seconds: np.ndarray
+    total_seconds: np.ndarray
 
 
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
-    """A result per contender and category, "all" last, in order of appearance.
-
-    Args:
-        samples: every generation.
-        differences: where texts part from plain decoding's.
-        greedy: whether the texts were compared.
-    """
+    """A result per contender and category, "all" last; greedy: True if texts were compared."""
     results = []
     for category in [*_unique(s.category for s in samples), ALL]:
         chosen = [s for s in samples if category in (s.category, ALL)]
@@ -114,23 +93,6 @@ def summarise(
             parted = [d for d in differences if d.key == key] if greedy else None
             results.append(_result(category, own, baseline, parted))
     return results
-
-
-def speeds(samples: Iterable[Sample], ids: Sequence[str]) -> Speeds:
-    """Per-text medians of one contender's samples, for the texts `ids`."""
-    by_id: dict[str, list[Sample]] = {name: [] for name in ids}
-    for sample in samples:
-        if sample.id in by_id:
-            by_id[sample.id].append(sample)
-    tokens = [statistics.mean(len(s.tokens) for s in by_id[name]) for name in ids]
-    pace = [
-        statistics.median(s.seconds_per_token or 0.0 for s in by_id[name] if s.seconds_per_token)
-        for name in ids
-    ]
-    total = [
-        statistics.median(s.first_seconds + s.decode_seconds for s in by_id[name]) for name in ids
-    ]
-    return Speeds(np.array(tokens), np.array(tokens) * np.array(pace), np.array(total))
 
 
 def throughput_ratio(ours: Speeds, plain: Speeds) -> float:
@@ -144,12 +106,6 @@ def bootstrap_interval(
     """95% percentile interval of the throughput ratio, texts drawn with replacement.
 
     It covers the choice of texts, which moves a ratio far more than the clock does.
-
-    Args:
-        ours: one contender's texts.
-        plain: the same texts by plain decoding.
-        seed: of the draws.
-        num_resamples: how many times texts are drawn.
     """
     n = len(ours.tokens)
     rows = np.random.default_rng(seed).integers(0, n, (num_resamples, n))
@@ -197,36 +153,48 @@ def _result(
 def _speeds(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
     """The fields of a result that are speeds, by name, of texts that both sides have a pace for."""
     names = ("total_tokens_per_second", "ratio", "ratio_low", "ratio_high", "end_to_end_ratio")
-    timed = [{s.id for s in side if s.seconds_per_token is not None} for side in (own, baseline)]
-    ids = [name for name in _unique(s.id for s in own) if name in timed[0] & timed[1]]
+    texts = [_by_id(s for s in side if s.seconds_per_token is not None) for side in (own, baseline)]
+    ids = [name for name in texts[0] if name in texts[1]]
     if not ids:
         return dict.fromkeys(names)
-    ours, plain = speeds(own, ids), speeds(baseline, ids)
-    end_to_end = ours.tokens.sum() / ours.total_seconds.sum()
-    end_to_end /= plain.tokens.sum() / plain.total_seconds.sum()
+    ours, plain = (
+        _speeds_of([side[name] for name in ids]) for side in (_by_id(own), _by_id(baseline))
+    )
     pace, ratio = ours.tokens.sum() / ours.seconds.sum(), throughput_ratio(ours, plain)
+    end_to_end = throughput_ratio(
+        ours._replace(seconds=ours.total_seconds), plain._replace(seconds=plain.total_seconds)
+    )
     values = pace, ratio, *bootstrap_interval(ours, plain), end_to_end
     return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
+def _speeds_of(texts: list[list[Sample]]) -> Speeds:
+    """Mean tokens of the repeats, at their median seconds a token, and median seconds in all."""
+    tokens = np.array([statistics.mean(len(s.tokens) for s in text) for text in texts])
+    paces = [[s.seconds_per_token for s in text if s.seconds_per_token] for text in texts]
+    total = [statistics.median(s.first_seconds + s.decode_seconds for s in text) for text in texts]
+    return Speeds(tokens, tokens * [statistics.median(p) for p in paces], np.array(total))
+
+
 def _to_first(samples: list[Sample]) -> float:
     """Seconds to the first token, of all texts together."""
-    by_id: dict[str, list[float]] = {}
-    for sample in samples:
-        by_id.setdefault(sample.id, []).append(sample.first_seconds)
-    return sum(statistics.median(seconds) for seconds in by_id.values())
+    texts = _by_id(samples).values()
+    return sum(statistics.median(s.first_seconds for s in text) for text in texts)
 
 
 def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
     """Texts without any difference, and texts whose differences are all excused."""
     ids = {s.id for s in own}
-    by_id: dict[str, list[bool]] = {}
-    for difference in parted:
-        if difference.id in ids:
-            by_id.setdefault(difference.id, []).append(difference.excused)
-    return len(ids) - len(by_id), sum(all(excuses) for excuses in by_id.values())
+    texts = _by_id(difference for difference in parted if difference.id in ids).values()
+    return len(ids) - len(texts), sum(all(d.excused for d in text) for text in texts)
+
+
+def _by_id(items: Iterable[OfText]) -> dict[str, list[OfText]]:
+    by_id: dict[str, list[OfText]] = {}
+    for item in items:
+        by_id.setdefault(item.id, []).append(item)
+    return by_id
 
 
 def _unique(items: Iterable[T]) -> list[T]:
-    """Each item once, in order of appearance."""
     return list(dict.fromkeys(items))

@@ -44,18 +44,12 @@ class Sample(Keyed):
     """One generation as it happened.
 
     Attributes:
-        id, category: of the text.
-        drafter, draft_length, rule: of the contender.
-        repeat: which of the runs.
         tokens: [n] ids, the end token included.
         first_round: how many of them came with the first round; their time is in `first_seconds`,
             with the prefill of all models.
         first_seconds: from the call to the first token.
         decode_seconds: from there to the last token.
-        passes: of the target.
-        drafted: draft tokens proposed.
-        accepted: draft tokens handed out.
-        drafting_rounds: passes that had a draft.
+        passes, drafting_rounds: passes of the target, and those that had a draft.
         host_seconds: host time of the loop outside the target's passes; None for loops that do not
             say, and for a text that met an end token, since it leaves a pass under way whose launch
             would count.
@@ -95,18 +89,14 @@ def run_interleaved(
 ) -> list[Sample]:
     """Every contender on every task, `repeats` times, all of them side by side.
 
-    They take turns of a few tokens, so that a change in the machine's speed meets all alike, one of
-    a second included. Begins with a short untimed generation of each.
+    They take turns of a few tokens, so that a change in the machine's speed meets all alike. Begins
+    with a short untimed generation of each, under a seed that no timed repeat has.
 
-    Args:
-        tasks: the prompts.
-        contenders: who takes part.
-        settings: how each of them generates.
-        on_sample: called with each generation that has ended.
-        between_tasks: called before each task.
+    on_sample: called with each generation that has ended. between_tasks: called before each task.
     """
+    short = replace(settings, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens))
     for contender in contenders:
-        _warm_up(contender, tasks[0], settings)
+        time_generation(contender, tasks[0], short, settings.repeats)
     samples = []
     for task in tasks:
         between_tasks()
@@ -124,14 +114,11 @@ def take_turns(
 ) -> None:
     """Bring all runs to their end, a few tokens each in turns.
 
-    Whose turn is next is drawn anew each time around: what ran before is felt in the processor's
+    The order of each round of turns is drawn anew: what ran before is felt in the processor's
     caches, by up to a twentieth where a token takes 2 ms. On several ranks a turn is a whole text:
     ranks that are in different places of one generation cannot begin to meet in another.
 
-    Args:
-        runs: not begun.
-        seed: of the order, which is the same on all ranks.
-        may_go_on: asked before it is everybody's turn again; at a no all end as far as they are.
+    may_go_on: asked before each round of turns; at a no all end as far as they are.
     """
     draws = random.Random(seed)
     on_ranks = mx.distributed.init().size() > 1
@@ -145,14 +132,7 @@ def take_turns(
 
 
 def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
-    """Generate one text to its end, or to max_tokens.
-
-    Args:
-        contender: who generates.
-        task: the prompt.
-        settings: how.
-        repeat: which of the runs; it decides the seed.
-    """
+    """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
         run.go_on(settings.max_tokens)
@@ -187,11 +167,11 @@ class Run:
             if item.token in self.settings.end_tokens:
                 self._has_ended = True
                 break
-        handed_out = time.perf_counter()
+        emitted_at = time.perf_counter()
         mx.synchronize(generation_stream)
         if is_first:
-            self._began, self._first_seconds = began, handed_out - began
-            began = handed_out  # the pass under way is for the tokens after
+            self._began, self._first_seconds = began, emitted_at - began
+            began = emitted_at  # the pass under way is for the tokens after
         self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
         if self._has_ended or len(self._emitted) >= self.settings.max_tokens:
@@ -204,12 +184,15 @@ class Run:
             self._stream.close()
 
     def sample(self) -> Sample:
-        """What happened."""
+        """The generation's tokens, counts and times."""
         emitted = self._emitted
         counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
         is_whole = len(emitted) == self.settings.max_tokens
-        first_seconds, decode_seconds = self._seconds()
-        first_round = next((i for i, item in enumerate(emitted, 1) if not item.from_draft), None)
+        first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
+        times = [item.at for item in emitted if item.at is not None]
+        if times:  # a loop that does not stream has run in its first turn
+            first_seconds, decode_seconds = times[0] - self._began, times[-1] - times[0]
+        own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
         return Sample(
             id=self.task.id,
             category=self.task.category,
@@ -217,7 +200,7 @@ class Run:
             draft_length=self.contender.draft_length,
             repeat=self.repeat,
             tokens=[item.token for item in emitted],
-            first_round=len(emitted) if first_round is None else first_round,
+            first_round=next(own, len(emitted)),
             first_seconds=first_seconds,
             decode_seconds=decode_seconds,
             passes=counts.target_passes,
@@ -228,19 +211,3 @@ class Run:
             peak_bytes=self._peak_bytes,
             rule=self.contender.rule,
         )
-
-    def _seconds(self) -> tuple[float, float]:
-        """To the first token, and from there to the last.
-
-        A loop that does not stream has run in its first turn, and says itself what was when.
-        """
-        times = [item.at for item in self._emitted if item.at is not None]
-        if not times:
-            return self._first_seconds, self._decode_seconds
-        return times[0] - self._began, times[-1] - times[0]
-
-
-def _warm_up(contender: Contender, task: Task, settings: Settings) -> None:
-    """Compile kernels and fill caches, under a seed that no timed repeat has."""
-    num_tokens = min(WARM_UP_TOKENS, settings.max_tokens)
-    time_generation(contender, task, replace(settings, max_tokens=num_tokens), settings.repeats)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,9 +15,10 @@ FALSE_ALARM = 5e-5
 """Chance that one of the check's two chi-square tests fails while nothing is wrong."""
 
 RARE_ALARM = 1e-6
-"""The same for conformance tests; their seeds are fixed, so that one fails always or never."""
+"""False alarms of conformance tests; with fixed seeds one fails always or never."""
 
 LEAST_EXPECTED = 8.0
+"""Expected count below which cells are joined."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,7 @@ class ChiSquare:
 
     @classmethod
     def of(cls, seen: Counts, expected: Counts) -> ChiSquare:
-        """seen, expected: [cells] counts; infinite where the impossible was seen.
-
-        Cells that expect less than `LEAST_EXPECTED` are joined.
-        """
+        """Statistic of counts [cells]; infinite if the impossible was seen."""
         possible = expected > 0
         if seen[~possible].any():
             return cls(np.inf, max(1, int(possible.sum()) - 1))
@@ -47,7 +45,7 @@ class ChiSquare:
         return float(chances_above(self.statistic, self.freedom)[0]) if self.freedom else 1.0
 
     def numbers(self) -> dict[str, float]:
-        """What a report says of it."""
+        """The test's numbers for a report."""
         return {
             "chi_square": self.statistic,
             "degrees_of_freedom": self.freedom,
@@ -71,7 +69,7 @@ def chances_above(statistic: float, freedom: int, n: int = 1) -> Counts:
 
 
 def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
-    """Quantile of chi-square: the statistic that is exceeded with chance `false_alarm`."""
+    """Statistic that chi-square exceeds with chance `false_alarm`."""
     freedom = max(1, freedom)
     low, high = 0.0, freedom + 10.0
     while chances_above(high, freedom)[0] > false_alarm:
@@ -83,27 +81,23 @@ def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
     return high
 
 
-def together(tests: Sequence[ChiSquare]) -> ChiSquare:
+def together(tests: Iterable[ChiSquare]) -> ChiSquare:
     """Independent tests as one: both numbers add up."""
-    return ChiSquare(sum(t.statistic for t in tests), sum(t.freedom for t in tests))
+    statistics, freedoms = zip(*((t.statistic, t.freedom) for t in tests), strict=True)
+    return ChiSquare(sum(statistics), sum(freedoms))
 
 
 def power(
     wrong: Sequence[Counts], right: Sequence[Counts], false_alarm: float = FALSE_ALARM
 ) -> float:
-    """Chance that wrong counts are told from right ones.
+    """Chance that wrong counts are told from right ones, each [cells] for each group of draws.
 
     By the noncentral chi-square distribution, a Poisson mixture of central ones, and by the chance
     that something impossible comes.
-
-    Args:
-        wrong: [cells] expected counts of a fault, for each group of draws.
-        right: [cells] expected counts where nothing is wrong, for each group.
-        false_alarm: chance that the test fails while nothing is wrong.
     """
     pairs = list(zip(wrong, right, strict=True))
     unseen = math.exp(-sum(w[r == 0].sum() for w, r in pairs))
-    test = together([ChiSquare.of(np.where(r > 0, w, 0), r) for w, r in pairs])
+    test = together(ChiSquare.of(np.where(r > 0, w, 0), r) for w, r in pairs)
     if test.freedom == 0:
         return 1 - unseen
     mean = min(max(test.statistic, 1e-12) / 2, 1e5)  # beyond that the power is 1 in any case
@@ -114,7 +108,7 @@ def power(
 
 
 def _pools(expected: Counts) -> NDArray[np.int64]:
-    """Number of the pool of each cell [cells]; the small ones share pools that expect enough."""
+    """Number of each cell's pool; every pool expects enough."""
     pools = np.zeros(len(expected), np.int64)
     current, mass, left = 0, 0.0, float(expected.sum())
     for cell in np.argsort(-expected, kind="stable"):

@@ -16,10 +16,11 @@ import numpy as np
 
 from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, Counts, power
 from specdec_mlx.checks.report import Part, judge_power
+from specdec_mlx.checks.stand_ins import PassesOn
 from specdec_mlx.checks.subject import Probs, probabilities
 from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
+from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 NAME = "declared distribution"
 NUM_BINS = 10
@@ -32,12 +33,9 @@ EDGES = np.linspace(0, 1, NUM_BINS + 1)
 class Draws:
     """Points in [0, 1) of drafted tokens under their declared distributions.
 
-    Attributes:
-        points: one for each token that was drafted with a distribution.
-        proposals: how many there were.
-        cut: those that were shorter than was asked for.
-        distributions: some of those declared, each as its positive chances in falling order.
-        random: draws each point within its token's piece.
+    proposals, cut: drafts, and those shorter than was asked for. distributions: some of those
+        declared, each as its positive chances in falling order. random: draws each point within
+        its token's piece.
     """
 
     points: list[float] = field(default_factory=list)
@@ -67,39 +65,27 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """Passes everything on to another drafter, and notes what it drew."""
+    """A drafter whose draws are noted."""
 
     drafter: Drafter
     draws: Draws
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Begin with it."""
-        return RecordingSession(self.drafter.begin(prompt, context), self.draws)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> _RecordingSession:
+        """Start a generation."""
+        return _RecordingSession(self.drafter.begin(prompt, context), self.draws)
 
 
-class RecordingSession:
+class _RecordingSession(PassesOn):
     """A session whose proposals are noted, all those of one place as one."""
 
     def __init__(self, session: DraftSession, draws: Draws) -> None:
-        """Note what `session` proposes in `draws`."""
-        self.session = session
-        self.draws = draws
-        self.cheap = is_cheap(session)
+        super().__init__(session)
+        self._draws = draws
 
     def propose(self, limit: int) -> Draft:
-        """What the session proposes."""
-        draft = self.session.propose(limit)
-        self.draws.add(draft, limit)
+        draft = super().propose(limit)
+        self._draws.add(draft, limit)
         return draft
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell the session."""
-        self.session.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Tell the session, if it wants to know."""
-        if isinstance(self.session, Closes):
-            self.session.close(length)
 
 
 def check_declared(draws: Draws) -> Part:
@@ -111,9 +97,8 @@ def check_declared(draws: Draws) -> Part:
     num_draws = len(draws.points)
     if num_draws < FEWEST_DRAWS:
         verdict = f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
-        return Part(
-            NAME, "not run", f"{verdict}needed. Give more time (--budget).", {"draws": num_draws}
-        )
+        verdict += "needed. Give more time (--budget)."
+        return Part(NAME, "not run", verdict, {"draws": num_draws})
     seen = draws.seen()
     test = ChiSquare.of(seen, np.full(NUM_BINS, num_draws / NUM_BINS))
     numbers: dict[str, Any] = {
@@ -131,23 +116,21 @@ def check_declared(draws: Draws) -> Part:
 
 
 def _diagnosis(draws: Draws, p_value: float) -> str:
-    mean = float(np.mean(draws.points))
+    verdict = f"Drafted tokens do not follow the distribution declared for them (p = {p_value:.1g})"
     rare = float(np.mean(np.array(draws.points) > EDGES[-3]))
-    if mean < 0.5 and draws.cut and rare < 0.2:
-        fault = (
-            f"unlikely tokens are missing ({rare:.0%} of the draws are in the last fifth of their "
-            f"distribution) and {draws.cut} of {draws.proposals} drafts are shorter than asked "
-            "for: tokens are dropped after they were drawn. Decide whether to draft a token before "
-            "drawing it."
+    is_sharper = float(np.mean(draws.points)) < 0.5
+    if is_sharper and draws.cut and rare < 0.2:
+        return (
+            f"{verdict}: only {rare:.0%} of the draws are in the last fifth of their distribution, "
+            f"and {draws.cut} of {draws.proposals} drafts are shorter than asked for: tokens are "
+            "dropped after they were drawn. Decide whether to draft a token before drawing it."
         )
-    else:
-        shape = "sharper" if mean < 0.5 else "flatter"
-        fault = (
-            f"they come from another one, which is {shape}. Hand over, as Draft.logprobs, the "
-            "distribution that each token is really drawn from, after temperature and filters."
-        )
-    verdict = "Drafted tokens do not follow the distribution declared for them"
-    return f"{verdict} (p = {p_value:.1g}): {fault}"
+    shape = "sharper" if is_sharper else "flatter"
+    return (
+        f"{verdict}: they come from another one, which is {shape}. "
+        "Hand over, as Draft.logprobs, the distribution that each token is really drawn from, "
+        "after temperature and filters."
+    )
 
 
 FAULTS: dict[str, Callable[[Probs], Probs]] = {
@@ -160,12 +143,10 @@ FAULTS: dict[str, Callable[[Probs], Probs]] = {
 def _power(draws: Draws, fault: Callable[[Probs], Probs], num_draws: int) -> float:
     """Chance to find a fault with so many draws from distributions such as these."""
     shares = np.mean([_bin_shares(q, fault(q)) for q in draws.distributions], axis=0)
-    uniform = np.full(NUM_BINS, 1 / NUM_BINS)
-    return power([num_draws * shares], [num_draws * uniform])
+    return power([num_draws * shares], [np.full(NUM_BINS, num_draws / NUM_BINS)])
 
 
 def _bin_shares(declared: Probs, drawn: Probs) -> Probs:
     """Mass in each bin of the one distribution if tokens come from the other; both sorted alike."""
-    ends = np.concatenate([[0.0], np.cumsum(declared)])
-    mass = np.concatenate([[0.0], np.cumsum(drawn)])
+    ends, mass = (np.concatenate([[0.0], np.cumsum(q)]) for q in (declared, drawn))
     return np.diff(np.interp(EDGES, ends / ends[-1], mass / mass[-1]))

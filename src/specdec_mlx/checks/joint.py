@@ -1,9 +1,9 @@
 """Do texts follow the target's distribution? A chi-square test of the joint of their first tokens.
 
-The texts of a few contexts are sorted into the cells of a tree: a token that is expected often
-enough is a branch of its own, all others of its place share a cell. The exact chance of a cell is a
-product of the target's own probabilities, so nothing has to be estimated; and going down the same
-tree with the probabilities of a named fault gives the chance to find that.
+The texts of a few contexts are sorted into cells: a text whose every token is expected often enough
+at its place has a cell of its own, the others share one for each place that they leave from. The
+exact chance of a cell is a product of the target's own probabilities; the probabilities of a named
+fault give the chance to find that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -40,11 +40,15 @@ NUM_CONTEXTS = 3
 FEWEST_TEXTS = 100
 TEXTS_PER_CONTEXT = 2000
 UNDRAFTED = -1
-"""Stands for the draft tokens of a round that has none."""
+"""Draft tokens left to verify in a round that has none."""
+OTHER = -1
+"""Last token of the cells that texts share."""
 ROUNDING = 1e-12
 CHUNK = 32
 """Positions of a remembered context at a time: nothing is computed for it, but a draft model that
 asks for the last row of a pass gets all of its rows, each as wide as the vocabulary."""
+
+Tokens = tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -58,7 +62,7 @@ class Texts:
     subject: Subject
     context: list[int]
     draws: Draws
-    tokens: list[tuple[int, ...]] = field(default_factory=list)
+    tokens: list[Tokens] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
 
@@ -101,115 +105,101 @@ class Texts:
         return first_probs(session.propose(1), self.subject.vocab_size)
 
 
-@dataclass
-class Node:
-    """A place in the tree. p, q: both distributions there; branches: what follows, by token.
-
-    A branch is a further place, or the number of a cell; `rest` is the cell of all other tokens.
-    """
+class Place(NamedTuple):
+    """Both distributions [V] after a beginning of a text, and the tokens expected often enough."""
 
     p: Probs
     q: Probs | None
-    branches: dict[int, Node | int]
-    rest: int
+    likely: list[int]
 
 
-class Tree:
-    """The cells that the texts after one context are sorted into."""
+class Cells:
+    """The cells that the texts after one context are sorted into, by what they hold in common."""
 
     def __init__(self, texts: Texts) -> None:
-        """Grow branches for what so many texts are expected to hold often enough."""
-        self.texts, self.num_cells = texts, 0
-        self.root = self._grow((), float(len(texts.tokens)))
+        """Find the places that so many texts are expected to pass often enough."""
+        self.texts = texts
+        self.places: dict[Tokens, Place] = {}
+        self.cells: list[Tokens] = []
+        self._add_place((), float(len(texts.tokens)))
 
-    def _grow(self, prefix: tuple[int, ...], expected: float) -> Node:
+    def _add_place(self, prefix: Tokens, expected: float) -> None:
         p = self.texts.target_probs(prefix)
-        node = Node(p, self.texts.draft_probs(prefix), {}, self._new_cell())
-        for token in map(int, np.flatnonzero(expected * p >= LEAST_EXPECTED)):
-            is_last = len(prefix) + 1 == NUM_TOKENS
-            node.branches[token] = (
-                self._new_cell() if is_last else self._grow((*prefix, token), expected * p[token])
-            )
-        return node
+        likely = np.flatnonzero(expected * p >= LEAST_EXPECTED).tolist()
+        self.places[prefix] = Place(p, self.texts.draft_probs(prefix), likely)
+        self.cells.append((*prefix, OTHER))
+        for token in likely:
+            if len(prefix) + 1 == NUM_TOKENS:
+                self.cells.append((*prefix, token))
+            else:
+                self._add_place((*prefix, token), expected * p[token])
 
-    def _new_cell(self) -> int:
-        self.num_cells += 1
-        return self.num_cells - 1
+    def cell_of(self, tokens: Tokens) -> Tokens:
+        """The cell of a text."""
+        for size, token in enumerate(tokens):
+            if token not in self.places[tokens[:size]].likely:
+                return (*tokens[:size], OTHER)
+        return tokens
 
     def seen(self) -> Counts:
         """Texts in each cell."""
-        cells = [self._cell_of(tokens) for tokens in self.texts.tokens]
-        return np.bincount(cells, minlength=self.num_cells).astype(float)
-
-    def _cell_of(self, tokens: tuple[int, ...]) -> int:
-        node: Node | int = self.root
-        for token in tokens:
-            if isinstance(node, Node):
-                node = node.branches.get(token, node.rest)
-        assert not isinstance(node, Node)
-        return node
+        counts = dict.fromkeys(self.cells, 0.0)
+        for tokens in self.texts.tokens:
+            counts[self.cell_of(tokens)] += 1
+        return np.array(list(counts.values()))
 
     def excluded(self) -> list[int]:
-        """Tokens that came first after the context and that the target's distribution excludes."""
-        return [tokens[0] for tokens in self.texts.tokens if self.root.p[tokens[0]] == 0]
+        """First tokens of texts that the target's distribution excludes."""
+        return [t[0] for t in self.texts.tokens if self.places[()].p[t[0]] == 0]
 
-    def chances(self, variant: Variant = lossless) -> Probs:
-        """Chance of each cell, for texts emitted by rounds of up to `NUM_DRAFT` draft tokens."""
-        chances = np.zeros(self.num_cells)
-        self._descend(self.root, {draft_length(0): 1.0}, variant, chances, 0)
-        return np.where(chances < ROUNDING, 0, chances)
+    def expected(self, variant: Variant = lossless) -> Counts:
+        """Texts expected in each cell, emitted by rounds of up to `NUM_DRAFT` draft tokens.
 
-    def _descend(
-        self, node: Node, weights: dict[int, float], variant: Variant, chances: Probs, depth: int
-    ) -> None:
-        """Spread mass over the cells below a place, `depth` tokens into the texts.
-
-        weights: by how many draft tokens of the round are yet to verify; at 0 the bonus token is
-        due, and `UNDRAFTED` is a round of the target's own.
+        Mass arrives at a place by how many draft tokens of the round are yet to verify; at 0 the
+        bonus token is due, and `UNDRAFTED` is a round of the target's own.
         """
-        arriving: dict[int, Probs] = defaultdict(lambda: np.zeros_like(node.p))
-        kept, again, bonus = (0 * node.p, node.p, node.p)
-        if node.q is not None:
-            kept, again, bonus = variant(node.p, node.q)
-        for left, weight in weights.items():
-            if left > 0:
-                arriving[left - 1] += weight * kept
-            ending = {UNDRAFTED: node.p, 0: bonus}.get(left, again)
-            arriving[draft_length(depth + 1)] += weight * ending
-        total = np.sum(list(arriving.values()), axis=0)
-        chances[node.rest] += total.sum() - total[list(node.branches)].sum()
-        for token, branch in node.branches.items():
-            if isinstance(branch, Node):
-                below = {left: float(mass[token]) for left, mass in arriving.items()}
-                self._descend(branch, below, variant, chances, depth + 1)
-            else:
-                chances[branch] += total[token]
+        chances = dict.fromkeys(self.cells, 0.0)
+        arriving: dict[Tokens, dict[int, float]] = {(): {_draft_length(0): 1.0}}
+        for prefix, (p, q, likely) in self.places.items():  # a place comes after its beginnings
+            after: dict[int, Any] = defaultdict(float)
+            kept, again, bonus = (0 * p, p, p) if q is None else variant(p, q)
+            for left, weight in arriving[prefix].items():
+                if left > 0:
+                    after[left - 1] += weight * kept
+                ending = {UNDRAFTED: p, 0: bonus}.get(left, again)
+                after[_draft_length(len(prefix) + 1)] += weight * ending
+            total = np.sum(list(after.values()), axis=0)
+            chances[*prefix, OTHER] = total.sum() - total[likely].sum()
+            for token in likely:
+                longer = (*prefix, token)
+                if longer in self.places:
+                    arriving[longer] = {left: float(mass[token]) for left, mass in after.items()}
+                else:
+                    chances[longer] = total[token]
+        found = np.array(list(chances.values()))
+        return len(self.texts.tokens) * np.where(found < ROUNDING, 0, found)
 
 
-def draft_length(num_tokens: int) -> int:
+def _draft_length(num_tokens: int) -> int:
     """Draft tokens of a round that begins after so many tokens: the last one is never drafted."""
     return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
 def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
-    """Draw texts after the contexts that tell most, and hold them to the target's distribution.
+    """Draw texts after some of the places seen, and hold them to the target's distribution.
 
-    Args:
-        subject: what is checked.
-        work: how long, and where to say how far it is.
-        steps: places that were seen; the contexts are chosen from them.
-        draws: filled with what the drafter draws.
+    `draws` takes the drafter's draws.
     """
     groups: list[Texts] = []
     count = 0
     first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
     for step in _most_telling(steps):
         groups.append(Texts(subject, step.tokens, draws))
-        while len(groups[-1].tokens) < TEXTS_PER_CONTEXT and (work.has_time or count == 0):
+        while len(groups[-1].tokens) < TEXTS_PER_CONTEXT and (work.has_time() or count == 0):
             groups[-1].draw(first_seed + count)
             count += 1
             work.say(f"{count} texts")
-        if not work.has_time:
+        if not work.has_time():
             break
     if not groups:
         verdict = "The drafter proposed nothing at any place, so that there is nothing to test. "
@@ -218,7 +208,7 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
     if count < FEWEST_TEXTS:
         verdict = f"Only {count} texts were drawn in the time there was; {FEWEST_TEXTS} are needed."
         return Part(NAME, "not run", f"{verdict} Give more time (--budget).", {"texts": count})
-    return _judge([Tree(group) for group in groups])
+    return _judge([Cells(group) for group in groups])
 
 
 def _most_telling(steps: Sequence[Step]) -> list[Step]:
@@ -228,7 +218,7 @@ def _most_telling(steps: Sequence[Step]) -> list[Step]:
 
 
 def _tells(step: Step) -> float:
-    """How far the distributions of the named faults are from the target's, the nearest of them.
+    """Least distance of the named faults' distributions from the target's.
 
     Of the next token, and of the one after a draft accepted whole as if p and q were the same.
     """
@@ -247,43 +237,39 @@ def _discrimination(a: Probs, b: Probs) -> float:
     return float(np.divide((a - b) ** 2, total, out=np.zeros_like(a), where=total > 0).sum())
 
 
-def _judge(trees: Sequence[Tree]) -> Part:
-    right = _expected(trees, lossless)
-    wrong = {name: _expected(trees, variant) for name, variant in VARIANTS.items()}
-    test = _compare(trees, right)
-    count = sum(len(tree.texts.tokens) for tree in trees)
+def _judge(groups: Sequence[Cells]) -> Part:
+    right = [group.expected() for group in groups]
+    wrong = {name: [g.expected(variant) for g in groups] for name, variant in VARIANTS.items()}
+    test = compared(groups, right)
+    count = sum(len(group.texts.tokens) for group in groups)
     numbers: dict[str, Any] = {
         "texts": count,
         "tokens_each": NUM_TOKENS,
-        "contexts": len(trees),
-        "cells": sum(tree.num_cells for tree in trees),
-        "draft_tokens": sum(tree.texts.drafted for tree in trees),
-        "accepted": sum(tree.texts.accepted for tree in trees),
+        "contexts": len(groups),
+        "cells": sum(len(group.cells) for group in groups),
+        "draft_tokens": sum(group.texts.drafted for group in groups),
+        "accepted": sum(group.texts.accepted for group in groups),
         **test.numbers(),
         "power": {name: power(expected, right) for name, expected in wrong.items()},
     }
     if test.p_value < FALSE_ALARM:
-        return Part(NAME, "failed", _diagnosis(trees, test.p_value, wrong), numbers)
+        return Part(NAME, "failed", _diagnosis(groups, test.p_value, wrong), numbers)
     same = f"{count} texts of {NUM_TOKENS} tokens follow the target's distribution (p = "
     return judge_power(NAME, f"{count} texts", f"{same}{test.p_value:.2g})", numbers)
 
 
-def _expected(trees: Sequence[Tree], variant: Variant) -> list[Counts]:
-    """Texts expected in each cell of each tree."""
-    return [len(tree.texts.tokens) * tree.chances(variant) for tree in trees]
+def compared(groups: Sequence[Cells], expected: Sequence[Counts]) -> ChiSquare:
+    """One test of all groups."""
+    pairs = zip(groups, expected, strict=True)
+    return together(ChiSquare.of(group.seen(), due) for group, due in pairs)
 
 
-def _compare(trees: Sequence[Tree], expected: Sequence[Counts]) -> ChiSquare:
-    pairs = zip(trees, expected, strict=True)
-    return together([ChiSquare.of(tree.seen(), due) for tree, due in pairs])
-
-
-def _diagnosis(trees: Sequence[Tree], p_value: float, wrong: dict[str, list[Counts]]) -> str:
-    """What the texts are like, by the named faults."""
-    count = sum(len(tree.texts.tokens) for tree in trees)
-    excluded = sorted({token for tree in trees for token in tree.excluded()})
+def _diagnosis(groups: Sequence[Cells], p_value: float, wrong: dict[str, list[Counts]]) -> str:
+    """How the texts are wrong, by the named faults."""
+    count = sum(len(group.texts.tokens) for group in groups)
+    excluded = sorted({token for group in groups for token in group.excluded()})
     shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
-    chances = {name: _compare(trees, expected).p_value for name, expected in wrong.items()}
+    chances = {name: compared(groups, expected).p_value for name, expected in wrong.items()}
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:

@@ -8,14 +8,17 @@ r are asked of the rule, in float64.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
-from specdec_mlx.checks.variants import VARIANTS, Masses, normalised
+from specdec_mlx.checks.variants import VARIANTS, normalised
 from specdec_mlx.rules.coins import CoinRule
 
 NAME = "one-step distribution"
@@ -25,9 +28,33 @@ MOST_TOKENS = 1500
 """Draft tokens gone through in one place, the likeliest first; the mass of the others is stated."""
 
 
-@dataclass(frozen=True)
-class Emitted:
-    """What a rule makes of one draft token.
+class Coins:
+    """Every outcome of a rule's coins; the numbers that they keep are asked for once."""
+
+    def __init__(self, rule: CoinRule) -> None:
+        """Decide by this rule."""
+        self.rule = rule
+        self._num_accepted = cache(lambda coins: int(rule.num_accepted(np.array(coins, bool))))
+
+    def outcomes(
+        self, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
+    ) -> Iterator[tuple[int, float, np.ndarray]]:
+        """Number kept of a draft, its chance, and the distribution [V] of the token after.
+
+        target_probs [K+1, V] and probs [K, V], which the draft declares, are float64.
+        """
+        given = target_probs, np.array(tokens, int), probs
+        heads = self.rule.accept_probs(*given)
+        kept: dict[int, float] = defaultdict(float)
+        for coins in product([False, True], repeat=len(tokens)):  # they are independent
+            kept[self._num_accepted(coins)] += float(np.prod(np.where(coins, heads, 1 - heads)))
+        for n, chance in kept.items():
+            if chance > 0:
+                yield n, chance, self.rule.next_probs(*given, n)
+
+
+class Emitted(NamedTuple):
+    """Result of a rule on drafts of one token.
 
     Attributes:
         distance: total variation of what is emitted from p; where draft tokens were left out, at
@@ -35,6 +62,7 @@ class Emitted:
         bonus_distance: the same for the token after a draft accepted whole.
         left_out: mass of the draft tokens that were not gone through.
         kept: chance that the draft token is kept.
+        overlap: sum of min(p, q), the largest lossless chance.
         fault: the named fault that emits the same; None if there is none.
     """
 
@@ -42,6 +70,7 @@ class Emitted:
     bonus_distance: float
     left_out: float
     kept: float
+    overlap: float
     fault: str | None
 
     @property
@@ -51,68 +80,48 @@ class Emitted:
 
 
 def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
-    """The exact distribution at places along texts of the target's own.
-
-    Args:
-        subject: what is checked.
-        work: how long, and where to say how far it is.
-        steps: filled with the places, for later parts.
-    """
-    seen: list[tuple[Step, Emitted]] = []
+    """The exact distribution at places along texts of the target's own, which `steps` takes."""
+    seen: list[tuple[CoinRule, Emitted]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(subject, prompt, STEPS, subject.seed + i):
             steps.append(step)
             work.say(f"{len(steps)} places")
             rule = subject.rule_for(step.draft)
             if rule is not None and step.draft_probs is not None:
-                seen.append((step, emitted(rule, step.target_probs, step.draft_probs)))
-            if len(steps) > STEPS // 2 and not work.has_time:
+                seen.append((rule, emitted(rule, step.target_probs, step.draft_probs)))
+            if len(steps) > STEPS // 2 and not work.has_time():
                 break
-    return _judge(subject, steps, seen)
+    return _judge(steps, seen)
 
 
 def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
-    """Go through the draft tokens, the likeliest first.
-
-    Args:
-        rule: what decides about a draft of one token.
-        target_probs: [V] p, float64.
-        draft_probs: [V] q, float64.
-    """
+    """Go through the draft tokens, the likeliest first; p and q are [V] float64."""
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
-    rows, draft_rows = np.stack([p, p]), q[None]
-    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), None
+    coins, kept, again, after = Coins(rule), np.zeros(len(p)), np.zeros(len(p)), p
     order = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     for x in order[q[order] > 0]:
-        given = rows, np.array([x]), draft_rows
-        chance = float(rule.accept_probs(*given)[0])
-        kept[x] = q[x] * chance
-        if chance < 1:
-            again += q[x] * (1 - chance) * normalised(rule.next_probs(*given, 0), p)
-        if chance > 0 and after is None:
-            after = normalised(rule.next_probs(*given, 1), p)
-    after = p if after is None else after
+        for n, chance, probs in coins.outcomes(np.stack([p, p]), (int(x),), q[None]):
+            if n == 0:
+                again += q[x] * chance * normalised(probs, p)
+            else:
+                after = normalised(probs, p) if not kept.any() else after
+                kept[x] = q[x] * chance
     left_out = max(0.0, 1 - float(q[order].sum()))
     too_often = float(np.maximum(0, kept + again - p).sum())
     too_seldom = float(np.maximum(0, p - kept - again).sum()) - left_out
     distances = max(too_often, too_seldom), total_variation(after, p)
     fault = None
     if max(distances) >= TOLERANCE:
-        fault = _fault((kept, again, after), p, q, TOLERANCE + left_out)
-    return Emitted(*distances, left_out, float(kept.sum()), fault)
+        for name, variant in VARIANTS.items():
+            pairs = zip((kept, again, after), variant(p, q), strict=True)
+            if all(np.allclose(a, b, atol=TOLERANCE + left_out) for a, b in pairs):
+                fault = fault or name
+    overlap = float(np.minimum(p, q).sum())
+    return Emitted(*distances, left_out, float(kept.sum()), overlap, fault)
 
 
-def _fault(masses: Masses, p: Probs, q: Probs, tolerance: float) -> str | None:
-    """The named fault that emits these masses."""
-    for name, variant in VARIANTS.items():
-        pairs = zip(masses, variant(p, q), strict=True)
-        if all(np.allclose(ours, theirs, atol=tolerance) for ours, theirs in pairs):
-            return name
-    return None
-
-
-def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]) -> Part:
+def _judge(steps: list[Step], seen: list[tuple[CoinRule, Emitted]]) -> Part:
     num_drafts = sum(step.draft_probs is not None for step in steps)
     numbers: dict[str, Any] = {"places": len(steps), "with_a_draft": num_drafts}
     if num_drafts == 0:
@@ -129,14 +138,12 @@ def _judge(subject: Subject, steps: list[Step], seen: list[tuple[Step, Emitted]]
         "largest_of_the_token_after": max(result.bonus_distance for result in results),
         "draft_mass_left_out": max(result.left_out for result in results),
         "expected_acceptance": float(np.mean([result.kept for result in results])),
-        "sum_of_min_p_q": float(np.mean([1 - step.distance for step, _ in seen])),
+        "sum_of_min_p_q": float(np.mean([result.overlap for result in results])),
     }
     if all(result.is_lossless for result in results):
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
         return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
-    step, worst = max(seen, key=lambda entry: entry[1].distance + entry[1].bonus_distance)
-    rule = subject.rule_for(step.draft)
-    assert rule is not None
+    rule, worst = max(seen, key=lambda entry: entry[1].distance + entry[1].bonus_distance)
     likeness = f"this is {worst.fault}" if worst.fault else "this is none of the named faults"
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "

@@ -1,19 +1,21 @@
-"""What a check found, as text, as JSON and in a notebook."""
+"""The report of a check, as text, as JSON and in a notebook."""
 
 from __future__ import annotations
 
-import html
 import json
 import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from typing import Any, Literal
 
+from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.rows import Row, Rows
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 
 WIDTH = 100
+MARGIN = " " * 15
 
 SURE = 0.9
 """Power from which a fault counts as one that would have been found."""
@@ -24,11 +26,9 @@ class Part:
     """One question of the check, and its answer.
 
     Attributes:
-        name: of the part, and its key in the report.
-        status: whether it passed, failed, had not enough to go on, or asks nothing here.
+        status: "not run" is too little time or data.
         verdict: one line that names what is wrong and what to do next.
         numbers: what was measured, ready for JSON.
-        seconds: how long it took.
     """
 
     name: str
@@ -39,19 +39,12 @@ class Part:
 
     @property
     def passed(self) -> bool:
-        """True if nothing is left to be asked here."""
+        """True if it passed, or does not apply."""
         return self.status in ("passed", "not applicable")
 
 
 def judge_power(name: str, samples: str, verdict: str, numbers: dict[str, Any]) -> Part:
-    """A part that found nothing wrong; not run if it would not have found any named fault.
-
-    Args:
-        name: of the part.
-        samples: what was drawn, and how many.
-        verdict: what they follow.
-        numbers: what was measured, with the power for each fault.
-    """
+    """A part that found nothing wrong; not run if it would not have found any named fault."""
     unsure = [fault for fault, power in numbers["power"].items() if power < SURE]
     if len(unsure) == len(numbers["power"]):
         verdict = f"{samples} are too few for any of the named faults to be found."
@@ -63,12 +56,7 @@ def judge_power(name: str, samples: str, verdict: str, numbers: dict[str, Any]) 
 
 @dataclass(frozen=True)
 class CheckReport(Rows):
-    """All parts of a check.
-
-    Attributes:
-        parts: in the order in which they ran.
-        settings: what was checked, ready for JSON.
-    """
+    """All parts of a check, in the order in which they ran; settings: what was checked."""
 
     parts: Sequence[Part]
     settings: dict[str, Any] = field(default_factory=dict)
@@ -80,7 +68,7 @@ class CheckReport(Rows):
 
     @property
     def seconds(self) -> float:
-        """What the check took."""
+        """Duration of the check."""
         return sum(part.seconds for part in self.parts)
 
     def __getitem__(self, name: str) -> Part:
@@ -114,11 +102,11 @@ class CheckReport(Rows):
     def rows(self) -> list[Row]:
         """A row for each part; each of its single numbers is a column, lists and tables are not."""
         rows = []
-        for entry in self.as_dict()["parts"]:
-            single = {k: v for k, v in entry["numbers"].items() if not isinstance(v, list | dict)}
-            columns = ("name", "status", "passed", "verdict", "seconds")
-            row = {name: entry[name] for name in columns} | single
-            rows.append({"part": row.pop("name"), **row})
+        for part in self.parts:
+            row = {"part": part.name, "status": part.status, "passed": part.passed}
+            row |= {"verdict": part.verdict, "seconds": part.seconds}
+            single = {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
+            rows.append(row | single)
         return rows
 
     def to_json(self) -> str:
@@ -127,35 +115,25 @@ class CheckReport(Rows):
 
     def __str__(self) -> str:
         """The settings, a line or two a part with its numbers below, and the verdict."""
-        lines = _wrapped(_settings_line(self.settings), "") if self.settings else []
+        lines = _wrapped(_listed(self.settings), "") if self.settings else []
         for part in self.parts:
             lines += ["", f"{part.status:<15}{part.name}  ({part.seconds:.1f} s)"]
-            lines += _wrapped(part.verdict, " " * 15)
-            lines += [f"{' ' * 15}{line}" for line in _number_lines(part.numbers)]
+            lines += _wrapped(part.verdict, MARGIN)
+            lines += [f"{MARGIN}{line}" for line in _number_lines(part.numbers)]
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
-        """A table in the notebook's own colours, each part's numbers to be unfolded."""
-        rows = ""
-        for part in self.parts:
-            numbers = "\n".join(_number_lines(part.numbers))
-            status = f"{SIGNS[part.status]} {part.status}"
-            cells = [html.escape(text) for text in (status, part.name, part.verdict, numbers)]
-            cells[3] = f"<details><summary>numbers</summary><pre>{cells[3]}</pre></details>"
-            left = '<td style="text-align:left;vertical-align:top">'
-            rows += f"<tr>{''.join(f'{left}{cell}</td>' for cell in cells)}</tr>"
-        return (
-            f"<div><strong>{html.escape(self.verdict)}</strong> ({self.seconds:.0f} s)<br>"
-            f"<small>{html.escape(_settings_line(self.settings))}</small>"
-            f"<table><tbody>{rows}</tbody></table></div>"
-        )
+        rows = [
+            (part.status, part.name, part.verdict, "; ".join(_number_lines(part.numbers)))
+            for part in self.parts
+        ]
+        head = f"<p><strong>{escape(self.verdict)}</strong> ({self.seconds:.0f} s)</p>"
+        table = table_html(["status", "part", "verdict", "numbers"], rows, 4)
+        return f"{head}{table}<p><small>{escape(_listed(self.settings))}</small></p>"
 
 
-SIGNS: dict[Status, str] = {"passed": "✓", "failed": "✗", "not run": "…", "not applicable": "–"}
-
-
-def _settings_line(settings: dict[str, Any]) -> str:
-    return ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in settings.items())
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in values.items())
 
 
 def _wrapped(text: str, indent: str) -> list[str]:
@@ -166,17 +144,16 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
     """A line a number; tables of named numbers, and lists of them, one line an entry."""
     lines = []
     for name, value in numbers.items():
-        label = name.replace("_", " ")
+        label, below = f"{name.replace('_', ' ')}:", []
         if isinstance(value, dict):
-            lines.append(f"{label}:")
-            lines += [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
+            below = [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            lines.append(f"{label}:")
-            lines += [f"  {_settings_line(entry)}" for entry in value]
+            below = [f"  {_listed(entry)}" for entry in value]
         elif isinstance(value, list):
-            lines.append(f"{label}: {', '.join(map(_number, value)) or 'none'}")
+            label += f" {', '.join(map(_number, value)) or 'none'}"
         else:
-            lines.append(f"{label}: {_number(value)}")
+            label += f" {_number(value)}"
+        lines += [label, *below]
     return lines
 
 

@@ -1,10 +1,15 @@
-"""The check as a whole: its parts in turn, each with a share of the time."""
+"""The check as a whole: its parts in turn, each with a share of the time.
+
+`texts` compares passes and greedy texts, `one_step`, `joint` and `declared` distributions, `state`
+the drafter with the text.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +26,9 @@ from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Step, Subject, Work
-from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths, heads_of
+from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths
 from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.options import whole
@@ -31,7 +37,7 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.exactness import ProbeReport
-from specdec_mlx.types import AcceptanceRule, Drafter, models_of
+from specdec_mlx.types import AcceptanceRule, Drafter, all_drafters, models_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
@@ -72,9 +78,7 @@ def check(
         progress: show a bar.
 
     Returns:
-        The parts "widths", "one-step distribution", "joint distribution", "declared distribution",
-        "drafter's state", for a trained head "head's variants", and "greedy text"; docs/check.md
-        says how to read them.
+        The parts; docs/check.md says how to read them.
 
     Raises:
         ValueError: for bad input, or a sampler whose distribution is not known.
@@ -111,8 +115,21 @@ def check(
         ranks = ranks_of(model, generation_stream)
         work = Work(time.perf_counter() + budget, ranks=ranks)
         parts = run_parts(subject, work, progress)
-    about = _settings(subject, budget)
-    return CheckReport(parts, about if ranks is None else {**about, "ranks": ranks.group.size()})
+    defaults = vars(Sampling())
+    changed = {k: v for k, v in vars(sampling).items() if v != defaults[k]}
+    settings = {
+        "drafter": type(chosen).__name__,
+        "temp": sampling.temp,
+        **{name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()},
+        "rule": subject.rule.name,
+        "draft_length": draft_length,
+        "prompts": len(subject.prompts),
+        "budget": budget,
+        "seed": seed,
+        "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
+        **({} if ranks is None else {"ranks": ranks.group.size()}),
+    }
+    return CheckReport(parts, settings)
 
 
 def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
@@ -120,39 +137,14 @@ def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> l
     if prompts is None:
         known = {prompt.id: prompt.text for prompt in builtin_prompts()}
         prompts = [known[name] for name in PROMPTS]
-    encoded = [
-        encode_chat(tokenizer, prompt) if isinstance(prompt, str) else list(prompt)
-        for prompt in prompts
-    ]
+    encoded = [encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
     if not encoded or not all(encoded):
         raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
     return encoded
 
 
-def _settings(subject: Subject, budget: float) -> dict[str, Any]:
-    """What the report says was checked."""
-    changed = {k: v for k, v in vars(subject.sampling).items() if v != getattr(Sampling(), k)}
-    return {
-        "drafter": type(subject.drafter).__name__,
-        "temp": subject.sampling.temp,
-        **{name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()},
-        "rule": subject.rule.name,
-        "draft_length": subject.draft_length,
-        "prompts": len(subject.prompts),
-        "budget": budget,
-        "seed": subject.seed,
-        "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
-    }
-
-
 def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
-    """The parts in order; later ones use what earlier ones have gathered.
-
-    Args:
-        subject: what is checked.
-        work: the time for all of them.
-        progress: show a bar.
-    """
+    """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
     from tqdm.auto import tqdm
 
     steps: list[Step] = []
@@ -176,8 +168,10 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     if subject.sampling.greedy:
         drawn = (one_step.NAME, joint.NAME, declared.NAME)
         parts |= {name: (1.0, _no_draws(name)) for name in drawn}
-    if found := heads_of(subject.drafter):
-        parts[texts.VARIATIONS_NAME] = 0.5, lambda work: check_variations(subject, found[0], work)
+    for part in all_drafters(subject.drafter):
+        if isinstance(part, HeadDrafter):
+            check_head = partial(check_variations, subject, part)
+            parts.setdefault(texts.VARIATIONS_NAME, (0.5, check_head))
     parts[texts.GREEDY_NAME] = 1.0, lambda work: check_greedy(subject, work, *probed)
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with tqdm(
@@ -192,7 +186,7 @@ def _no_draws(name: str) -> Check:
 
 
 def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:
-    """Run one part in its share of the time; what a drafter or model does wrong is its failure."""
+    """Run one part in its share of the time; errors of the drafter or model fail it."""
 
     def say(text: str) -> None:
         bar.set_postfix_str(text, refresh=False)
@@ -201,11 +195,11 @@ def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:
     bar.set_description_str(name)
     bar.set_postfix_str("")
     started = time.perf_counter()
-    if name != declared.NAME and not work.has_time:
+    if name != declared.NAME and not work.has_time():
         result = Part(name, "not run", "There was no time left. Give more (--budget).")
     else:
         try:
-            result = part(replace(work.share(share), say=say))
+            result = part(work.share(share, say))
         except (DraftError, LogitsError, CacheRollbackError) as error:
             result = Part(name, "failed", str(error))
     bar.update()

@@ -1,6 +1,6 @@
 """Is the drafter's state in step with the text?
 
-A draft cache that was not rolled back rightly changes no text, so no test of the text sees it: only
+A draft cache that was rolled back wrongly changes no text, so no test of the text sees it: only
 fewer drafts are accepted. So a session that has been through rejections is compared with one that
 begins with the same text.
 """
@@ -78,10 +78,10 @@ def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
         tokens += emitted
     sessions = session, subject.drafter.begin(tokens, context)
     drafts = [one.propose(subject.draft_length) for one in sessions]
-    probs = [first_probs(draft, subject.vocab_size) for draft in drafts]
-    if probs[0] is None or probs[1] is None:
-        return None if probs[0] is probs[1] else 1.0, rejected
-    return total_variation(probs[0], probs[1]), rejected
+    a, b = (first_probs(draft, subject.vocab_size) for draft in drafts)
+    if a is None or b is None:
+        return None if a is b else 1.0, rejected
+    return total_variation(a, b), rejected
 
 
 def depends_on_text_alone(drafter: Any) -> bool:

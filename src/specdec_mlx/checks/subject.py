@@ -1,4 +1,4 @@
-"""What is checked: a target, a drafter, a sampling and a rule; and on which texts."""
+"""The subject of a check: a target, a drafter, a sampling, a rule and prompts."""
 
 from __future__ import annotations
 
@@ -31,20 +31,7 @@ Probs = NDArray[np.float64]
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What is checked.
-
-    Attributes:
-        model: the target.
-        drafter: what drafts for it.
-        sampling: how the target's tokens are drawn.
-        rule: what `make_rule` returned.
-        prompts: token ids of each.
-        vocab_size: V.
-        draft_length: tokens a draft.
-        seed: of all draws.
-        tokenizer: the target's, if there is one.
-        end_tokens: what ends a text.
-    """
+    """A target, a drafter, a sampling and a rule; prompts are token ids, `seed` is of all draws."""
 
     model: nn.Module
     drafter: Drafter
@@ -58,7 +45,7 @@ class Subject:
     end_tokens: Collection[int] = ()
 
     def context(self, noise: Noise) -> DraftContext:
-        """What the drafter is told, as the loop would."""
+        """The context that the loop would give to the drafter."""
         return DraftContext(
             sampling=self.sampling,
             noise=noise,
@@ -68,48 +55,39 @@ class Subject:
         )
 
     def rule_for(self, draft: Draft) -> CoinRule | None:
-        """What decides about a draft by coins; None where the target's own draws are emitted."""
+        """The rule that decides by coins; None where the target's own draws are emitted."""
         rule = rule_for(self.rule, draft)
         return rule if isinstance(rule, CoinRule) else None
 
-
-def speculative(subject: Subject, prompt: Sequence[int], num_tokens: int) -> list[Token]:
-    """The greedy text of so many tokens."""
-    return list(
-        speculate(
-            subject.model,
+    def greedy_text(self, prompt: Sequence[int], num_tokens: int) -> list[Token]:
+        """So many tokens at temperature 0."""
+        tokens = speculate(
+            self.model,
             prompt,
-            subject.drafter,
+            self.drafter,
             max_tokens=num_tokens,
-            seed=subject.seed,
-            rule=subject.rule,
-            draft_length=subject.draft_length,
-            tokenizer=subject.tokenizer,
+            seed=self.seed,
+            rule=self.rule,
+            draft_length=self.draft_length,
+            tokenizer=self.tokenizer,
         )
-    )
+        return list(tokens)
 
 
 @dataclass
 class Work:
-    """What a part may spend, and where it says how far it is.
+    """The time that a part may take, until `time.perf_counter` says so, and its progress.
 
-    Attributes:
-        until: time of `time.perf_counter` at which to stop.
-        say: takes what is shown beside the progress bar.
-        ranks: those that the model is spread over; the first one's clock counts on all.
+    say: takes the text beside the progress bar. ranks: those that the model is spread over; the
+        first one's clock counts on all.
     """
 
     until: float
     say: Callable[[str], None] = lambda text: None
     ranks: Ranks | None = None
 
-    @property
-    def has_time(self) -> bool:
-        """True if there is time for one more."""
-        return self.has_time_for(0.0)
-
-    def has_time_for(self, seconds: float) -> bool:
-        """True if there is so much time."""
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """True if there is so much time left."""
         has_time = time.perf_counter() + seconds < self.until
         if self.ranks is None:
             return has_time
@@ -119,26 +97,22 @@ class Work:
     def each(self, items: Iterable[Item]) -> Iterator[Item]:
         """The first of the items, and further ones while there is time."""
         for i, item in enumerate(items):
-            if i > 0 and not self.has_time:
+            if i > 0 and not self.has_time():
                 return
             yield item
 
-    def share(self, fraction: float) -> Work:
+    def share(self, fraction: float, say: Callable[[str], None]) -> Work:
         """A part of the time that is left."""
         now = time.perf_counter()
-        return replace(self, until=now + fraction * (self.until - now))
+        return replace(self, until=now + fraction * (self.until - now), say=say)
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """A place in a text of the target's own.
+    """A place in a text of the target's own, and the draft that was proposed there.
 
-    Attributes:
-        tokens: [n] those before it.
-        target_probs: [V] distribution of the next one, from a single-token pass.
-        draft: what the drafter proposed here.
-        draft_probs: [V] distribution of its first token, a point mass where it declares none; None
-            if nothing was proposed.
+    tokens: [n] those before it. target_probs: [V] distribution of the next one, from a single-token
+        pass. draft_probs: [V] distribution of the first drafted one; None if there is none.
     """
 
     tokens: list[int]
@@ -146,23 +120,9 @@ class Step:
     draft: Draft
     draft_probs: Probs | None
 
-    @property
-    def distance(self) -> float:
-        """Total variation between the two distributions, 0 without a draft."""
-        if self.draft_probs is None:
-            return 0.0
-        return total_variation(self.target_probs, self.draft_probs)
-
 
 def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Iterator[Step]:
-    """Steps along a text that the target alone draws, the drafter following it.
-
-    Args:
-        subject: what is checked.
-        prompt: [n] token ids to begin with.
-        num_tokens: most steps.
-        seed: of the target's draws.
-    """
+    """Steps along a text that the target alone draws, the drafter following it."""
     tokens = list(prompt)
     session = subject.drafter.begin(prompt, subject.context(Noise(seed)))
     stream = speculate(
@@ -182,7 +142,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
 
 
 def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
-    """What a draft's first token is drawn from, [V]; a point mass where it declares none.
+    """Distribution [V] of a draft's first token, a point mass where none is declared.
 
     None for an empty draft. Raises DraftError for a token that the target does not have.
     """

@@ -1,4 +1,4 @@
-"""Named ways to be wrong, and what each would emit: what the tests here would find.
+"""Named faults, and the texts that each would emit: what the tests here can find.
 
 Each gives, for the target's distribution p and the drafter's q after a text, three arrays [V] of
 mass over the next token: drafted and kept; emitted otherwise, after which a new round begins; and
@@ -21,7 +21,7 @@ SHARPER = 0.7
 
 
 def rejecting(p: Probs, q: Probs, kept: Probs) -> Masses:
-    """Draft tokens kept by these chances, and else a token of the residual."""
+    """Draft tokens kept with these masses, and else a token of the residual."""
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, p - q), p), p
 
 
@@ -30,26 +30,10 @@ def lossless(p: Probs, q: Probs) -> Masses:
     return rejecting(p, q, np.minimum(p, q))
 
 
-def residual_is_target(p: Probs, q: Probs) -> Masses:
-    """After a rejection a token of p."""
-    kept = np.minimum(p, q)
-    return kept, (1 - kept.sum()) * p, p
-
-
-def sharp_bonus(p: Probs, q: Probs) -> Masses:
-    """The bonus token at temperature 0.5."""
-    return (*lossless(p, q)[:2], at_temperature(p, 0.5))
-
-
 def swapped(p: Probs, q: Probs) -> Masses:
     """P and q in each other's place."""
     kept = q * np.divide(q, p, out=np.ones_like(q), where=p > q)
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
-
-
-def lenient(p: Probs, q: Probs) -> Masses:
-    """A fifth more is kept than is due."""
-    return rejecting(p, q, np.minimum(1.2 * p, q))
 
 
 def misdeclared(p: Probs, q: Probs) -> Masses:
@@ -59,7 +43,7 @@ def misdeclared(p: Probs, q: Probs) -> Masses:
 
 
 def dropped(p: Probs, q: Probs) -> Masses:
-    """A token that was drawn by a chance below 0.2 is taken back, and the round has no draft."""
+    """A token drawn with a chance below 0.2 is taken back, and the round has no draft."""
     often = q >= RARE
     kept = np.where(often, np.minimum(p, q), 0)
     rejected = float((q * often).sum() - kept.sum())
@@ -68,10 +52,10 @@ def dropped(p: Probs, q: Probs) -> Masses:
 
 
 VARIANTS: dict[str, Variant] = {
-    "residual replaced by p": residual_is_target,
-    "bonus at temperature 0.5": sharp_bonus,
+    "residual replaced by p": lambda p, q: (lossless(p, q)[0], (1 - np.minimum(p, q).sum()) * p, p),
+    "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
     "p and q swapped": swapped,
-    "lenience 1.2": lenient,
+    "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
     "declared q other than the drawn": misdeclared,
     "a drawn token dropped": dropped,
 }

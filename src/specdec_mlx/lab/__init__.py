@@ -1,15 +1,12 @@
 """A trained pair that ships: a small target and its drafter, real distributions offline.
 
     target, draft, tokenizer = lab.load_pair()
-
-Both are ordinary mlx-lm model folders in float32, so that the commands take them too, as
-`--model $(python -m specdec_mlx.lab target) --draft-model $(python -m specdec_mlx.lab draft)`.
-They are kept in the cache; the package has them in 8 bits a weight. They read and write the manner
-of Python's own reference manual, one byte a token, and nothing else. `MODEL_CARD.md` beside this
-file says what they were trained on and how well they agree; `benchmarks/lab` in the repository
-makes them. Heads were trained for the target too, one of each kind:
-
     drafter = lab.head("mtp", target)
+
+They are ordinary mlx-lm model folders in float32 in the cache; the package has them in 8 bits a
+weight. They know the manner of Python's own reference manual, one byte a token, and nothing else.
+`MODEL_CARD.md` beside this file says how they were trained and how well they agree;
+`benchmarks/lab` in the repository makes them.
 """
 
 from specdec_mlx.lab.pair import HEADS as HEADS

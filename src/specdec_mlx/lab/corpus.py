@@ -1,7 +1,6 @@
-"""The text that the pair is trained on: Python's manual.
+"""The text that the pair is trained on: the language reference in `pydoc_data.topics`.
 
-Every Python carries the language reference in `pydoc_data.topics`, for `help()`. Its text differs
-a little from one Python to the next, so that the same pair comes only out of the same Python.
+It differs a little from one Python to the next: the same pair comes only out of the same Python.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ OPENING_LENGTH = 400
 """Characters of a held-out topic that make a prompt."""
 
 SHORTEST_QUOTE = 60
-"""Characters from which a paragraph that stands twice counts as a quotation: a heuristic."""
+"""Characters from which a repeated paragraph counts as a quotation: a heuristic."""
 
 
 def held_out_openings() -> Iterator[tuple[str, int, str]]:
-    """Two pieces of each held-out topic, from its start and from its middle: name, number, text."""
+    """Name, number and text of two pieces of each held-out topic, its start and its middle."""
     for name in HELD_OUT:
         text = topics[name]
         for i, start in enumerate((0, len(text) // 2)):
@@ -28,11 +27,7 @@ def held_out_openings() -> Iterator[tuple[str, int, str]]:
 
 
 def split_topics() -> tuple[list[str], list[str]]:
-    """Documents to train on and documents held out.
-
-    Many topics quote others whole. Of a paragraph that stands in several only the first is kept,
-    in the order of the topics' names, and none that a held-out topic has.
-    """
+    """Documents to train on and documents held out; no paragraph of some length stands twice."""
     held_out = [topics[name] for name in HELD_OUT]
     seen = {paragraph for text in held_out for paragraph in text.split("\n\n")}
     trained = []

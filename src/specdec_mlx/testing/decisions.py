@@ -1,25 +1,54 @@
-"""What a rule is asked in its conformance test, and what it may answer: one draft at a time.
+"""Questions to a rule in its conformance test, and what it may answer; and texts drawn under it.
 
-The target's rows and the randomness are the loop's own; only the logits are made up.
+The target's rows and the randomness are the loop's own; only the logits are made up. Texts are
+written in rounds, many at once, with noise that is keyed by purpose and position.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
+from specdec_mlx.checks.chi_square import ChiSquare, limit
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows
+from specdec_mlx.testing.enumeration import (
+    Comparison,
+    Source,
+    Tokens,
+    continued,
+    moved_on,
+    sources,
+    state_after,
+)
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import AcceptanceRule, Agreement, Draft, Outcome, Verdict
+from specdec_mlx.types import (
+    AcceptanceRule,
+    Agreement,
+    Draft,
+    DraftContext,
+    Outcome,
+    Verdict,
+    shares_noise,
+)
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
+
+NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3
+"""K, V and tokens of the texts."""
+
+PLACES = [
+    *((purpose, p) for purpose in ("accept", "next") for p in range(LENGTH)),
+    *((f"draft {i}", p) for i in range(NUM_DRAFT) for p in range(LENGTH)),
+    *(("target", p) for p in range(LENGTH + NUM_DRAFT)),
+]
+"""Purposes and positions that are drawn for."""
 
 
 class AnswerError(Exception):
@@ -32,8 +61,7 @@ class Question:
 
     target_probs: [K+1, V]. tokens: [K]. draft_probs: [K, V], None for a point mass.
     sampler: how the target draws; a callable that is no `Sampling` gives no distribution.
-    seed: of all noise.
-    is_extreme: whether a distribution excludes tokens or equals another.
+    seed: of all noise. is_extreme: True if a distribution excludes tokens or equals another.
     """
 
     target_probs: np.ndarray
@@ -44,47 +72,39 @@ class Question:
     is_extreme: bool = False
 
     def __str__(self) -> str:
-        """Which it is, for the message of an error."""
+        """The question in words, for error messages."""
         kind = "point-mass" if self.draft_probs is None else "drawn"
         temp = self.sampler.temp if isinstance(self.sampler, Sampling) else None
         how = "with a sampler that can only be called" if temp is None else f"at temp {temp:g}"
         return f"{kind} draft {list(self.tokens)}, V = {self.target_probs.shape[-1]}, {how}"
 
     def rows(self, logprobs: mx.array | None = None) -> Rows:
-        """The target, as the loop shows it."""
+        """The target, as the loop shows it; of other log-probabilities [K+1, V] if given."""
         given = log(self.target_probs) if logprobs is None else logprobs
         return Rows(given, NextToken(self.sampler, (), Noise(self.seed)), 0)
 
-    def draft(self) -> Draft:
-        """The draft, with its tokens on the device."""
-        probs = self.draft_probs
-        return Draft(to_ids(self.tokens), None if probs is None else log(probs))
-
     def ask(
-        self, rule: AcceptanceRule, draft: Draft | None = None, logprobs: mx.array | None = None
+        self, rule: AcceptanceRule, logprobs: mx.array | None = None, evidence: Any = None
     ) -> Verdict | Agreement:
-        """The answer of a rule, lazy; to another draft or logprobs [K+1, V] if these are given."""
-        randomness = RoundNoise(Noise(self.seed), 0)
-        return rule.decide(self.rows(logprobs), draft or self.draft(), randomness)
+        """The lazy answer of a rule."""
+        probs = None if self.draft_probs is None else log(self.draft_probs)
+        draft = Draft(to_ids(self.tokens), probs, evidence=evidence)
+        return rule.decide(self.rows(logprobs), draft, RoundNoise(Noise(self.seed), 0))
 
-    def outcome(self, rule: AcceptanceRule, draft: Draft) -> Outcome:
+    def outcome(self, rule: AcceptanceRule, evidence: Any = None) -> Outcome:
         """The outcome of a rule's answer; raises AnswerError."""
         try:
-            answer = self.ask(rule, draft)
+            answer = self.ask(rule, evidence=evidence)
         except Exception as error:
             what = f"decide() raised {type(error).__name__}: {error}."
             raise AnswerError(what, "Any draft of at least one token has a verdict") from error
         check_shapes(answer, len(self.tokens))
         numbers = {name: array.tolist() for name, array in answer.arrays().items()}
-        return outcome_of(answer, numbers, self.tokens, self.possible())
-
-    def possible(self) -> np.ndarray:
-        """Tokens that the target may draw, [K+1, V]; all where that is not known."""
-        if not isinstance(self.sampler, Sampling):
-            return np.ones(self.target_probs.shape, bool)
-        probs = one_hots(self.target_probs) if self.sampler.greedy else self.target_probs
-        possible: np.ndarray = probs > 0
-        return possible
+        possible = np.ones(self.target_probs.shape, bool)
+        if isinstance(self.sampler, Sampling):
+            greedy = self.sampler.greedy
+            possible = (one_hots(self.target_probs) if greedy else self.target_probs) > 0
+        return outcome_of(answer, numbers, self.tokens, possible)
 
 
 def check_shapes(answer: Any, num_tokens: int) -> None:
@@ -115,13 +135,9 @@ def outcome_of(
     tokens: tuple[int, ...],
     possible: np.ndarray,
 ) -> Outcome:
-    """The outcome of an answer; raises AnswerError for one that cannot be.
+    """The outcome of an answer whose arrays were read; raises AnswerError if it cannot be.
 
-    Args:
-        answer: with the right shapes.
-        numbers: its arrays, as they were read.
-        tokens: [K] of the draft.
-        possible: [K+1, V] tokens that the target may draw.
+    tokens: [K] of the draft. possible: [K+1, V] tokens that the target may draw.
     """
     n = numbers["verdict"][0] if "verdict" in numbers else 0
     nodes = numbers["nodes"][: max(0, n)] if "nodes" in numbers else list(range(n))
@@ -166,6 +182,109 @@ def one_hots(scores: np.ndarray) -> np.ndarray:
 
 
 def log(probs: np.ndarray) -> mx.array:
-    """Log-probabilities as the loop has them, float32; -inf where there is no mass."""
+    """Log-probabilities in float32; -inf where there is no mass."""
     nothing = np.full(probs.shape, -np.inf)
     return mx.array(np.log(probs, where=probs > 0, out=nothing).astype(np.float32))
+
+
+def sampled(rule: AcceptanceRule, num_texts: int) -> Iterator[tuple[Comparison, float, float]]:
+    """So many texts of drawn drafts, and of point masses: both distributions, chi-square, limit.
+
+    Raises AnswerError if the rule does what it may not.
+    """
+    target, draft = sources(VOCAB_SIZE, 1)
+    own = continued(target, {(): 1.0}, LENGTH)
+    for source, kind in ((draft, "drawn"), (None, "point masses")):
+        seen = np.zeros(own.shape)
+        np.add.at(seen, tuple(np.array(_texts(rule, target, source, num_texts)).T), 1)
+        test = ChiSquare.of(seen.ravel(), num_texts * own.ravel())
+        how = f"{num_texts} texts, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
+        yield Comparison(seen / num_texts, own, how), test.statistic, limit(test.freedom)
+
+
+def _texts(
+    rule: AcceptanceRule, target: Source, draft: Source | None, num_texts: int
+) -> list[Tokens]:
+    """Texts of LENGTH tokens; those that are equally long are asked about together."""
+    keys = mx.random.split(mx.random.key(0), num_texts * len(PLACES))
+    keys = keys.reshape(num_texts, len(PLACES), 2)
+    texts: list[Tokens] = [()] * num_texts
+    any_token = np.ones((NUM_DRAFT + 1, VOCAB_SIZE), bool)
+    tables = log(target.probs), None if draft is None else log(draft.probs)
+    for position in range(LENGTH):
+        here = [i for i, text in enumerate(texts) if len(text) == position]
+        if here:
+            states = mx.array([state_after(0, texts[i]) for i in here])
+            round_ = _Round(rule, position, *tables)
+            numbers = _vectorised(round_, keys[mx.array(here)], states, mx.arange(len(here)))
+            for i, *values in zip(here, *numbers.values(), strict=True):
+                own = dict(zip(numbers, values, strict=True))
+                outcome = outcome_of(round_.answers[0], own, own.pop("drafted"), any_token)
+                texts[i] = (*texts[i], *outcome.tokens)[:LENGTH]
+    return texts
+
+
+@dataclass(frozen=True, eq=False)
+class _KeyedNoise(Noise):
+    """Noise whose keys [len(PLACES), 2] are given: MLX can trace many generations as one."""
+
+    keys: mx.array
+
+    def key(self, purpose: str, position: int) -> mx.array:
+        return self.keys[PLACES.index((purpose, position))]
+
+    def uniform(self, purpose: str, position: int, n: int = 1) -> mx.array:
+        """Drawn by MLX, not on the host."""
+        return mx.random.uniform(shape=(n,), key=self.key(purpose, position))
+
+    def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> mx.array:
+        return mx.stack([self.gumbel(*place, vocab) for place in places])
+
+
+@dataclass(eq=False)
+class _Round:
+    """A round of a text, which MLX can trace: the draft, and the rule's answer.
+
+    position: tokens of the text. target, draft: log-probabilities by state, [NUM_STATES, V]; no
+        draft is a point mass. answers: the rule's, of each trace.
+    """
+
+    rule: AcceptanceRule
+    position: int
+    target: mx.array
+    draft: mx.array | None
+    answers: list[Verdict | Agreement] = field(default_factory=list)
+
+    def __call__(self, keys: mx.array, state: mx.array, index: mx.array) -> dict[str, mx.array]:
+        """Numbers of the answer, and the drafted tokens [K]; point masses take turns by index."""
+        noise = _KeyedNoise(0, keys)
+        context = DraftContext(noise=noise, coupled=shares_noise(self.rule), vocab_size=VOCAB_SIZE)
+        gumbels = context.draft_gumbels(self.position, NUM_DRAFT)
+        tokens, states = [], [state]
+        for i in range(NUM_DRAFT):
+            token = index // VOCAB_SIZE**i % VOCAB_SIZE
+            if self.draft is not None:
+                token = mx.argmax(self.draft[states[-1]] + gumbels[i])
+            tokens.append(token)
+            states.append(moved_on(states[-1], token.astype(mx.int32)))
+        drafted, passed = to_ids(mx.stack(tokens)), mx.stack(states)
+        rows = Rows(self.target[passed], NextToken(AT_ONE, (), noise), self.position)
+        given = Draft(drafted, None if self.draft is None else self.draft[passed[:-1]])
+        self.answers.append(self.rule.decide(rows, given, RoundNoise(noise, self.position)))
+        check_shapes(self.answers[-1], NUM_DRAFT)
+        return {"drafted": drafted, **self.answers[-1].arrays()}
+
+
+def _vectorised(
+    decide: Callable[..., dict[str, mx.array]], *arrays: mx.array
+) -> dict[str, list[Any]]:
+    """Results for each row of the arguments; one by one where MLX has to."""
+    try:
+        results = mx.vmap(decide)(*arrays)
+        mx.eval(results)
+    except ValueError as error:
+        if "vmap" not in str(error):
+            raise
+        rows = [decide(*row) for row in zip(*arrays, strict=True)]
+        results = {name: mx.stack([row[name] for row in rows]) for name in rows[0]}
+    return {name: list(values.tolist()) for name, values in results.items()}  # type: ignore[arg-type]

@@ -6,8 +6,7 @@
         check_drafter(MyDrafter())
 
 No model is needed: a scripted verdict stands in for the target's, and every number of accepted
-tokens occurs. What a wrong drafter would do to the text (or only to its speed) says the message of
-the AssertionError.
+tokens occurs.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -43,14 +42,14 @@ NUM_ROUNDS = 14
 """Draft lengths that are asked for in turn, and rounds of a generation: each twice, and more."""
 
 TOLERANCE = 1e-3
-"""How far two probabilities, or the mass of a distribution from 1, may be off: float32."""
+"""Largest error of a probability, or of the mass of a distribution: float32."""
 
 NUM_THREADS = 4
 MEMORY_TOKENS = 1500
 """Tokens after which memory is read, and again at three times as many."""
 
 MEMORY_GROWTH = 4.0
-"""Most memory that the later tokens, twice as many, may take beside the first; quadratic: 8."""
+"""Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""
 
 
 def check_drafter(
@@ -74,8 +73,8 @@ def check_drafter(
         num_draws: drafts drawn at random whose tokens are held against the distributions that they
             declare, by chi-square, with a false alarm in 1e6. With 1,500 one is found to be wrong
             where it is off by a total variation of about 0.1 over a few dozen tokens.
-        learns: whether what it proposes may depend on its rejected proposals.
-        remembers: whether it may depend on earlier generations. Both are allowed where they are
+        learns: True if proposals may depend on rejected proposals.
+        remembers: True if they may depend on earlier generations. Both are allowed where they are
             meant, and most often they are a mistake.
 
     Returns:
@@ -91,9 +90,8 @@ def check_drafter(
     return check.run([name for name in check.properties if not left_out.get(name)])
 
 
-@dataclass
-class ScriptedRound:
-    """What was proposed, and what was emitted."""
+class ScriptedRound(NamedTuple):
+    """A proposal, and the tokens emitted after it."""
 
     tokens: list[int]
     logprobs: mx.array | None
@@ -102,7 +100,7 @@ class ScriptedRound:
 
 @dataclass(frozen=True)
 class NotedNoise(Noise):
-    """Noise that notes which places drafts were drawn from: purposes and positions, in order."""
+    """Noise that notes the places that drafts were drawn from: purposes and positions, in order."""
 
     drawn: list[tuple[str, int]] = field(default_factory=list, compare=False)
 
@@ -131,7 +129,7 @@ class ScriptedGeneration:
 class DrafterConformance(Conformance):
     """One drafter under test: what the loop does with it, played from a script.
 
-    is_same_again: whether generations propose the same again.
+    is_same_again: True if generations have to propose the same again.
     """
 
     properties = {  # noqa: RUF012
@@ -154,7 +152,7 @@ class DrafterConformance(Conformance):
     is_same_again: bool
 
     def __post_init__(self) -> None:
-        """Nothing was played yet."""
+        """Name the drafter in failures."""
         super().__init__(self.drafter)
 
     def protocol(self) -> str:
@@ -163,8 +161,8 @@ class DrafterConformance(Conformance):
         self.require(is_drafter, f"{self.drafter!r} has no begin(prompt, context).")
         before = dict(getattr(self.drafter, "__dict__", {}))
         num_drafts = 0
-        for context, prompt in itertools.product(self.contexts(), self.prompts):
-            num_drafts += sum(bool(r.tokens) for r in self.rounds(self.begin(prompt, context)))
+        for context, prompt in itertools.product(self._contexts(), self.prompts):
+            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, context)))
         after = getattr(self.drafter, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         self.require(
@@ -177,38 +175,38 @@ class DrafterConformance(Conformance):
     def empty_drafts(self) -> str:
         """Rounds without a draft are normal, also many in a row and before the first proposal."""
         for prompt in self.prompts:
-            generation = self.begin(prompt)
+            generation = self._begin(prompt)
             for token in [*range(min(6, self.vocab_size)), 0, 1]:
-                self.observe(generation, [token])
-                is_empty = not len(self.propose(generation, 0).tokens)
+                self._observe(generation, [token])
+                is_empty = not len(self._propose(generation, 0).tokens)
                 self.require(is_empty, "propose(0) returned tokens.")
-            self.propose(generation, 4)
+            self._propose(generation, 4)
         return "plain rounds before, between and after drafts"
 
     def sessions(self) -> str:
         """Two generations at once, and one after the other, have nothing to do with each other."""
         prompt, other = self.prompts[0], self.prompts[-1]
-        alone = self.script(prompt)
-        context = self.context(Sampling(temp=1.0))
-        first, second = self.begin(prompt, context), self.begin(other, context)
-        pairs = zip(self.rounds(first), self.rounds(second), strict=False)
+        alone = self._script(prompt)
+        context = self._context(Sampling(temp=1.0))
+        first, second = self._begin(prompt, context), self._begin(other, context)
+        pairs = zip(self._rounds(first), self._rounds(second), strict=False)
         beside = [round_ for round_, _ in pairs]
-        self.close(second)
+        self._close(second)
         self._same_rounds(alone, beside, "beside another generation")
-        self._same_rounds(alone, self.script(prompt), "after other generations")
+        self._same_rounds(alone, self._script(prompt), "after other generations")
         return f"{len(beside)} rounds, alone and beside another generation"
 
     def rewinds(self) -> str:
-        """After any verdict, what is proposed is what the same text alone would have led to."""
+        """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
-        for context, prompt in itertools.product(self.contexts(), self.prompts):
-            generation = self.begin(prompt, context)
-            for round_ in self.rounds(generation):
-                watcher = self.begin(prompt, context)  # it sees the text, and is never asked
+        for context, prompt in itertools.product(self._contexts(), self.prompts):
+            generation = self._begin(prompt, context)
+            for round_ in self._rounds(generation):
+                watcher = self._begin(prompt, context)  # it sees the text, and is never asked
                 before = generation.emitted[: len(generation.emitted) - len(round_.emitted)]
                 for token in before:
-                    self.observe(watcher, [token])
-                draft = self.propose(watcher, len(round_.tokens) or 1)
+                    self._observe(watcher, [token])
+                draft = self._propose(watcher, len(round_.tokens) or 1)
                 expected = to_list(draft.tokens)
                 what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
                 what += f"saw the same text, and was never asked before, proposes {expected}"
@@ -228,8 +226,8 @@ class DrafterConformance(Conformance):
         firsts: dict[int, mx.array] = {}
         for seed in range(self.num_draws):
             which = seed % len(self.prompts)
-            context = self.context(Sampling(temp=1.0), seed)
-            draft = self.propose(self.begin(self.prompts[which], context), 1 + seed % 2)
+            context = self._context(Sampling(temp=1.0), seed)
+            draft = self._propose(self._begin(self.prompts[which], context), 1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
                     return "its drafts are point masses, there is none to test"
@@ -242,19 +240,16 @@ class DrafterConformance(Conformance):
         most = limit(test.freedom)
         found = f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, limit {most:.0f}"
         worst = int(np.argmax(np.abs(drawn - declared)))
-        self.require(
-            test.statistic <= most,
-            f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
-            f"{declared[worst]:.1f} times were declared.",
-        )
+        what = f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
+        what += f"{declared[worst]:.1f} times were declared."
+        self.require(test.statistic <= most, what)
         return found
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
-        generation = self.begin(self.prompts[0])
-        last = list(self.rounds(generation))[-1]
-        stopped_inside = len(generation.given) - len(last.emitted) + 1
-        self.close(generation, stopped_inside)
+        generation = self._begin(self.prompts[0])
+        last = list(self._rounds(generation))[-1]
+        self._close(generation, len(generation.given) - len(last.emitted) + 1)  # inside of a round
         can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
@@ -267,14 +262,14 @@ class DrafterConformance(Conformance):
         return f"released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
 
     def _growth(self) -> tuple[int, int]:
-        """Bytes for the first tokens of a text, and for twice as many behind them."""
-        generation = self.begin(self.prompts[0])
+        """Bytes for the first tokens of a text, and for twice as many after them."""
+        generation = self._begin(self.prompts[0])
         coins, held = random.Random(0), []
         tracemalloc.start()
         try:
             for count in (0, MEMORY_TOKENS, 2 * MEMORY_TOKENS):
                 for _ in range(count // 2):
-                    self.observe(generation, coins.choices(range(self.vocab_size), k=2))
+                    self._observe(generation, coins.choices(range(self.vocab_size), k=2))
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
@@ -283,13 +278,13 @@ class DrafterConformance(Conformance):
     def threads(self) -> str:
         """Generations in several threads at once propose what they would have alone."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_THREADS)]
-        alone = [self.script(prompt) for prompt in prompts]
+        alone = [self._script(prompt) for prompt in prompts]
         barrier = threading.Barrier(NUM_THREADS)
 
         def run(prompt: Sequence[int]) -> list[ScriptedRound]:
             with mx.stream(generation_stream):
                 barrier.wait()
-                return self.script(prompt)
+                return self._script(prompt)
 
         before = sys.getswitchinterval()
         sys.setswitchinterval(1e-6)  # threads take turns so often that what they share shows
@@ -307,130 +302,118 @@ class DrafterConformance(Conformance):
     def _same_rounds(
         self, expected: Sequence[ScriptedRound], got: Sequence[ScriptedRound], where: str
     ) -> None:
-        """Raise unless both generations proposed the same."""
         for i, (one, other) in enumerate(zip(expected, got, strict=True)):
             what = f"in round {i} it proposed {one.tokens} alone, and {other.tokens} {where}."
             self.require(one.tokens == other.tokens, what)
 
     # What the checks are made of
 
-    def contexts(self) -> list[DraftContext]:
+    def _contexts(self) -> list[DraftContext]:
         """Greedy, drawn at random, and an opaque sampler."""
-        return [self.context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
+        return [self._context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
 
-    def context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
-        """What the loop tells a drafter."""
+    def _context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
         told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
         return DraftContext(sampling=sampling, noise=Noise(seed), **told)
 
-    def begin(
+    def _begin(
         self, prompt: Sequence[int], context: DraftContext | None = None
     ) -> ScriptedGeneration:
-        """Start a session, and see that the prompt stays the caller's."""
         given = list(prompt)
-        context = context or self.context(Sampling())
+        context = context or self._context(Sampling())
         noise = NotedNoise(context.noise.seed if context.noise else 0)
         context = replace(context, noise=noise)
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         session = self.drafter.begin(given, context)
-        if not isinstance(session, DraftSession):
-            kind = type(session).__name__
-            self.fail(f"begin() returned {kind}, which lacks propose or observe.", part="protocol")
+        what = f"begin() returned {type(session).__name__}, which lacks propose or observe."
+        self.require(isinstance(session, DraftSession), what, part="protocol")
         generation = ScriptedGeneration(session, given, list(prompt), noise)
         self._check_given(generation)
         return generation
 
-    def propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
-        """A draft that can be verified."""
+    def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn = generation.noise.drawn
         num_drawn = len(drawn)
         with mx.stream(generation_stream):
             draft = generation.session.propose(limit)
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
-        if draft.logprobs is not None and (len({*new}) < len(new) or {*new} & {*decided}):
-            self.fail(
-                f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
-                "or one from that of an earlier draft. The text is then biased.",
-                part="noise",
-            )
+        is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
+        what = f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
+        what += "or one from that of an earlier draft. The text is then biased."
+        self.require(draft.logprobs is None or is_fresh, what, part="noise")
         return draft
 
-    def observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
-        """Tell the session what was emitted, and see that the tokens stay the caller's."""
+    def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
         generation.given += tokens
         generation.emitted += tokens
         generation.num_decided = len(generation.noise.drawn)
         shown = list(tokens)
         generation.session.observe(shown)
-        if shown != tokens:
-            self.fail("observe() changed the tokens given to it.", "Copy them", part="protocol")
+        what = "observe() changed the tokens given to it."
+        self.require(shown == tokens, what, "Copy them", part="protocol")
         if len(generation.given) < 1000:
             self._check_given(generation)
 
-    def close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
-        """End a session as the loop does, with the length of what the caller has."""
+    def _close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
         if isinstance(generation.session, Closes):
             generation.session.close(len(generation.given) if length is None else length)
 
-    def rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
+    def _rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
         """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
             if is_cheap(generation.session):
-                self.propose(generation, limit)  # the loop looks whether there is something
-            draft = self.propose(generation, limit)
+                self._propose(generation, limit)  # the loop looks whether there is something
+            draft = self._propose(generation, limit)
             tokens = to_list(draft.tokens)
             most, after = len(tokens), (7 * i) % self.vocab_size
             num_accepted = (0, most, most // 2, most, min(1, most))[i % 5]
             if tokens[num_accepted : num_accepted + 1] == [after]:  # it was rejected
                 after = (after + 1) % self.vocab_size
             emitted = [*tokens[:num_accepted], after]
-            self.observe(generation, emitted)
+            self._observe(generation, emitted)
             yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
 
-    def script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
+    def _script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
         """A whole scripted generation, closed at its end."""
-        generation = self.begin(prompt, self.context(Sampling(temp=1.0)))
-        rounds = list(self.rounds(generation))
-        self.close(generation)
+        generation = self._begin(prompt, self._context(Sampling(temp=1.0)))
+        rounds = list(self._rounds(generation))
+        self._close(generation)
         return rounds
 
     def _check_given(self, generation: ScriptedGeneration) -> None:
-        """Raise if the session wrote into the list that it was given."""
-        if generation.given != generation.prompt + generation.emitted:
-            what = "it wrote into the list that begin() was given, the loop's own."
-            self.fail(what, "Copy it: list(prompt)", part="protocol")
+        is_same = generation.given == generation.prompt + generation.emitted
+        what = "it wrote into the list that begin() was given, the loop's own."
+        self.require(is_same, what, "Copy it: list(prompt)", part="protocol")
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that no rule could judge."""
-        if not isinstance(draft, Draft):
-            self.fail(f"propose() returned {type(draft).__name__}.", part="protocol")
+        what = f"propose() returned {type(draft).__name__}."
+        self.require(isinstance(draft, Draft), what, part="protocol")
         try:
             check_draft(Draft(draft.tokens, parents=draft.parents), self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)
         except DraftError as error:
             self.fail(str(error), part="protocol")
-        if limit < len(draft):
-            self.fail(f"propose({limit}) returned {len(draft)} tokens.", part="protocol")
-        if draft.evidence is not None and len(draft.evidence) != len(draft):
-            what = f"there is evidence for {len(draft.evidence)} of {len(draft)} tokens."
-            self.fail(what, part="protocol")
-        if draft.logprobs is None or not len(draft):
+        size = len(draft)
+        self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
+        evidence = size if draft.evidence is None else len(draft.evidence)
+        what = f"there is evidence for {evidence} of {size} tokens."
+        self.require(evidence == size, what, part="protocol")
+        if draft.logprobs is None or not size:
             return
         probs = np.exp(np.array(draft.logprobs.astype(mx.float32), np.float64))
-        expected = (len(draft), self.vocab_size)
-        if probs.shape != expected:
-            fault = f"logprobs have shape {probs.shape}; expected {expected}."
-        elif not np.allclose(probs.sum(-1), 1, atol=TOLERANCE):
-            mass = np.round(probs.sum(-1), 3).tolist()
-            fault = f"the probabilities declared add up to {mass}, not to 1."
-        elif not np.all(probs[range(len(draft)), to_list(draft.tokens)] > 0):
-            fault = "it proposed a token to which its declared distribution gives no chance."
-        else:
-            return
-        self.fail(fault, part="distribution")
+        expected = (size, self.vocab_size)
+        what = f"logprobs have shape {probs.shape}; expected {expected}."
+        self.require(probs.shape == expected, what, part="distribution")
+        mass = probs.sum(-1)
+        what = f"the probabilities declared add up to {np.round(mass, 3).tolist()}, not to 1."
+        self.require(np.allclose(mass, 1, atol=TOLERANCE), what, part="distribution")
+        is_possible = np.all(probs[range(size), to_list(draft.tokens)] > 0)
+        what = "it proposed a token to which its declared distribution gives no chance."
+        self.require(is_possible, what, part="distribution")
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:

@@ -1,23 +1,21 @@
 """Exact distributions of speculative rounds, by going through every outcome in float64.
 
 No sampling: every draft path, every outcome of the coins and every next token, weighted by its
-probability. What decides are the very functions that the loop runs.
-
-A source gives the distribution of the next token by the state of the text, one of a few, which
-every token moves on. So distributions depend on the whole past.
+probability. The functions that decide are those that the loop runs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property, reduce
+from functools import cached_property, reduce
 from itertools import product
 from typing import Any
 
 import numpy as np
 
+from specdec_mlx.checks.one_step import Coins
 from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
@@ -30,12 +28,9 @@ Tokens = tuple[int, ...]
 Outcomes = dict[tuple[Tokens, int], float]
 """Chance of each (tokens emitted [n + 1], n) of a round."""
 
-Drafts = list[tuple[Tokens, np.ndarray]]
-"""Tokens [K], and the distributions [K, V] that they were drawn from."""
-
 
 def state_after(state: int, tokens: Tokens) -> int:
-    """Where the tokens [n] lead; 0 is where a text begins."""
+    """State that the tokens [n] lead to; 0 is where a text begins."""
     return reduce(moved_on, tokens, state)
 
 
@@ -46,7 +41,10 @@ def moved_on(state: Any, token: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A language model: the distribution of the next token by the state, [NUM_STATES, V]."""
+    """A language model: the distribution of the next token by the text's state, [NUM_STATES, V].
+
+    So distributions depend on the whole past.
+    """
 
     probs: np.ndarray
 
@@ -67,27 +65,21 @@ class Source:
 
 @dataclass(frozen=True)
 class ByRule:
-    """Coins, as many heads and tails as there can be, and then a token."""
+    """Outcomes of a round under a rule by coins."""
 
     rule: CoinRule
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
-        """Coins are independent; the token after follows from how many are kept."""
-        given = target_probs, np.array(tokens, int), probs
-        heads = self.rule.accept_probs(*given)
-        kept: dict[int, float] = defaultdict(float)
-        for coins in product([False, True], repeat=len(tokens)):
-            kept[self._num_accepted(coins)] += np.prod(np.where(coins, heads, 1 - heads))
-        result: Outcomes = {}
-        for n, weight in kept.items():
-            after = self.rule.next_probs(*given, n)
-            result |= {((*tokens[:n], t), n): weight * after[t] for t in range(len(after))}
-        return result
+        """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
+        return {
+            ((*tokens[:n], t), n): weight * after[t]
+            for n, weight, after in self._coins.outcomes(target_probs, tokens, probs)
+            for t in range(len(after))
+        }
 
     @cached_property
-    def _num_accepted(self) -> Callable[[tuple[bool, ...]], int]:
-        """What the rule makes of the coins, as an int."""
-        return cache(lambda coins: int(self.rule.num_accepted(np.array(coins, bool))))
+    def _coins(self) -> Coins:
+        return Coins(self.rule)
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
@@ -97,18 +89,14 @@ def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.nda
     """
     vocab = np.arange(source.vocab_size)
     joint, states = np.zeros(()), np.zeros((), int)
-    for size in range(length):
-        _add(joint, begun, size)
-        joint = joint[..., None] * source.probs[states]
-        states = moved_on(states[..., None], vocab)
-    _add(joint, begun, length)
+    for size in range(length + 1):
+        for tokens, weight in begun.items():
+            if len(tokens) == size:
+                joint[tokens] += weight
+        if size < length:
+            joint = joint[..., None] * source.probs[states]
+            states = moved_on(states[..., None], vocab)
     return joint
-
-
-def _add(joint: np.ndarray, begun: dict[Tokens, float], size: int) -> None:
-    for tokens, weight in begun.items():
-        if len(tokens) == size:
-            joint[tokens] += weight
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,19 +116,12 @@ class Comparison:
         return total_variation(self.got, self.own)
 
     def __str__(self) -> str:
-        """The first position that is off, and how the token there is distributed."""
-        for position in range(self.got.ndim):
-            later = tuple(range(position + 1, self.got.ndim))
-            got, own = self.got.sum(axis=later), self.own.sum(axis=later)
-            if total_variation(got, own) >= self.total_variation / 2:
-                break
-        off = np.abs(got - own).sum(axis=-1)
-        before = tuple(map(int, np.unravel_index(np.argmax(off), off.shape)))
-        shown = [np.round(x[before] / max(x[before].sum(), 1e-300), 4).tolist() for x in (got, own)]
+        """The text whose chance is furthest off."""
+        worst = np.unravel_index(np.argmax(np.abs(self.got - self.own)), self.got.shape)
         return (
-            f"{self.how}: token {position}, after {list(before)}, is distributed as {shown[0]}; "
-            f"expected the target's {shown[1]}. Over {self.got.ndim} tokens the total variation is "
-            f"{self.total_variation:.2g}."
+            f"{self.how}: the text {list(map(int, worst))} comes with a chance of "
+            f"{self.got[worst]:.4f}; expected {self.own[worst]:.4f}. Over {self.got.ndim} tokens "
+            f"the total variation is {self.total_variation:.2g}."
         )
 
 
@@ -149,40 +130,30 @@ def enumerated(rule: CoinRule) -> Iterator[Comparison]:
 
     Target and draft are unrelated, equal, or exclude tokens; drafts are drawn and point masses.
     """
+    deciding = ByRule(rule)
     for vocab_size, num_draft in SHAPES:
         target, draft = sources(vocab_size, vocab_size + num_draft)
         some, others = _without(target, 0), _without(draft, 1)
+        copied = tuple(np.random.default_rng(0).integers(vocab_size, size=num_draft).tolist())
         drawn = [(target, draft), (target, target), (some, others), (others, some)]
-        tokens = tuple(np.random.default_rng(0).integers(vocab_size, size=num_draft).tolist())
-        copied = [(tokens, point_mass(np.array(tokens), np.zeros((1, vocab_size))))]
-        pairs: list[tuple[Source, Drafts, str]] = [
-            *((p, _drafts(q, num_draft), "drawn") for p, q in drawn),
-            *((p, copied, "point masses") for p in (target, some)),
-        ]
-        for p, drafts, kind in pairs:
+        for p, q in [*drawn, (target, None), (some, None)]:
+            begun = defaultdict[Tokens, float](float)
+            for tokens in [copied] if q is None else product(range(vocab_size), repeat=num_draft):
+                if q is None:
+                    weight, probs = 1.0, point_mass(np.array(tokens), np.zeros((1, vocab_size)))
+                else:
+                    probs = q.along(0, tokens)[:-1]
+                    weight = float(np.prod(probs[range(num_draft), tokens]))
+                if weight:
+                    outcomes = deciding.outcomes(p.along(0, tokens), tokens, probs)
+                    for (emitted, _), chance in outcomes.items():
+                        begun[emitted] += weight * chance
+            kind = "point masses" if q is None else "drawn"
             yield Comparison(
-                continued(p, _after_one_round(rule, p, drafts), num_draft + 1),
+                continued(p, begun, num_draft + 1),
                 continued(p, {(): 1.0}, num_draft + 1),
                 f"K = {num_draft} {kind}, V = {vocab_size}",
             )
-
-
-def _drafts(source: Source, num_draft: int) -> Drafts:
-    """All drafts of a text's first round, with the distributions [K, V] they are drawn from."""
-    paths = product(range(source.vocab_size), repeat=num_draft)
-    return [(tokens, source.along(0, tokens)[:-1]) for tokens in paths]
-
-
-def _after_one_round(rule: CoinRule, target: Source, drafts: Drafts) -> dict[Tokens, float]:
-    """Chance of each text that the first round emits."""
-    deciding, begun = ByRule(rule), defaultdict[Tokens, float](float)
-    for tokens, probs in drafts:
-        weight = float(np.prod(probs[range(len(tokens)), tokens]))
-        if weight:
-            outcomes = deciding.outcomes(target.along(0, tokens), tokens, probs)
-            for (emitted, _), chance in outcomes.items():
-                begun[emitted] += weight * chance
-    return begun
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
@@ -193,7 +164,7 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
 
 
 def _without(source: Source, shift: int) -> Source:
-    """The same source, with one token excluded in each state."""
+    """The source with one token excluded in each state."""
     states = np.arange(NUM_STATES)
     probs = source.probs.copy()
     probs[states, (states + shift) % source.vocab_size] = 0

@@ -12,9 +12,6 @@ the rule decides by coins, else by chi-square.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -24,24 +21,24 @@ import numpy as np
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.testing.conformance import Conformance
-from specdec_mlx.testing.decisions import AT_ONE, GREEDY, AnswerError, Question, log, questions
-from specdec_mlx.testing.drawn_texts import sampled
+from specdec_mlx.testing.decisions import (
+    AT_ONE,
+    GREEDY,
+    AnswerError,
+    Question,
+    log,
+    questions,
+    sampled,
+)
 from specdec_mlx.testing.enumeration import enumerated
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import (
-    AcceptanceRule,
-    Draft,
-    Evidence,
-    Outcome,
-    needs_distribution,
-    shares_noise,
-)
+from specdec_mlx.types import AcceptanceRule, Evidence, Outcome, needs_distribution, shares_noise
 
 EXACT = 1e-12
-"""How far a distribution may be off in float64."""
+"""Largest error of a distribution in float64."""
 
 FLOAT32 = 1e-4
-"""How far a chance may be off in float32, where no difference of nearly equal numbers is taken."""
+"""Largest error of a chance in float32, where no difference of nearly equal numbers is taken."""
 
 
 def check_rule(
@@ -51,7 +48,7 @@ def check_rule(
 
     Args:
         rule: an instance.
-        lossless: whether it says that it leaves the target's distribution alone. A rule by coins
+        lossless: True if it says that it leaves the target's distribution alone. A rule by coins
             is then enumerated in float64: rounds over vocabularies of 2 to 5 tokens, K up to 3,
             with distributions that change with the text. With any other rule texts are drawn.
         num_texts: texts of three tokens that are drawn, with fixed seeds, for drawn drafts and for
@@ -91,37 +88,36 @@ class RuleConformance(Conformance):
         """As for `check_rule`."""
         super().__init__(rule)
         self.rule, self.lossless, self.num_texts = rule, lossless, num_texts
+        self.asked = [*questions(AT_ONE), *questions(GREEDY)]
 
     def protocol(self) -> str:
-        """It has a name and decides; what it answers can be read, and can be true."""
+        """It has a name and decides; its answers can be read, and can be true."""
         is_rule = isinstance(self.rule, AcceptanceRule) and not inspect.isclass(self.rule)
         self.require(is_rule, f"{self.rule!r} has no name or no decide().")
         self.require(isinstance(self.rule.name, str), f"its name is {self.rule.name!r}, no str.")
-        asked = [*questions(AT_ONE), *questions(GREEDY)]
-        num_kept = sum(self._outcome(question).num_accepted for question in asked)
-        return f"{len(asked)} drafts, of which {num_kept} tokens were kept"
+        num_kept = sum(self._outcome(question).num_accepted for question in self.asked)
+        return f"{len(self.asked)} drafts, of which {num_kept} tokens were kept"
 
     def purity(self) -> str:
-        """The answer follows from what was given alone, and is not waited for."""
-        asked = [*questions(AT_ONE), *questions(GREEDY)]
+        """The answer follows from what was given alone, and waits for nothing."""
         options, state = dict(getattr(self.rule, "__dict__", {})), _global_state()
-        once = [self._outcome(question) for question in asked]
-        again = [self._outcome(question, with_evidence) for question in reversed(asked)]
-        for question, first, second in zip(asked, once, reversed(again), strict=True):
+        once = [self._outcome(question) for question in self.asked]
+        again = [self._outcome(question, with_evidence=True) for question in self.asked[::-1]]
+        for question, first, second in zip(self.asked, once, again[::-1], strict=True):
             emitted = f"asked twice, it emitted {first.tokens} and {second.tokens}; {question}."
             self.require(first.tokens == second.tokens, emitted)
         is_same = options == getattr(self.rule, "__dict__", {})
         self.require(is_same, "deciding changed the rule itself.")
         self.require(state == _global_state(), "deciding moved MLX's global random state.")
-        for question in (asked[0], asked[-1]):
+        for question in (self.asked[0], self.asked[-1]):
             self._check_lazy(question)
-        return f"{len(asked)} answers are the same again, and none is waited for"
+        return f"{len(self.asked)} answers are the same again, and none is waited for"
 
     def _check_lazy(self, question: Question) -> None:
         """Raise if the rule waits for numbers, which a trace does not have."""
 
         def decided(logprobs: mx.array) -> list[mx.array]:
-            return list(question.ask(self.rule, logprobs=logprobs).arrays().values())
+            return list(question.ask(self.rule, logprobs).arrays().values())
 
         try:
             mx.compile(decided)(log(question.target_probs))
@@ -134,17 +130,16 @@ class RuleConformance(Conformance):
             )
 
     def greedy(self) -> str:
-        """At temperature 0 what is emitted is the target's own, token by token."""
+        """At temperature 0 the target's own tokens are emitted."""
         return self._emits_own_tokens([*questions(GREEDY)])
 
     def samplers(self) -> str:
-        """With a sampler that can only be called it is too, if the rule says that it takes one."""
+        """So they are with a sampler that can only be called, if the rule takes one."""
         if needs_distribution(self.rule):
             return "it needs the target's distribution, and is refused without"
         return self._emits_own_tokens([*questions(lambda x: mx.argsort(-x, axis=-1)[..., 1])])
 
     def _emits_own_tokens(self, asked: list[Question]) -> str:
-        """What is emitted is what the target draws by itself, if the rule is lossless."""
         for question in asked:
             emitted = self._outcome(question).tokens
             own: list[Any] = question.rows().tokens.tolist()  # type: ignore[assignment]
@@ -162,7 +157,10 @@ class RuleConformance(Conformance):
             what = f"coins {list(coins)} keep {counts[0]} on NumPy and {counts[1]} on MLX."
             self.require(0 <= counts[0] == counts[1] <= len(coins), what)
         for question in questions(AT_ONE):
-            arrays, on_mlx = _arrays(question)
+            p, tokens, q = question.target_probs, np.array(question.tokens), question.draft_probs
+            arrays = p, tokens, point_mass(tokens, p) if q is None else q
+            p32, q32 = (mx.array(x.astype(np.float32)) for x in arrays[::2])
+            on_mlx = p32, to_ids(question.tokens), q32
             chances = rule.accept_probs(*arrays)
             self._check_chances("accept_probs", chances, rule.accept_probs(*on_mlx), question)
             for n in range(len(question.tokens) + 1):
@@ -209,44 +207,23 @@ class RuleConformance(Conformance):
     def _sampled(self) -> str:
         """Chi-square of rounds that are drawn."""
         found = []
-        with self._failing("in drawn texts"):
+        try:
             for comparison, statistic, most in sampled(self.rule, self.num_texts):
                 found.append(f"chi-square {statistic:.0f}, limit {most:.0f}")
                 self.require(statistic <= most, f"{comparison} ({found[-1]})")
+        except AnswerError as error:
+            self.fail(f"in drawn texts: {error.args[0]}", error.args[1])
         return f"{self.num_texts} texts drawn, {found[0]}; with point masses {found[1]}"
 
-    def _outcome(
-        self, question: Question, changed: Callable[[Draft], Draft] = lambda draft: draft
-    ) -> Outcome:
-        """What the rule makes of a draft, which has to be possible."""
-        with self._failing(question):
-            return question.outcome(self.rule, changed(question.draft()))
-
-    @contextmanager
-    def _failing(self, where: object) -> Iterator[None]:
-        """Say which question a wrong answer was given to."""
+    def _outcome(self, question: Question, with_evidence: bool = False) -> Outcome:
+        """The outcome of a draft, which has to be possible; a rule may read no evidence."""
+        evidence = [Evidence(match=9 - i) for i in range(len(question.tokens))]
         try:
-            yield
+            return question.outcome(self.rule, evidence if with_evidence else None)
         except AnswerError as error:
-            what, next_step = error.args
-            self.fail(f"{where}: {what}", next_step)
-
-
-def with_evidence(draft: Draft) -> Draft:
-    """The same draft, with something that no rule may read."""
-    return replace(draft, evidence=[Evidence(match=9 - i) for i in range(len(draft))])
-
-
-def _arrays(question: Question) -> tuple[tuple[Any, Any, Any], tuple[Any, Any, Any]]:
-    """What the functions of a rule by coins take, on NumPy in float64 and on MLX in float32."""
-    p, q, tokens = question.target_probs, question.draft_probs, np.array(question.tokens)
-    if q is None:
-        q = point_mass(tokens, p)
-    on_mlx = [mx.array(x.astype(np.float32)) for x in (p, q)]
-    return (p, tokens, q), (on_mlx[0], to_ids(question.tokens), on_mlx[1])
+            self.fail(f"{question}: {error.args[0]}", error.args[1])
 
 
 def _global_state() -> Any:
-    """Of MLX's random numbers."""
     state: Any = mx.random.state
     return state[0].tolist()

@@ -6,12 +6,12 @@
         check_strategy(MyStrategy(), MyCache)
 
 No model is needed. Passes are drafted on and rolled back by the loop's own `Rollback`, and what
-later passes compute is compared with a cache that only ever saw the tokens that were kept, one at a
-time.
+later passes compute is compared with a cache that was only given the tokens kept, one at a time.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -19,40 +19,64 @@ from contextlib import contextmanager
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Gathers, Strategy, window_of
-from specdec_mlx.testing.cache_passes import (
-    Feed,
-    InterruptedPass,
-    attend,
-    contents,
-    difference,
-    interrupting,
-)
 from specdec_mlx.testing.conformance import Conformance
 
+Feed = Callable[[Any, mx.array], mx.array]
+"""(cache, tokens [S]) -> rows [S, D]: one pass over S positions, which the cache then holds."""
+
+KEY_WIDTH = 64
+"""Quantized caches need a multiple of 32."""
+
+MANY_TOKENS = 4096
+"""Tokens that have keys of their own."""
+
 TOLERANCE = 1e-4
-"""How far a row may be off that was computed beside others, or from rows in another order."""
+"""Largest difference of a row that was computed beside others, or from rows in another order."""
 
 WINDOW = 8
 """Taken for caches that never forget."""
 
 TAKEN_BACK = (4, 1)
-"""Positions of the passes after which a cache is restored: some classes write single ones in place,
-where they make a new buffer for several."""
+"""Widths of passes before a restore: some classes write single positions in place."""
 
 TREE_SIZE = 4
 TREE_PATHS = ((), (0, 1), (1,), (0, 2), (1, 3), (0, 1, 3))
 """Nodes that are kept of a tree, from the root down."""
 
 WIDTHS = (1, 2, 5)
-"""Positions of the passes that are rolled back; one wider than the window comes after them."""
+"""Widths of passes that are rolled back; one wider than the window comes after them."""
 
 REJECTED = 1000
-"""Token ids from here on are drafted and rejected."""
+"""First of the token ids that are drafted and rejected."""
+
+
+def attend(cache: Any, tokens: mx.array) -> mx.array:
+    """A layer of attention over a cache with `update_and_fetch`; rows [S, D + 1].
+
+    Keys and values follow from a token alone, and the last column is its position.
+    """
+    states = _states()[tokens % MANY_TOKENS][None, None]
+    mask = create_attention_mask(states[0], cache, return_array=True)
+    positions = cache.offset + mx.arange(tokens.shape[0], dtype=mx.float32)
+    keys, values = cache.update_and_fetch(states, states)
+    flat = 1 / KEY_WIDTH  # so that every token attended to weighs about as much
+    rows = scaled_dot_product_attention(states, keys, values, cache=cache, scale=flat, mask=mask)
+    return mx.concatenate([rows[0, 0], positions[:, None]], axis=-1)
+
+
+@functools.cache
+def _states() -> mx.array:
+    states = mx.random.normal((MANY_TOKENS, KEY_WIDTH), key=mx.random.key(0))
+    mx.eval(states)
+    return states
 
 
 def check_strategy(
@@ -87,14 +111,13 @@ def check_strategy(
     with _registered(strategy, type(make_cache())):
         lines += check.run(["widths", "restore"])
         if not check.refuses:
-            lines += check.run(["interrupt", "rollback"])
-            lines += check.run(["gather"] if isinstance(strategy, Gathers) else [])
+            gather = ["gather"] if isinstance(strategy, Gathers) else []
+            lines += check.run(["interrupt", "rollback", *gather])
     return lines
 
 
 @contextmanager
 def _registered(strategy: Strategy, kind: type) -> Iterator[None]:
-    """Have the strategy be that of a class for a while."""
     before = dict(STRATEGIES)
     STRATEGIES[kind] = strategy
     try:
@@ -146,14 +169,14 @@ class StrategyConformance(Conformance):
         return self.strategy.name
 
     def widths(self) -> str:
-        """Passes as wide as `widest_pass` lets them be are what single tokens are."""
+        """Passes as wide as `widest_pass` allows give what single tokens give."""
         for length in self.lengths:
             where = f"nothing was drafted, and {length} tokens were fed in wide passes"
             self._go_on(self._fed(length), length, where)
         return f"wide passes are what single tokens are, at {len(self.lengths)} lengths"
 
     def restore(self) -> str:
-        """`restore` puts a cache back exactly as it was at `save`, and may be asked to again.
+        """`restore` puts a cache back exactly as it was at `save`, more than once.
 
         A strategy may refuse, if it lets passes have one position only.
         """
@@ -166,45 +189,44 @@ class StrategyConformance(Conformance):
             self.refuses = True
             return "refused, so single tokens only, which are never taken back"
         for length in self.lengths:
-            cache = self._fed(length)
+            cache, where = self._fed(length), f"put back at {length} tokens"
             saved, before = self.strategy.save(cache), contents(cache)
-            where = f"put back at {length} tokens"
             for width in TAKEN_BACK:
-                with self._blaming(where):
-                    self._reject(cache, width)
-                    self._put_back(cache, saved, before, where)
+                self._taken_back(cache, saved, before, width, where)
             self._go_on(cache, length, where)
         return f"exact, and again, at {len(self.lengths)} lengths"
 
     def interrupt(self) -> str:
-        """It does so after a pass that was interrupted, at whichever change of the cache."""
+        """`restore` is exact after a pass that was interrupted at any change of the cache."""
         points = 0
         for length, width in itertools.product(self.lengths, TAKEN_BACK):
             for at in itertools.count():
                 cache = self._fed(length)
                 saved, before = self.strategy.save(cache), contents(cache)
-                was_interrupted = False
-                try:
-                    with interrupting(cache, at):
-                        self._reject(cache, width)
-                except InterruptedPass:
-                    was_interrupted = True
                 where = f"put back at {length} tokens from change {at} of a pass"
-                with self._blaming(where):
-                    self._put_back(cache, saved, before, where)
-                if not was_interrupted:
+                if not self._taken_back(cache, saved, before, width, where, at):
                     break
                 points += 1
         return f"exact after whole passes, and after {points} interruptions"
 
-    def _put_back(self, cache: Any, saved: Any, before: dict[str, Any], where: str) -> None:
-        """Restore a cache, which then holds what it held."""
-        self.strategy.restore(cache, saved)
-        found = difference(contents(cache), before)
-        self.require(found is None, f"{where}: {found}.")
+    def _taken_back(
+        self, cache: Any, saved: Any, before: dict[str, Any], width: int, where: str, at: int = -1
+    ) -> bool:
+        """Restore a cache after a rejected pass; True if that was interrupted, at change `at`."""
+        was_interrupted = False
+        with self.blaming(where):
+            try:
+                with interrupting(cache, at):
+                    self._pass(cache, _rejected(self._limited(cache, width)))
+            except InterruptedPass:
+                was_interrupted = True
+            self.strategy.restore(cache, saved)
+            found = difference(contents(cache), before)
+            self.require(found is None, f"{where}: {found}.")
+        return was_interrupted
 
     def rollback(self) -> str:
-        """Draft, roll back, go on: the same as never having drafted, for every number kept."""
+        """Draft, roll back, go on: as if nothing had been drafted, for every number kept."""
         histories = 0
         for length, width in itertools.product(self.lengths, (*WIDTHS, self.window + 2)):
             limited = self._limited(self._fed(length), width)
@@ -216,14 +238,10 @@ class StrategyConformance(Conformance):
         return f"{histories} histories, each as if nothing had been drafted"
 
     def _draft_and_roll_back(self, length: int, width: int, kept: int, is_beside: bool) -> None:
-        """One history.
+        """One history: `length` tokens, and a pass over `width` of which `kept` stay.
 
-        Args:
-            length: tokens before it.
-            width: positions of the pass.
-            kept: how many of them stay.
-            is_beside: whether another cache of the model cannot be trimmed, so that all of them
-                return to the checkpoint; a further pass is then taken back in the same way.
+        is_beside: another cache of the model cannot be trimmed, so that all of them return to the
+            checkpoint; a further pass is then taken back in the same way.
         """
         caches = [self.make_cache(), *([ArraysCache(1)] if is_beside else [])]
         rollback = Rollback(caches)
@@ -231,7 +249,7 @@ class StrategyConformance(Conformance):
         rollback.advance(length)
         where = f"after {length} tokens, a pass over {width} positions of which {kept} were kept"
         where += ", beside a cache that cannot be trimmed" if is_beside else ""
-        with self._blaming(where):
+        with self.blaming(where):
             self._round(rollback, length + kept, width, where)
             if is_beside:
                 self._round(rollback, length + max(0, kept - 1), width, where)
@@ -243,25 +261,25 @@ class StrategyConformance(Conformance):
         rollback.checkpoint()
         width = self._limited(cache, width)
         known = range(start, min(end, start + width))
-        rows = self._pass(cache, [*known, *rejected(width - len(known))])
+        rows = self._pass(cache, [*known, *_rejected(width - len(known))])
         self._check_rows(rows[: len(known)], start, where)
         rollback.advance(width)
         rollback.rewind_to(end)
 
     def gather(self) -> str:
-        """Of the last positions any may be kept, as if the others had never been there."""
+        """Any of the last positions may be kept, as if the others had never been fed."""
         histories = 0
         for length, kept in itertools.product(self.lengths, TREE_PATHS):
             cache = self._fed(length)
             if self._limited(cache, TREE_SIZE + 1) <= TREE_SIZE:
                 continue
-            tokens = [length, *rejected(TREE_SIZE)]
+            tokens = [length, *_rejected(TREE_SIZE)]
             for depth, node in enumerate(kept, start=1):
                 tokens[1 + node] = length + depth
             rollback = Rollback([cache])
             rollback.advance(length)
             where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(kept)} were kept"
-            with self._blaming(where):
+            with self.blaming(where):
                 rollback.checkpoint()
                 self._pass(cache, tokens)
                 rollback.advance(len(tokens))
@@ -273,13 +291,12 @@ class StrategyConformance(Conformance):
     # What the checks are made of
 
     def _fed(self, length: int) -> Any:
-        """A cache that was given so many tokens."""
         cache = self.make_cache()
         self._feed_text(cache, length)
         return cache
 
     def _feed_text(self, cache: Any, length: int, *, singly: bool = False) -> None:
-        """Give a cache the first tokens of the text, in wide passes or one by one."""
+        """Feed the first tokens of the text, in wide passes or one by one."""
         start = 0
         while start < length:
             width = 1 if singly else self._limited(cache, length - start)
@@ -287,38 +304,22 @@ class StrategyConformance(Conformance):
             start += width
 
     def _limited(self, cache: Any, width: int) -> int:
-        """So many positions, or as many as a pass may have."""
         widest = self.strategy.widest_pass(cache)
         return width if widest is None else min(width, widest)
 
     def _pass(self, cache: Any, tokens: Sequence[int]) -> mx.array:
-        """Rows of a pass; lazy."""
         return self.feed(cache, mx.array(list(tokens), mx.int32))
-
-    def _reject(self, cache: Any, width: int) -> None:
-        """A pass over tokens that are in no text."""
-        self._pass(cache, rejected(self._limited(cache, width)))
 
     def _go_on(self, cache: Any, start: int, where: str) -> None:
         """Continue the text, in a wide pass and one by one, until a window has wrapped again."""
         singles = [1] * (self.window + 2)
         rows, first = [], start
-        with self._blaming(where):
+        with self.blaming(where):
             for width in [3, *singles, 3] if start % 2 else [*singles, 3]:
                 width = self._limited(cache, width)
                 rows.append(self._pass(cache, range(start, start + width)))
                 start += width
             self._check_rows(mx.concatenate(rows), first, where)
-
-    @contextmanager
-    def _blaming(self, where: str) -> Iterator[None]:
-        """Report what the strategy raises, or makes a pass raise, as a failure."""
-        try:
-            yield
-        except AssertionError:
-            raise
-        except Exception as error:
-            self.fail(f"{where}: {type(error).__name__}: {error}")
 
     def _check_rows(self, rows: mx.array, start: int, where: str) -> None:
         """Raise unless rows are those of a cache that was given single tokens of the text alone."""
@@ -339,6 +340,57 @@ class StrategyConformance(Conformance):
         return mx.concatenate(self._plain[:length])
 
 
-def rejected(size: int) -> list[int]:
-    """Tokens that are in no text."""
+def _rejected(size: int) -> list[int]:
     return list(range(REJECTED, REJECTED + size))
+
+
+def contents(cache: Any) -> dict[str, Any]:
+    """A copy of a cache's arrays, without spare rows, and of its numbers."""
+    has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
+    arrays = cache.keys_and_values() if has_rows else cache.state
+    held = dict(tree_flatten(arrays, prefix=".state"))
+    for name, value in held.items():
+        if isinstance(value, mx.array):
+            held[name] = np.array(value.view(mx.uint16) if value.dtype == mx.bfloat16 else value)
+    plain = (bool, int, float, str, type(None))
+    return held | {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, plain)}
+
+
+def difference(got: dict[str, Any], expected: dict[str, Any]) -> str | None:
+    """The first thing that is not as it was, in words; None if all is, bit for bit."""
+    for name in {**expected, **got}:
+        before: Any = expected.get(name)
+        after: Any = got.get(name)
+        is_real = isinstance(after, np.ndarray) and after.dtype.kind == "f"  # it may have NaN
+        if type(before) is type(after) and np.array_equal(before, after, equal_nan=is_real):
+            continue
+        now, then = (str(getattr(x, "shape", repr(x))) for x in (after, before))
+        return f"{name} is {now}, was {then}" if now != then else f"{name} holds other numbers"
+    return None
+
+
+class InterruptedPass(BaseException):
+    """Raised by `interrupting`."""
+
+
+@contextmanager
+def interrupting(cache: Any, at: int) -> Iterator[None]:
+    """Raise InterruptedPass instead of change number `at` of a cache."""
+    kind, changes = type(cache), itertools.count()
+
+    def counted(change: Callable[..., None]) -> Callable[..., None]:
+        def counted_change(self: Any, *args: Any) -> None:
+            if next(changes) == at:
+                raise InterruptedPass
+            change(self, *args)
+
+        return counted_change
+
+    names = [name for name in ("__setattr__", "__setitem__") if hasattr(kind, name)]
+    members = {name: counted(getattr(kind, name)) for name in names}
+    counting = type(kind.__name__, (kind,), {"__slots__": (), **members})
+    object.__setattr__(cache, "__class__", counting)
+    try:
+        yield
+    finally:
+        object.__setattr__(cache, "__class__", kind)
