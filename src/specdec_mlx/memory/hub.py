@@ -1,4 +1,4 @@
-"""Memories and tables on the Hugging Face Hub: a file, and a card that says whose ids it holds."""
+"""Memories and tables on the Hugging Face Hub: a file and a card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, hf_hub_download
 
 from specdec_mlx.errors import MemoryFileError
-from specdec_mlx.memory.kept import Kept, fingerprint_of
+from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.tokenizer import fingerprint_of
 
 FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}
 """By kind; a repository holds one of them."""
@@ -56,7 +57,6 @@ OPTION = {"texts": "--memory FILE", "n-grams": "--drafter ngram:table=FILE"}
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
-
 K = TypeVar("K", bound=Kept)
 
 
@@ -70,16 +70,14 @@ def push(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Put a memory or a table on the Hub, as a dataset, and a card beside it.
-
-    The names of files that it was built from stay here.
+    """Put a memory or a table and its card on the Hub, without the names of files it was built of.
 
     Args:
         kept: with a tokenizer.
-        repo: OWNER/NAME, made if there is none.
-        source: where its texts are from, in words.
+        repo: OWNER/NAME of a dataset, made if there is none.
+        source: of its texts, in words.
         licence: as the Hub names it, such as "mit" or "other".
-        private: whether only the owner may read a repository that is made.
+        private: True if only the owner may read a repository that is made.
         endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
         token: of the Hub; None: the one that is logged in.
 
@@ -87,7 +85,7 @@ def push(
         The address of the commit.
 
     Raises:
-        ValueError: it says no tokenizer, there is no source, or the licence is no name.
+        ValueError: no tokenizer is known, there is no source, or the licence is no name.
         MemoryFileError: the repository holds another tokenizer's, or something else.
         OSError: the Hub cannot be reached, or refuses.
     """
@@ -101,8 +99,7 @@ def push(
     api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
     found = _kind_in(api, repo)
     if found == kept.kind:
-        there = _fetched(repo, type(kept), endpoint, token)
-        _refuse_another(there, kept.tokenizer, repo)
+        _fetched(repo, type(kept), kept.tokenizer, endpoint, token)
     elif found is not None:
         raise MemoryFileError(
             f"{repo} holds {found!r}, and is to hold {kept.kind!r}: it was left as it is. Push to "
@@ -141,13 +138,13 @@ def pull(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> K:
-    """A memory or a table of the Hub, put into a file here: new, or merged with what stands there.
+    """Put a memory or a table of the Hub into a file here, new or merged with what stands there.
 
     Args:
         repo: OWNER/NAME.
         path: of the file.
         tokenizer: of the model that is to be drafted for.
-        kinds: what it may be.
+        kinds: classes that it may be of.
         endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
         token: of the Hub; None: the one that is logged in.
 
@@ -163,37 +160,33 @@ def pull(
             f"{' or '.join(repr(kind.kind) for kind in kinds)}. Name a repository that was made "
             "with specdec-mlx memory push."
         )
-    kept = _fetched(repo, kind, endpoint, token)
-    _refuse_another(kept, fingerprint_of(tokenizer), repo)
+    kept = _fetched(repo, kind, fingerprint_of(tokenizer), endpoint, token)
     kept.save(path)
     return kept
 
 
 def _kind_in(api: HfApi, repo: str) -> str | None:
-    """What a repository holds; None: nothing that is known."""
-    there = (
-        kind
-        for kind, name in FILE_NAMES.items()
-        if api.file_exists(repo, name, repo_type=REPO_TYPE)
-    )
-    return next(there, None)
+    """The kind of file in a repository; None for none."""
+    for kind, name in FILE_NAMES.items():
+        if api.file_exists(repo, name, repo_type=REPO_TYPE):
+            return kind
+    return None
 
 
-def _fetched(repo: str, kind: type[K], endpoint: str | None, token: str | None) -> K:
-    """What a repository holds, of which no copy stays on the disk."""
+def _fetched(
+    repo: str, kind: type[K], tokenizer: str | None, endpoint: str | None, token: str | None
+) -> K:
+    """The content of a repository; MemoryFileError for another tokenizer's."""
     name = FILE_NAMES[kind.kind]
     with tempfile.TemporaryDirectory() as folder:
         found = hf_hub_download(
             repo, name, repo_type=REPO_TYPE, local_dir=folder, endpoint=endpoint, token=token
         )
-        return kind.load(found)
-
-
-def _refuse_another(kept: Kept, tokenizer: str | None, repo: str) -> None:
-    """Raise MemoryFileError for what is of another tokenizer."""
+        kept = kind.load(found)
     if kept.tokenizer != tokenizer:
         raise MemoryFileError(
             f"{repo} holds the {kept.what} of tokenizer {kept.tokenizer}, expected {tokenizer}: "
             "token ids mean something else there. Take one that was made with your model's "
             "tokenizer."
         )
+    return kept

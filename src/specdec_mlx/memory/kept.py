@@ -1,4 +1,4 @@
-"""What is kept in a file: whose token ids it holds, and how several processes save it at once."""
+"""What a file keeps: of one tokenizer, and saved by several processes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Any, ClassVar, TypeVar
 
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory.file import check_folder_of, file_id, locked, other_kind
-from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
+from specdec_mlx.memory.tokenizer import fingerprint_of
 
 SAVE_EVERY = 60.0
-"""Seconds between two savings of what is kept in a file: what a killed process loses."""
+"""Seconds between two savings of an opened file: what a killed process loses."""
 
 
 K = TypeVar("K", bound="Kept")
 
 
 class Kept(ABC):
-    """Something of one tokenizer that a file keeps, as `Memory` does; safe with many threads.
+    """A memory of texts, or a table of counts; safe with many threads.
 
-    kind: what its files say that they hold. what: how messages call it. tokenizer: fingerprint of
-    the tokenizer whose token ids these are; None: of the first that is checked. path: of its file.
+    kind: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer whose
+    token ids these are; None: of the first that is checked. path: of its file.
     """
 
     kind: ClassVar[str]
@@ -42,7 +42,7 @@ class Kept(ABC):
     @classmethod
     @abstractmethod
     def load(cls: type[K], path: Path | str) -> K:
-        """What a file keeps; MemoryFileError for what is none of its kind, or damaged."""
+        """Read a file; MemoryFileError for one of another kind, or damaged."""
 
     @abstractmethod
     def merge(self: K, other: K) -> None:
@@ -50,19 +50,19 @@ class Kept(ABC):
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """How much it holds, for people to read: what is counted, and the number."""
+        """Counts of its content, by name, for people to read."""
 
     @abstractmethod
     def _write(self, path: Path, *, in_public: bool = False) -> str:
-        """Write a file, under its lock, without private names in public; returns its id."""
+        """Write a file under its lock, in public without the names of files; returns its id."""
 
     @abstractmethod
     def _take_over(self: K, saved: K, *, is_own: bool) -> None:
         """Put what a file holds before what this one has added.
 
         Args:
-            saved: what was loaded from it.
-            is_own: whether it is the file that this one was loaded from or saved to.
+            saved: loaded from it.
+            is_own: True for the file that this one was loaded from or saved to.
         """
 
     def check_tokenizer(self, tokenizer: Any) -> None:
@@ -78,10 +78,7 @@ class Kept(ABC):
             )
 
     def save(self, path: Path | str | None = None) -> None:
-        """Write the file, or leave the old one as it is: by a new file that takes its place.
-
-        What another process saved there in the meantime is merged first, under a lock, so that
-        neither loses anything.
+        """Replace the file; what other processes saved there meanwhile is merged first.
 
         Args:
             path: of the file; None: the one that it was loaded from.
@@ -97,8 +94,14 @@ class Kept(ABC):
         with self._lock, locked(path):
             if path.exists() and file_id(path) != self._saved_as:
                 saved = type(self).load(path)
-                if None not in (saved.tokenizer, self.tokenizer):
-                    self._refuse_another(saved, path)
+                if saved.tokenizer != self.tokenizer and None not in (
+                    saved.tokenizer,
+                    self.tokenizer,
+                ):
+                    raise MemoryFileError(
+                        f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
+                        f"{self.tokenizer}: it was left as it is. Save to another file."
+                    )
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
             self._saved_as = self._write(path)
@@ -111,32 +114,22 @@ class Kept(ABC):
             self.save()
 
     def export(self, path: Path) -> int:
-        """Write a new file without the names of what it was made from; returns its size, bytes."""
+        """Write a new file without the names of files that were read; returns its size, bytes."""
         with self._lock, locked(path):
             self._write(path, in_public=True)
         return path.stat().st_size
 
-    def _refuse_another(self, saved: Kept, path: Path) -> None:
-        if saved.tokenizer != self.tokenizer:
-            raise MemoryFileError(
-                f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
-                f"{self.tokenizer}: it was left as it is. Save to another file."
-            )
-
 
 def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
-    """What the file of a path keeps, one in a process for each file.
-
-    A file that does not exist is made, in a folder that does. Every file opened here is saved when
-    the process ends, and once a minute while it is written to.
+    """Load a file, once in a process; it is saved once a minute, and when the process ends.
 
     Args:
-        path: of the file.
-        kind: what it keeps.
-        make: makes an empty one.
+        path: of the file, in a folder that exists.
+        kind: of its content.
+        make: makes an empty one where there is no file.
 
     Raises:
-        MemoryFileError: the file keeps something else, is damaged, or its folder is not there.
+        MemoryFileError: the file is of another kind or damaged, or its folder is not there.
     """
     path = Path(path).expanduser().absolute()
     check_folder_of(path)
@@ -153,13 +146,4 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
 
 
 _open: dict[Path, Kept] = {}
-"""What was opened by its path, by file."""
-
 _opening = RLock()
-
-
-def fingerprint_of(tokenizer: Any) -> str | None:
-    """A tokenizer's fingerprint, or the one that is given."""
-    if tokenizer is None or isinstance(tokenizer, str):
-        return tokenizer
-    return tokenizer_fingerprint(tokenizer)
