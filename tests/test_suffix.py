@@ -46,10 +46,7 @@ def matches(ids: Sequence[int], last: Sequence[int]) -> dict[int, int]:
 def check_places(
     index: ContextIndex, context: Context, within: int, most: int = EVERYTHING
 ) -> None:
-    """The longest match is found, every match is what it says, and nothing is left out.
-
-    Of more places than `MOST_DEEP` that agree in a whole key the latest are measured.
-    """
+    """The longest match is found, every match is what it says, and nothing is left out."""
     places = [(match, end) for match, ends in index.nearest(context, most, within) for end in ends]
     true = matches(index.ids, context.last)
     deep = sorted(end for end, match in true.items() if match >= KNOWN)[-MOST_DEEP:]

@@ -1,8 +1,7 @@
-"""One text in two models' tokens: what is said in the one's is followed in the other's.
+"""One text in two models' tokens.
 
-Tokens do not depend on what stands far from them, so only a window at the end is encoded again,
-whose length does not grow with the text; it begins some tokens early, and what is new is taken
-from where both encodings have the same token at the same place.
+Tokens do not depend on what stands far from them, so only a window at the end is encoded again; it
+begins some tokens early, and new tokens are taken from where both encodings agree.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary
 from specdec_mlx.drafters.spelling import Spelling, is_continuation, whole_characters
 
 MARGIN = 8
-"""Last tokens that more text may still change. Longer words than that are rare, and there a draft
-model reads tokens that it would have written otherwise, no more."""
+"""Last tokens that more text may still change. Words are seldom longer; where they are, a draft
+model reads tokens that it would have written otherwise."""
 
 CONTEXT = 8
 """Tokens before those from which a window begins, so that its first ones do not matter."""
@@ -27,7 +26,7 @@ class DraftText:
     """
 
     def __init__(self, shared: SharedVocabulary, *, continues: bool = False) -> None:
-        """Nothing is read yet. continues: whether something stands before, on the caches."""
+        """Start empty. continues: True if something stands before, on the caches."""
         self.shared = shared
         self.ids = [] if continues else list(shared.draft.prefix)
         self.settled = len(self.ids)
@@ -38,7 +37,7 @@ class DraftText:
 
     @property
     def num_read(self) -> int:
-        """How many of the target's tokens were read."""
+        """Number of the target's tokens that were read."""
         return len(self._places)
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -65,13 +64,13 @@ class DraftText:
             self._encode()
 
     def _spelled(self, token: int) -> bytes:
-        """What a token adds; the space that sentencepiece begins a text with is none."""
+        """A token's bytes, without the space that sentencepiece begins a text with."""
         target = self.shared.target
         word = target.spelled.get(token, b"")
         return word.removeprefix(b" ") if target.prepends_space and not self._text else word
 
     def _add_special(self, token: int) -> None:
-        """A token that is no text: the draft model's own, or else what people would write."""
+        """Add the draft model's own token, or else what people would write."""
         content = self.shared.target.special[token].encode()
         own = self.shared.to_draft.get(token)
         if own is None:
@@ -85,23 +84,18 @@ class DraftText:
         self._fixed = self.settled = len(self.ids)
 
     def _encode(self) -> None:
-        """Encode what is not yet, and the tokens before it that it may change."""
+        """Encode new text, and the tokens before it that it may change."""
         if len(self._text) == (self._ends[-1] if self._ends else 0):
             return
-        first = self._first_of_window()
+        first = max(self._fixed, self.settled - CONTEXT)
+        while first > self._fixed and is_continuation(self._text[self._start(first)]):
+            first -= 1
         kept, ids, ends = self._meet(first, *self._encoded(first))
         if kept is None:
             kept, (ids, ends) = self.settled, self._encoded(self.settled)
         del self.ids[kept:], self._ends[kept:]
         self.ids += ids
         self._ends += ends
-
-    def _first_of_window(self) -> int:
-        """Index of the token that a window begins with, and a character."""
-        first = max(self._fixed, self.settled - CONTEXT)
-        while first > self._fixed and is_continuation(self._text[self._start(first)]):
-            first -= 1
-        return first
 
     def _start(self, index: int) -> int:
         """Where a token begins."""
@@ -116,7 +110,7 @@ class DraftText:
     def _meet(
         self, first: int, ids: list[int], ends: list[int]
     ) -> tuple[int | None, list[int], list[int]]:
-        """Where both encodings are the same, or at least have a token's end, behind the settled.
+        """Join a window to the text where both have the same token, or at least a token's end.
 
         Args:
             first: the token that the window begins with.
@@ -139,46 +133,37 @@ class DraftText:
 
 
 def continuation(target: Spelling, tokens: Sequence[int], drafted: bytes) -> list[int]:
-    """Drafted bytes in the target's tokens: what it would write after `tokens`.
+    """Drafted bytes in the target's tokens, as it would write them after `tokens`.
 
-    Together with the last of those they are encoded as one text. If that has a token's end where
-    the draft begins, what follows is taken, else the draft by itself. The beginning of a character
-    at its end is left out unless there is nothing else.
+    They are encoded together with the last of those if a token ends between them, else alone. The
+    beginning of a character at the end is left out unless there is nothing else.
     """
     drafted = whole_characters(drafted) or drafted
     before = _context(target, tokens)
     ids, ends = target.encode(before + drafted)
-    if not before:
-        taken = ids
-    elif len(before) in ends:
-        taken = ids[len(ends) - ends[::-1].index(len(before)) :]
-    else:
-        taken = target.encode(drafted).ids
-    return _faithful(target, taken, drafted)
-
-
-def _context(target: Spelling, tokens: Sequence[int]) -> bytes:
-    """The last tokens as bytes, back to one that is no text, beginning with a character."""
-    words: list[bytes] = []
-    for token in reversed(tokens[-CONTEXT:]):
-        word = target.spelled.get(token)
-        if word is None:
-            break
-        words.append(word)
-    context = b"".join(reversed(words))
-    start = 0
-    while start < len(context) and is_continuation(context[start]):
-        start += 1
-    return context[start:]
-
-
-def _faithful(target: Spelling, ids: Sequence[int], drafted: bytes) -> list[int]:
-    """The first tokens, as far as they spell what was drafted."""
+    if before and len(before) in ends:
+        ids = ids[len(ends) - ends[::-1].index(len(before)) :]
+    elif before:
+        ids = target.encode(drafted).ids
     kept: list[int] = []
-    for index in ids:
+    for index in ids:  # as far as they spell what was drafted
         word = target.spelled.get(index)
         if not word or not drafted.startswith(word):
             break
         kept.append(index)
         drafted = drafted[len(word) :]
     return kept
+
+
+def _context(target: Spelling, tokens: Sequence[int]) -> bytes:
+    """The last tokens as bytes, back to one that is no text, beginning with a character."""
+    context = b""
+    for token in reversed(tokens[-CONTEXT:]):
+        word = target.spelled.get(token)
+        if word is None:
+            break
+        context = word + context
+    start = 0
+    while start < len(context) and is_continuation(context[start]):
+        start += 1
+    return context[start:]

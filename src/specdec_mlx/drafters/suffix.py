@@ -37,10 +37,9 @@ MEMORY_WEIGHT = 0.3
 class SuffixDrafter:
     """Copies what followed the places that match best, in the text and in a memory.
 
-    Places vote, token by token, and those that are outvoted drop out; the draft ends when none
-    remains. A place that matches longer outweighs those that match shorter; of equal ones those in
-    the text itself count more, and of matches of 1 or 2 tokens those that have more tokens in
-    common before them.
+    Places vote, token by token; those that are outvoted drop out, and the draft ends when none
+    remains. A longer match outweighs shorter ones; of equal ones those in the text itself count
+    more, and of matches of 1 or 2 tokens those that have more tokens in common before them.
 
     memory: texts to be shared between generations: a `Memory`, or the path of its file, which is
         made if there is none and saved when the process ends, or "process" for an empty one of no
@@ -59,12 +58,8 @@ class SuffixDrafter:
 
     def __post_init__(self) -> None:
         """Check the arguments, and open the memory that is named."""
-        require(
-            self,
-            self.num_draft is None or self.num_draft >= 1,
-            "num_draft",
-            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out",
-        )
+        some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
         object.__setattr__(self, "memory", as_memory(self.memory))
 

@@ -19,10 +19,9 @@ from specdec_mlx.types import Drafter
 
 @dataclass
 class NamedModel:
-    """What Python's `draft_model=` or a command's --draft-model names; a model is loaded once.
+    """A draft model or a trained head by its folder or Hugging Face name; loaded once.
 
-    name: folder or Hugging Face name of a draft model, or of a trained head; None for neither.
-    lighter: what is done to it as it loads.
+    name: None for neither. lighter: changes to it as it loads.
     """
 
     name: str | Path | None = None
@@ -41,15 +40,12 @@ class NamedModel:
         return load_draft_model(self.name, self.lighter)
 
     def make(self, spec: str, target: nn.Module | None = None, **options: Any) -> Drafter | None:
-        """The drafter of a name, which drafts with it if it is one that needs a model.
+        """The drafter of NAME or NAME:key=value,..., with this model if it is one that needs one.
 
-        Args:
-            spec: NAME or NAME:key=value,...
-            target: the model to draft for, which a trained head needs.
-            options: more options, as keywords.
+        A trained head needs the target.
 
         Raises:
-            ValueError: as `make_drafter`, or what a head does not take.
+            ValueError: as `make_drafter`, or an option that a head does not take.
             ModelFolderError: there is no such draft model.
             HeadError: the head is not known, or does not fit.
             DraftModelError: a flag that makes it no lighter.

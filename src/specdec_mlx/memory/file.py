@@ -51,14 +51,7 @@ def write_file(
 ) -> str:
     """Write a file under its lock, and replace the old one when it is on the disk.
 
-    Args:
-        path: of the file.
-        kind: of its content.
-        header: more entries of the header, JSON.
-        arrays: int32, written one after the other.
-
-    Returns:
-        The id of this saving.
+    The arrays are int32, the header JSON. Returns the id of this saving.
     """
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
@@ -107,12 +100,12 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
 
 
 def file_id(path: Path) -> str:
-    """The id of the saving that a file is of; MemoryFileError as `read_file`."""
+    """The id of the saving that a file is of."""
     return str(_header(path)[0]["id"])
 
 
 def file_kind(path: Path) -> str:
-    """The kind of a file's content; MemoryFileError as `read_file`."""
+    """The kind of a file's content."""
     return str(_header(path)[0]["kind"])
 
 

@@ -28,7 +28,8 @@ tags:
 
 # A {what} for speculative decoding
 
-{about}
+{content}, to draft from with [specdec-mlx](https://github.com/specdec-mlx/specdec-mlx).
+Whoever has this file can read {readable}.
 
 | | |
 |---|---|
@@ -44,16 +45,14 @@ specdec-mlx generate --model MODEL {option}
 ```
 """
 
-PROJECT = "[specdec-mlx](https://github.com/specdec-mlx/specdec-mlx)"
-
-ABOUT = {
-    "texts": f"Texts as token ids, to draft from with {PROJECT}.\n"
-    "Whoever has this file can read the texts.",
-    "n-grams": f"Counts of which token followed which few, to draft from with {PROJECT}.\n"
-    "Whoever has this file can read those few words at a time.",
+TEXTS = {"content": "Texts as token ids", "readable": "the texts", "option": "--memory FILE"}
+COUNTS = {
+    "content": "Counts of which token followed which few",
+    "readable": "those few words at a time",
+    "option": "--drafter ngram:table=FILE",
 }
-
-OPTION = {"texts": "--memory FILE", "n-grams": "--drafter ngram:table=FILE"}
+WORDS = {"texts": TEXTS, "n-grams": COUNTS}
+"""Of a card, by kind."""
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
@@ -78,11 +77,9 @@ def push(
         source: of its texts, in words.
         licence: as the Hub names it, such as "mit" or "other".
         private: True if only the owner may read a repository that is made.
-        endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
-        token: of the Hub; None: the one that is logged in.
+        endpoint, token: of the Hub; None: those of the environment.
 
-    Returns:
-        The address of the commit.
+    Returns the address of the commit.
 
     Raises:
         ValueError: no tokenizer is known, there is no source, or the licence is no name.
@@ -115,8 +112,7 @@ def push(
             facts="\n".join(f"| {name} | {value} |" for name, value in kept.facts().items()),
             size=size,
             what=kept.what,
-            about=ABOUT[kept.kind],
-            option=OPTION[kept.kind],
+            **WORDS[kept.kind],
         )
         Path(folder, "README.md").write_text(card, encoding="utf-8")
         done = api.upload_folder(
@@ -145,8 +141,7 @@ def pull(
         path: of the file.
         tokenizer: of the model that is to be drafted for.
         kinds: classes that it may be of.
-        endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
-        token: of the Hub; None: the one that is logged in.
+        endpoint, token: of the Hub; None: those of the environment.
 
     Raises:
         MemoryFileError: it is another tokenizer's, or none of these.

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from specdec_mlx.memory.file import damaged, read_file, write_file
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
 from specdec_mlx.options import whole, wrong
@@ -31,9 +30,9 @@ KEPT = 15 / 16
 class Memory(Kept):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
-    They stand in a few immutable indexes, oldest first. A new text joins the youngest one, and an
-    index that has grown as large as the one before it is merged with it, so that a token is sorted
-    a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
+    They stand in a few immutable indexes, oldest first. A new text joins the youngest one, which is
+    merged with the one before it once it has grown as large: a token is sorted, and an index asked,
+    a logarithmic number of times.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
         takes 80 bytes.
@@ -105,14 +104,12 @@ class Memory(Kept):
                 self._extend([text.astype(np.int32)])
                 self.save_now_and_then()
 
-    def merge(self, other: Memory) -> None:
-        """Take over the texts of another memory that this one lacks, as the younger ones.
+    def _merge(self, other: Memory) -> None:
+        """Take over the texts that this one lacks, as the younger ones.
 
         A text that both hold n and m times is held max(n, m) times afterwards, so that merging
-        again changes nothing. Raises TokenizerMismatchError for the memory of another tokenizer.
+        again changes nothing.
         """
-        if other.tokenizer is not None:
-            self.check_tokenizer(other.tokenizer)
         theirs = other.texts()
         with self._lock:
             held = Counter(map(text_digest, self.texts()))
@@ -146,7 +143,7 @@ class Memory(Kept):
         """Numbers of texts and tokens."""
         return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
 
-    def _write(self, path: Path, *, in_public: bool = False) -> str:
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
         header = {
             "tokenizer": self.tokenizer,
             "max_tokens": self.max_tokens,
@@ -154,32 +151,17 @@ class Memory(Kept):
             "indexes": [[len(index.ids), len(index.ends)] for index in self._indexes],
             "sources": {} if in_public else self.sources,
         }
-        parts = [np.array(part) for index in self._indexes for part in (index.ids, index.ends)]
-        return write_file(path, self.kind, header, parts)
+        return header, [np.array(a) for index in self._indexes for a in (index.ids, index.ends)]
 
     @classmethod
-    def load(cls, path: Path | str) -> Memory:
-        """The memory of a file.
-
-        Raises:
-            MemoryFileError: it is no memory, is damaged, or is of a later version.
-            FileNotFoundError: there is no such file.
-        """
-        if not isinstance(path, Path | str):
-            raise wrong("path", path, "a path of a file")
-        path = Path(path)
-        header, data = read_file(path, cls.kind)
-        try:
-            memory = cls(
-                int(header["max_tokens"]),
-                tokenizer=header["tokenizer"],
-                remember_prompts=bool(header["remember_prompts"]),
-            )
-            memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
-            memory._indexes = tuple(_read(header["indexes"], data))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise damaged(path, f"its header does not fit its content ({error!r})") from error
-        memory.path, memory._saved_as = path, header["id"]
+    def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> Memory:
+        memory = cls(
+            int(header["max_tokens"]),
+            tokenizer=header["tokenizer"],
+            remember_prompts=bool(header["remember_prompts"]),
+        )
+        memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
+        memory._indexes = tuple(_read(header["indexes"], data))
         return memory
 
     def _take_over(self, saved: Memory, *, is_own: bool) -> None:
