@@ -79,7 +79,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
     memory.replace(Counter(map(text_digest, left_out)), [])
     everything = join(memory.texts())
     building = time.perf_counter()
-    ContextIndex.build(everything)
+    ContextIndex(everything)
     building = time.perf_counter() - building
     with tempfile.TemporaryDirectory() as folder:
         path, saving = Path(folder, "memory"), time.perf_counter()

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
+import tracemalloc
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +24,11 @@ import specdec_mlx as sd
 import tiny_text
 from command_line import both_ways, run
 from selection import in_one_test
-from serving import post, serving
+from serving import serving
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
-from specdec_mlx.memory.index import Context
-from specdec_mlx.memory.packing import MAX_TOKEN
+from specdec_mlx.memory.index import MAX_TOKEN, Context
 from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
@@ -60,67 +61,64 @@ def follows(memory: sd.Memory, tokens: Sequence[int]) -> bool:
 # What it holds ------------------------------------------------------------------------------------
 
 
-@given(some_texts, st.sampled_from([0, 4, 30]))
-def test_it_holds_the_texts_in_order(texts: list[list[int]], young: int) -> None:
-    """However its indexes were merged; every place of every text is found."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store, "YOUNG", young)
-        memory = filled(texts)
-        assert held(memory) == texts
-        assert len(memory) == sum(len(text) + 1 for text in texts)
-        assert all(follows(memory, text[:-1]) for text in texts)
-        memory.compact()
-        assert held(memory) == texts
-        assert len(memory.indexes()) == bool(texts)
-
-
-@given(some_texts.filter(bool), st.integers(3, 60), st.sampled_from([0, 4, 30]))
+@given(some_texts, st.sampled_from([3, 10, 60, 1000]), st.sampled_from([0, 4, 30]))
 def test_the_oldest_texts_go_first(texts: list[list[int]], bound: int, young: int) -> None:
-    """It never holds more than its bound, and always the latest text, or the end of it."""
+    """It holds the latest texts in order, up to its bound, and finds every place in them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "YOUNG", young)
         memory = sd.Memory(bound)
         for count, text in enumerate(texts, start=1):
             memory.add(text)
-            left = held(memory)
             whole = [text[-bound + 1 :] for text in texts[:count]]
-            assert len(memory) <= bound
-            assert left == whole[len(whole) - len(left) :]
+            left = held(memory)
             assert left
+            assert left == whole[len(whole) - len(left) :]
+            assert len(memory) == sum(len(text) + 1 for text in left) <= bound
+            assert len(left) == count or len(memory) + len(whole[-len(left) - 1]) + 1 > 0.9 * bound
             assert all(follows(memory, kept[:-1]) for kept in left if len(kept) > 1)
+        left = held(memory)
+        memory.compact()
+        assert held(memory) == left
+        assert len(memory.indexes()) == bool(texts)
 
 
 def test_many_small_texts_stand_in_few_indexes() -> None:
     """Their number grows with the logarithm of what is held, and each token is sorted as often."""
     memory = sd.Memory()
-    rng = np.random.default_rng(0)
-    for text in rng.integers(0, 50, (600, 100)):
+    for text in np.random.default_rng(0).integers(0, 50, (600, 100)):
         memory.add(text.tolist())
     assert len(memory) == 600 * 101
     assert len(memory.indexes()) <= 5
 
 
 def test_bounds_may_be_bytes() -> None:
-    """The smaller bound holds, and says how much memory is taken."""
+    """The smaller bound holds, and says how much memory is taken; others are refused by name."""
     memory = sd.Memory(max_tokens=1000, max_bytes=store.BYTES_PER_TOKEN * 10)
     memory.add(range(50))
     assert len(memory) == 10
     assert memory.num_bytes == 10 * store.BYTES_PER_TOKEN <= 100 * 10
+    for options in ({"max_tokens": 0}, {"max_bytes": 8}):
+        with pytest.raises(ValueError, match="max_tokens"):
+            sd.Memory(**options)
 
 
-@in_one_test("options", [{"max_tokens": 0}, {"max_bytes": 8}])
-def test_bounds_without_meaning_are_refused(options: dict[str, int]) -> None:
-    """By name."""
-    with pytest.raises(ValueError, match="max_tokens"):
-        sd.Memory(**options)
-
-
-@in_one_test("token", [-1, MAX_TOKEN + 1])
-def test_what_is_no_token_is_refused(token: int) -> None:
-    """And nothing of the text is kept."""
+def test_it_takes_no_more_bytes_than_it_says() -> None:
+    ids = np.random.default_rng(0).integers(0, 50_000, 20_000).tolist()
     memory = sd.Memory()
-    with pytest.raises(ValueError, match=f"got token {token}"):
-        memory.add([1, token])
+    tracemalloc.start()
+    try:
+        memory.add(ids)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used <= memory.num_bytes
+
+
+def test_what_is_no_token_is_refused() -> None:
+    memory = sd.Memory()
+    for token in (-1, MAX_TOKEN + 1):
+        with pytest.raises(ValueError, match=f"got token {token}"):
+            memory.add([1, token])
     assert not len(memory)
     memory.add([MAX_TOKEN, MAX_TOKEN, 3])
     assert follows(memory, [MAX_TOKEN, MAX_TOKEN])
@@ -155,29 +153,30 @@ def test_another_tokenizers_memory_is_refused() -> None:
     assert fresh.tokenizer == sd.Memory(tokenizer=tiny_text.tokenizer()).tokenizer
 
 
-def test_eight_threads_at_once_lose_nothing() -> None:
-    """Generations that begin, draft and close while others write, and one that saves."""
+def at_once(works: Sequence[Callable[[], object]]) -> None:
+    """Run them in threads of their own; raise what one of them raises."""
+    with ThreadPoolExecutor(len(works)) as pool:
+        for done in [pool.submit(work) for work in works]:
+            done.result()
+
+
+def test_eight_threads_at_once_lose_nothing(tmp_path: Path) -> None:
+    """Generations that begin, draft and close while others write; and eight savings of one file."""
     memory = sd.Memory()
-    failures: list[BaseException] = []
 
     def work(name: int) -> None:
-        try:
-            for turn in range(20):
-                session = sd.SuffixDrafter(memory).begin([name], sd.DraftContext())
-                session.observe([name, turn, name, 99])
-                session.propose(4)
-                session.close(5)
-        except BaseException as error:
-            failures.append(error)
+        for turn in range(20):
+            session = sd.SuffixDrafter(memory).begin([name], CONTEXT)
+            session.observe([name, turn, name, 99])
+            session.propose(4)
+            session.close(5)
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    at_once([partial(work, name) for name in range(8)])
     expected = [[name, turn, name, 99] for name in range(8) for turn in range(20)]
     assert sorted(held(memory)) == expected
+    path = tmp_path / "memory"
+    at_once([partial(filled([[name] * 3]).save, path) for name in range(8)])
+    assert sorted(held(sd.Memory.load(path))) == [[name] * 3 for name in range(8)]
 
 
 # Its file -----------------------------------------------------------------------------------------
@@ -185,8 +184,7 @@ def test_eight_threads_at_once_lose_nothing() -> None:
 
 @given(some_texts)
 def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
-    """Texts, bounds and tokenizer, mapped read-only, at most 12 bytes a token and a header."""
-
+    """Texts, places, bounds and tokenizer, in at most 12 bytes a token and a header."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "memory"
         memory = filled(texts, 500)
@@ -196,8 +194,7 @@ def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
         assert held(loaded) == texts
         assert (loaded.max_tokens, loaded.tokenizer) == (500, "abc")
         assert path.stat().st_size <= 12 * len(memory) + 512
-        assert all(not index.tokens.flags.writeable for index in loaded.indexes())
-        assert all(follows(loaded, text[:-1]) for text in texts)
+        assert [i.ends for i in loaded.indexes()] == [i.ends for i in memory.indexes()]
 
 
 def test_a_second_process_on_the_same_file_loses_nothing(tmp_path: Path) -> None:
@@ -216,22 +213,12 @@ def test_a_second_process_on_the_same_file_loses_nothing(tmp_path: Path) -> None
     assert held(sd.Memory.load(path)) == held(ours)
 
 
-def test_memories_saved_at_once_lose_nothing(tmp_path: Path) -> None:
-    """Eight of them on one file, under its lock."""
-    path = tmp_path / "memory"
-    memories = [filled([[name, name, name]]) for name in range(8)]
-    threads = [threading.Thread(target=memory.save, args=(path,)) for memory in memories]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(held(sd.Memory.load(path))) == [[name] * 3 for name in range(8)]
-
-
-@pytest.mark.parametrize("moment", ["fsync", "replace"])
+@in_one_test("moment", ["fsync", "replace"])
 def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
     """Killed when the new one is written, or on the disk, not in its place; the lock goes too."""
-    path = tmp_path / "memory"
+    folder = tmp_path / moment
+    folder.mkdir()
+    path = folder / "memory"
     filled([[1, 2, 3]]).save(path)
     before = path.read_bytes()
     code = f"""
@@ -247,25 +234,13 @@ m = sd.Memory.load({str(path)!r}); m.add([4, 5, 6]); m.save()
     memory.add([7, 8])
     memory.save()
     assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8]]
-    assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
-
-
-def test_who_reads_the_old_file_reads_it_to_its_end(tmp_path: Path) -> None:
-    """The new one takes its name at once, and nothing is written into the old one."""
-    path = tmp_path / "memory"
-    memory = filled([[1, 2, 3]])
-    memory.save(path)
-    before = path.read_bytes()
-    with path.open("rb") as reader:
-        memory.add([4, 5, 6])
-        memory.save()
-        assert reader.read() == before != path.read_bytes()
+    assert {file.name for file in folder.iterdir()} == {"memory", "memory.lock"}
 
 
 def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a full disk."""
+    """As on a full disk. One that succeeds leaves the old one to who reads it."""
     path = tmp_path / "memory"
     memory = filled([[1, 2, 3]])
     memory.save(path)
@@ -275,11 +250,14 @@ def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(memory_file.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        patch.setattr(memory_file.os, "fsync", full)
         memory.save()
     assert path.read_bytes() == before
     assert {file.name for file in tmp_path.iterdir()} == {"memory", "memory.lock"}
+    with path.open("rb") as reader:
+        memory.save()
+        assert reader.read() == before != path.read_bytes()
 
 
 def header_of(content: bytes) -> tuple[dict[str, object], bytes]:
@@ -307,7 +285,7 @@ DAMAGES = {
     "something else": (lambda c: b"PK\x03\x04" + c[4:], "not a memory"),
     "a later format": (lambda c: c[:7] + b"\x09" + c[8:], "another version"),
     "cut in the header": (lambda c: c[:40], "header"),
-    "cut in the content": (lambda c: c[:-4], "bytes behind the header"),
+    "cut in the content": (lambda c: c[:-4], "bytes after the header"),
     "a bit of the content": (lambda c: c[:-1] + bytes([c[-1] ^ 1]), "checksum"),
     "no JSON": (lambda c: c[:16] + b"x" + c[17:], "header"),
     "a huge header": (lambda c: c[:8] + b"\xff" * 8 + c[16:], "a header of"),
@@ -338,22 +316,16 @@ def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None
 
 
 def test_a_file_of_another_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
-    """Saving to it is refused."""
+    """Saving to it is refused; without a path one is asked for."""
     path = tmp_path / "memory"
-    memory = filled([[1, 2]])
-    memory.tokenizer = "a"
+    memory, other = filled([[1, 2]]), filled([[3, 4]])
+    memory.tokenizer, other.tokenizer = "a", "b"
     memory.save(path)
-    other = filled([[3, 4]])
-    other.tokenizer = "b"
     with pytest.raises(sd.errors.MemoryFileError, match="of tokenizer a"):
         other.save(path)
     assert held(sd.Memory.load(path)) == [[1, 2]]
-
-
-def test_a_memory_without_a_file_asks_for_one() -> None:
-    """Saving it says so."""
     with pytest.raises(ValueError, match=r"save\(path\)"):
-        sd.Memory().save()
+        other.save()
 
 
 def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
@@ -400,21 +372,16 @@ def words(memory: sd.Memory) -> list[str]:
     return sorted(tokenizer.decode(text) for text in held(memory))
 
 
-def test_a_folder_is_read_without_what_is_hidden_or_no_text(project: Path) -> None:
-    """Each file is a text; what is skipped is counted."""
-    memory = sd.Memory()
-    found = update(memory, [project], tiny_text.tokenizer())
-    assert (found.read, found.unchanged, found.gone, found.skipped) == (2, 0, 0, 2)
-    assert words(memory) == ["Some words about it.\n", "def first(a):\n    return a\n"]
-
-
 def test_only_what_has_changed_is_read_again(project: Path, tmp_path: Path) -> None:
-    """Across saving and loading: changed and gone files are forgotten, all others stay."""
+    """Hidden files and what is no text are skipped; changed and gone files are forgotten."""
     tokenizer = tiny_text.tokenizer()
     path = tmp_path / "memory"
     memory = sd.Memory()
     memory.add(tokenizer.encode("written by a generation"))
-    update(memory, [project], tokenizer)
+    found = update(memory, [project], tokenizer)
+    assert (found.read, found.unchanged, found.gone, found.skipped) == (2, 0, 0, 2)
+    code, notes = "def first(a):\n    return a\n", "Some words about it.\n"
+    assert words(memory) == [notes, code, "written by a generation"]
     memory.save(path)
     memory = sd.Memory.load(path)
     assert update(memory, [project], tokenizer).read == 0
@@ -424,12 +391,8 @@ def test_only_what_has_changed_is_read_again(project: Path, tmp_path: Path) -> N
     found = update(memory, [project], tokenizer)
     assert (found.read, found.unchanged, found.gone) == (2, 2, 1)
     assert words(memory) == ["def second(b): ...\n", "something new", "written by a generation"]
-
-
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    """And nothing is changed."""
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        update(sd.Memory(), [tmp_path / "nowhere"], tiny_text.tokenizer())
+        update(memory, [project / "nowhere"], tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -476,47 +439,34 @@ def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Pa
 
 
 def test_memories_of_users_are_refused_in_a_file(model: Path, tmp_path: Path) -> None:
-    """A file is for everybody."""
     done = run("server", "--model", model, "--memory", tmp_path / "m", "--memory-for", "user")
     assert done.returncode == 2
     assert "--memory process" in done.stderr
 
 
-def test_each_user_of_a_server_has_a_memory(model: Path) -> None:
-    """Where asked: what one was told is drafted for that one; without a name, for nobody."""
-    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0, "draft_length": 4}
-    flags = ("--model", str(model), "--memory", "process", "--memory-for", "user")
+@pytest.mark.parametrize("whom", ["user", "key"])
+def test_each_user_or_key_of_a_server_has_a_memory(whom: str, model: Path) -> None:
+    """What one was told is drafted for that one; without a user's name, for nobody."""
+    ask = {"model": "default_model", "prompt": "the cat", "max_tokens": 40, "temperature": 0.0}
+    flags = ("--model", str(model), "--memory", "process", "--memory-for", whom)
     with serving(*flags) as client:
 
-        def passes(**more: str) -> tuple[int, str]:
-            reply = json.loads(post(client, "completions", ask | more)[1])
-            account = reply["usage"]["speculation"]
+        def passes(key: str, **user: str) -> tuple[int, str]:
+            reply = client.with_options(api_key=key).completions.create(
+                extra_body={"draft_length": 4}, **ask, **user
+            )
+            account = reply.usage.speculation
             assert account["drafter"] == "auto"
-            return account["target_passes"], reply["choices"][0]["text"]
+            return account["target_passes"], reply.choices[0].text
 
-        alone, text = passes(user="one")
-        again, text_again = passes(user="one")
-        others = [passes(user="two"), passes(), passes()]
+        alone, text = passes("one", user="she")
+        again, text_again = passes("one", user="she" if whom == "user" else "he")
+        others = [passes("two", user="he" if whom == "user" else "she")]
+        if whom == "user":
+            others += [passes("one"), passes("one")]
     assert again < alone
     assert text_again == text
-    assert others == [(alone, text)] * 3
-
-
-def test_each_key_of_a_server_has_a_memory(model: Path) -> None:
-    """As of users, whatever user a request names."""
-    ask = {"prompt": "the cat", "max_tokens": 40, "temperature": 0.0}
-    flags = ("--model", str(model), "--memory", "process", "--memory-for", "key")
-    with serving(*flags) as client:
-
-        def passes(key: str, user: str) -> int:
-            reply = client.with_options(api_key=key).completions.create(
-                model="default_model", user=user, extra_body={"draft_length": 4}, **ask
-            )
-            return int(reply.usage.speculation["target_passes"])
-
-        alone, again = passes("one", "she"), passes("one", "he")
-        other = passes("two", "she")
-    assert again < alone == other
+    assert others == [(alone, text)] * len(others)
 
 
 # Counts instead of texts --------------------------------------------------------------------------
@@ -548,7 +498,6 @@ def test_tables_count_saved_loaded_and_merged(
 
 
 def test_two_that_save_the_same_table_count_every_text_once(tmp_path: Path) -> None:
-    """Also those that both had loaded."""
     path = tmp_path / "table"
     counted([[1, 2, 3]]).save(path)
     one, other = sd.drafters.NGramTable.load(path), sd.drafters.NGramTable.load(path)
@@ -621,23 +570,24 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
 
 
 def test_tables_and_memories_are_not_taken_for_each_other(tmp_path: Path) -> None:
-    """Each is refused by name, and left as it is."""
+    """Each is refused by name; and so are numbers without meaning."""
     counted([[1, 2]]).save(tmp_path / "table")
     filled([[1, 2]]).save(tmp_path / "memory")
     with pytest.raises(sd.errors.MemoryFileError, match="holds 'n-grams'"):
         sd.Memory.load(tmp_path / "table")
+    table = sd.drafters.NGramTable
     with pytest.raises(sd.errors.MemoryFileError, match="holds 'texts'"):
-        sd.drafters.NGramTable.load(tmp_path / "memory")
+        table.load(tmp_path / "memory")
     with pytest.raises(sd.errors.TokenizerMismatchError):
-        sd.drafters.NGramTable(tokenizer="a").merge(sd.drafters.NGramTable(tokenizer="b"))
+        table(tokenizer="a").merge(table(tokenizer="b"))
     with pytest.raises(ValueError, match="stochastic"):
-        sd.NGramDrafter(table=sd.drafters.NGramTable(), stochastic=True)
+        sd.NGramDrafter(table=table(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):
-        sd.drafters.NGramTable(max_order=2, min_order=3)
+        table(max_order=2, min_order=3)
 
 
 def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
-    """Else it is said so at once, in a sentence, and no folder is made: it may be mistyped."""
+    """Else it is said so at once, and no folder is made: it may be mistyped."""
     nowhere = tmp_path / "nowhere"
     saved = sd.Memory()
     saved.add([1, 2, 3])

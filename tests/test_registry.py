@@ -37,7 +37,7 @@ def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
 def test_a_name_with_options_makes_what_the_class_would() -> None:
     """Options in the name, as keywords, or both; dashes stand for underscores."""
     assert make_drafter("ngram") == sd.NGramDrafter()
-    assert make_drafter("ngram:max_order=3,window=256") == sd.NGramDrafter(max_order=3, window=256)
+    assert make_drafter("ngram:max_order=3,num_draft=8") == sd.NGramDrafter(3, num_draft=8)
     assert make_drafter("ngram:max-order=3") == sd.NGramDrafter(max_order=3)
     assert make_drafter("ngram", num_draft=7) == sd.NGramDrafter(num_draft=7)
     assert make_drafter("ngram:max_order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)

@@ -13,7 +13,7 @@ import pytest
 
 import scripted
 from specdec_mlx.bench import replay
-from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, load_record, save_record
 from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.types import Draft, DraftContext
@@ -72,25 +72,16 @@ def test_every_assistant_message_is_a_text(tmp_path: Path) -> None:
 
 def test_edits_of_one_session_are_one_conversation(tmp_path: Path) -> None:
     """A prompt and its reference a line, in the order of the file."""
-    path = written(tmp_path, EDITS)
-    texts = read_sessions(path, Bytes())
-    assert [(t.id, bytes(t.generated), t.session) for t in texts] == [
-        ("e1", b"b\x03", "7"),
-        ("e2", b"d\x03", "7"),
-    ]
+    texts = read_sessions(written(tmp_path, EDITS), Bytes())
+    found = [(text.id, bytes(text.generated), text.session) for text in texts]
+    assert found == [("e1", b"b\x03", "7"), ("e2", b"d\x03", "7")]
 
 
-@pytest.mark.parametrize(
-    "row", [{"id": "x"}, {"turns": [], "reference": ""}, {"messages": [{"role": "user"}]}, [1]]
-)
-def test_other_lines_are_refused_by_number(row: Any, tmp_path: Path) -> None:
-    """The error names the line, and what is expected there."""
-    with pytest.raises(ValueError, match="line 2: expected a JSON object with `messages`"):
-        read_sessions(written(tmp_path, [CONVERSATION, row]), Bytes())
-
-
-def test_a_file_without_answers_is_refused(tmp_path: Path) -> None:
-    """Nothing was written in it that a drafter could be scored on."""
+def test_other_lines_are_refused_by_number(tmp_path: Path) -> None:
+    """The error names the line, and what is expected there; a file without answers is refused."""
+    for row in ({"id": "x"}, {"turns": [], "reference": ""}, {"messages": [{"role": "user"}]}, [1]):
+        with pytest.raises(ValueError, match="line 2: expected a JSON object with `messages`"):
+            read_sessions(written(tmp_path, [CONVERSATION, row]), Bytes())
     silent = {"messages": [{"role": "user", "content": "hi"}]}
     with pytest.raises(ValueError, match="no assistant message"):
         read_sessions(written(tmp_path, [silent]), Bytes())
@@ -133,22 +124,18 @@ def repeated(num_texts: int) -> Record:
 
 
 def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
-    """The first text is new to each draft length; the others are drafted for whole."""
-    scores = replay.score_record(repeated(4), {"memory": Rememberer}, ["5", "8"], linear_cost(0.0))
-    passes = [s.target_passes for s in scores if s.category == "all"]
-    assert passes == [6 + 3 * 2] * 2
-
-
-def test_sessions_are_scored_one_by_one() -> None:
-    """Their passes add up to all; the table says in which one a drafter does worst."""
+    """The first text is new to each draft length; sessions are scored one by one, and add up."""
     wrong = scripted.OracleDrafter([11] * 20, VOCAB)
     drafters = {"none of use": wrong, "memory": Rememberer}
-    scores = replay.score_record(repeated(4), drafters, ["5"], linear_cost(0.5))
+    scores = replay.score_record(repeated(4), drafters, ["5", "8"], linear_cost(0.0))
     for name in drafters:
-        own = [s for s in scores if s.drafter == name]
-        by_session = [s.target_passes for s in own if s.session]
-        assert len(by_session) == 2
-        assert sum(by_session) == own[0].target_passes
+        for length in ("5", "8"):
+            own = [s for s in scores if s.drafter == name and s.draft_length == length]
+            (total,) = (s.target_passes for s in own if s.category == "all" and not s.session)
+            by_session = [s.target_passes for s in own if s.session]
+            assert len(by_session) == 2
+            assert sum(by_session) == total
+            assert total == (6 + 3 * 2 if name == "memory" else 4 * 6)
 
 
 def test_the_command_replays_sessions(
@@ -156,7 +143,8 @@ def test_the_command_replays_sessions(
 ) -> None:
     """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: _Sized())
-    record = Record("", {}, {}, [], cost=measured(linear_cost(0.1)), results=[], differences=[])
+    cost = dataclasses.replace(linear_cost(0.1), name="measured")
+    record = Record("", {}, {}, [], cost=cost, results=[], differences=[])
     save_record(record, tmp_path / "record.json")
     assert load_record(tmp_path / "record.json").cost is not None
     parser = argparse.ArgumentParser()
@@ -171,6 +159,8 @@ def test_the_command_replays_sessions(
     assert report.count("| drafter") == 2
     assert "4 texts, cost measured" in report
     assert {s["session"] for s in json.loads(Path(scores).read_text())} == {"", "one", "7"}
+    record = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path)
+    assert record.settings["max_tokens"] == len("hello") + 1  # no text is cut short
     with pytest.raises(ValueError, match="Nothing to replay"):
         replay.main(parser.parse_args([]))
 
@@ -178,18 +168,3 @@ def test_the_command_replays_sessions(
 class _Sized(Bytes):
     def __len__(self) -> int:
         return VOCAB
-
-
-def measured(curve: CostCurve) -> CostCurve:
-    """The same curve as a benchmark would have measured it."""
-    return dataclasses.replace(curve, name="measured")
-
-
-def test_a_record_of_sessions_has_their_longest_text_as_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """So that no text is cut short."""
-    monkeypatch.setattr(replay, "load_tokenizer", lambda name: _Sized())
-    monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
-    record = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path)
-    assert record.settings["max_tokens"] == len("hello") + 1

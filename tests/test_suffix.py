@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -16,9 +15,7 @@ from selection import in_one_test
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.suffix import SuffixSession
-from specdec_mlx.memory import recent
-from specdec_mlx.memory.index import MOST_DEEP, Context, ContextIndex, Ring
-from specdec_mlx.memory.packing import MAX_MATCH, SEPARATOR
+from specdec_mlx.memory.index import KNOWN, MAX_MATCH, MOST_DEEP, SEPARATOR, Context, ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.types import DraftContext, Evidence
@@ -46,68 +43,59 @@ def matches(ids: Sequence[int], last: Sequence[int]) -> dict[int, int]:
     return found
 
 
-def places_of(rings: list[Ring]) -> list[tuple[int, int]]:
-    """Match and place, one by one; each ring is of another match, or of another part of a text."""
-    return [(match, end) for match, ends in rings for end in ends]
-
-
-def check_places(rings: list[Ring], ids: Sequence[int], last: Sequence[int], within: int) -> None:
+def check_places(
+    index: ContextIndex, context: Context, within: int, most: int = EVERYTHING
+) -> None:
     """The longest match is found, every match is what it says, and nothing is left out."""
-    places = places_of(rings)
-    true = matches(ids, last)
+    places = [(match, end) for match, ends in index.nearest(context, most, within) for end in ends]
+    true = matches(index.ids, context.last)
+    deep = sorted(end for end, match in true.items() if match >= KNOWN)[-MOST_DEEP:]
+    if deep:
+        true = {end: true[end] for end in deep}
     longest = max(true.values(), default=0)
     assert (places[0][0] if places else 0) == longest
-    assert all(match >= longest - within for match, _ in places)
-    assert all(true[end] == match for match, end in places)
-    assert len({end for _, end in places}) == len(places)
-    shortest = max(1, longest - within)
-    wanted = sum(match >= shortest for match in true.values())
-    if longest < 12:
-        assert sum(match >= shortest for match, _ in places) == wanted
+    wanted = {(match, end) for end, match in true.items() if match >= max(1, longest - within)}
+    assert set(places) <= wanted
+    if deep or most >= len(wanted):
+        assert len(places) == len(wanted)
     else:
-        assert min(wanted, MOST_DEEP) >= 1
+        assert 0 < len(places) <= most
+    assert [match for match, _ in places] == sorted([m for m, _ in places], reverse=True)
 
 
-@given(several, texts.filter(bool), st.integers(0, 3))
-@example([[0] * 40], [0] * 40, 2)
-@example([[0, 0], [0, 0, 0, 0, 0]], [0], 1)
-def test_an_index_finds_the_longest_match_of_any_length(
-    parts: list[list[int]], query: list[int], within: int
+@given(several, texts.filter(bool), st.integers(0, 3), st.sampled_from([1, 3, EVERYTHING]))
+@example([[0] * 40], [0] * 40, 2, EVERYTHING)
+@example([[0, 0], [0, 0, 0, 0, 0]], [0], 1, EVERYTHING)
+@example([list(range(40)), [*range(40), 0]], list(range(39)), 1, 1)
+def test_an_index_finds_the_longest_match(
+    parts: list[list[int]], query: list[int], within: int, most: int
 ) -> None:
     """Of several texts: none across their ends, and all places that match nearly as long."""
-    ids = joined(parts)
-    index = ContextIndex.build(np.array(ids))
+    index = ContextIndex(joined(parts))
     for asked in (query, parts[0], parts[-1][: len(query)] + query):
-        rings = index.nearest(Context.of(asked), EVERYTHING, within)
-        check_places(rings, ids, asked[::-1], within)
+        check_places(index, Context.of(asked), within, most)
 
 
-@given(texts.filter(bool), st.lists(texts, max_size=4), st.sampled_from([1, 3, EVERYTHING]))
+@given(texts.filter(bool), st.lists(texts, max_size=4))
 def test_a_text_that_grows_is_searched_like_one_that_was_there(
-    prompt: list[int], grown: list[list[int]], most_recent: int
+    prompt: list[int], grown: list[list[int]]
 ) -> None:
-    """Whether its places stand in the list or have gone over into the index."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recent, "MOST_RECENT", most_recent)
-        text = GrowingIndex(prompt)
-        for tokens in grown:
-            text.append(tokens)
-            for within in (0, 2):
-                rings = text.nearest(text.context(), EVERYTHING, within)
-                check_places(rings, text.ids, text.ids[::-1], within)
+    """Every place is found, and the order is that of sorting the whole text."""
+    text = GrowingIndex(prompt)
+    for tokens in grown:
+        text.append(tokens)
+        assert text.context() == Context.of(text.ids)
+        for within in (0, 2):
+            check_places(text, text.context(), within)
+    assert text.ends == ContextIndex(text.ids).ends
 
 
-@given(st.lists(texts.filter(lambda text: len(text) > 1), min_size=1, max_size=3), st.data())
-def test_most_places_are_a_sample(parts: list[list[int]], data: Any) -> None:
-    """Asked for a few, an index gives as many at most, the longest match among them."""
-    ids = joined(parts)
-    query = data.draw(st.sampled_from(parts))
-    most = data.draw(st.integers(1, 5))
-    rings = ContextIndex.build(np.array(ids)).nearest(Context.of(query), most, 2)
-    places = places_of(rings)
-    longest = max(matches(ids, query[::-1]).values())
-    assert len(places) <= max(most, MOST_DEEP)
-    assert max((match for match, _ in places), default=0) == longest
+def test_fewer_places_match_shorter() -> None:
+    """Of shorter matches so many at most, beside all of the longest."""
+    index = ContextIndex([1, 2, 3, 2, 4, 2, 5, 2, 6, 1, 2])
+    rings = index.nearest(Context.of([1, 2]), EVERYTHING, 1, 1, 2)
+    assert [(match, len(ends)) for match, ends in rings] == [(2, 1), (1, 2)]
+    assert index.nearest(Context.of([1, 2]), EVERYTHING, 1, 3) == []
 
 
 def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
@@ -116,14 +104,12 @@ def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
 
 @given(texts, st.integers(0, 12))
 def test_a_draft_begins_with_what_followed_a_match(text: list[int], limit: int) -> None:
-    """It is no longer than the limit, and its first token stood behind as much as was matched."""
-    session = begin(text)
-    draft = session.propose(limit)
+    """It is as long as the limit, and its first token followed one of the longest matches."""
+    draft = begin(text).propose(limit)
     true = matches(text, text[::-1])
     longest = max(true.values(), default=0)
     assert len(draft) == (limit if longest else 0)
     if draft:
-        assert session.match_length == longest
         followers = {text[end] for end, match in true.items() if match >= max(1, longest - 1)}
         assert next(iter(draft.tokens)) in followers
 
@@ -144,7 +130,7 @@ def test_proposing_ahead_is_proposing_afterwards(
 
 
 def test_what_may_come_is_part_of_the_match_and_of_the_copy() -> None:
-    """2, 3 behind the text: its beginning goes on with 4, 5, then with the text's end and 2, 3."""
+    """2, 3 after the text: its beginning goes on with 4, 5, then with the text's end and 2, 3."""
     session = begin([1, 2, 3, 4, 5, 1])
     assert session.propose_after([2, 3], 5).tokens == [4, 5, 1, 2, 3]
 
@@ -229,7 +215,7 @@ def test_a_draft_is_what_wins_every_vote(
 ) -> None:
     """Token, share and places are those of a count over all continuations, one by one."""
     followed, counts = [tokens for tokens, _ in ballots], [count for _, count in ballots]
-    sources = [ContextIndex.build(np.array([3, *tokens, SEPARATOR])) for tokens in followed]
+    sources = [ContextIndex([3, *tokens, SEPARATOR]) for tokens in followed]
     voters = [(1, [1], source, count) for source, count in zip(sources, counts, strict=True)]
     draft = elect(voters, [3], length)
     wanted = list(voted_for([tuple(tokens[:length]) for tokens in followed], counts, length))
@@ -250,19 +236,14 @@ def test_a_draft_ends_with_the_text_it_is_copied_from() -> None:
 
 
 def test_options_bound_the_draft() -> None:
-    """Its own cap, the shortest match, and so many tokens for each token of the match."""
+    """Its own cap, and the shortest match; numbers without meaning are refused by name."""
     text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
     assert begin(text).propose(4).tokens == [3, 4, 5, 6]
     assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
-    assert begin(text, per_match=1.5).propose(8).tokens == [3, 4, 5]
     assert not begin(text, min_match=3).propose(4)
-
-
-@in_one_test("options", [{"num_draft": 0}, {"min_match": 0}, {"min_match": 65}, {"per_match": 0}])
-def test_options_without_meaning_are_refused(options: dict[str, Any]) -> None:
-    """By name."""
-    with pytest.raises(ValueError, match=next(iter(options))):
-        sd.SuffixDrafter(**options)
+    for name, wrong in (("num_draft", 0), ("min_match", 0), ("min_match", 65)):
+        with pytest.raises(ValueError, match=name):
+            sd.SuffixDrafter(**{name: wrong})  # type: ignore[arg-type]
 
 
 def test_it_has_a_name_and_a_key() -> None:
@@ -273,9 +254,10 @@ def test_it_has_a_name_and_a_key() -> None:
     assert first.key == second.key != without.key
 
 
-def test_it_keeps_the_contract() -> None:
+@in_one_test("remembers", [False, True])
+def test_it_keeps_the_contract(remembers: bool) -> None:
     """Alone, and with a memory that holds what is asked for and much else."""
-    check_drafter(sd.SuffixDrafter())
-    memory = sd.Memory()
-    memory.add(list(range(32)) * 3)
-    check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)
+    memory = sd.Memory() if remembers else None
+    if memory is not None:
+        memory.add(list(range(32)) * 3)
+    check_drafter(sd.SuffixDrafter(memory), remembers=remembers, learns=remembers)

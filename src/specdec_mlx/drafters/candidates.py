@@ -1,6 +1,6 @@
-"""Which drafters can serve a model: the built-in ones, and the smaller models here.
+"""Report of what can draft for a model: the built-in drafters, and the smaller models here.
 
-Nothing is loaded but configurations and tokenizers; what a step costs is told from the size of the
+Only configurations and tokenizers are loaded; the cost of a step is taken from the size of the
 weights, which all have to be read for a token.
 """
 
@@ -28,16 +28,13 @@ from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 ACCEPTANCES = (0.6, 0.8)
 """Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
 
-WEIGHTS = "model*.safetensors"
-
 
 @dataclass(frozen=True)
 class Candidate:
     """A model that is here, as a drafter for another one.
 
-    name: its Hugging Face name, or its folder's. size: of its weights, in bytes. cost: c, drafting
-    a token over a step of the target, by size. refusal: why it cannot serve, None if it can. note:
-    what else there is to say.
+    size: of its weights, bytes. cost: c, seconds of a drafted token over those of a target step, by
+    size. refusal: the reason why it cannot serve, or None. note: anything else.
     """
 
     name: str
@@ -48,24 +45,22 @@ class Candidate:
     note: str = ""
 
     def expectation(self) -> str:
-        """One line: best draft length and speedup for a few acceptance rates (theorem 3.8)."""
-        return "; ".join(_expected(acceptance, self.cost) for acceptance in ACCEPTANCES)
-
-
-def _expected(acceptance: float, cost: float) -> str:
-    length = best_draft_length(acceptance, cost)
-    if length == 0:
-        return f"{acceptance:.0%} accepted: does not pay"
-    speedup = expected_speedup(acceptance, length, cost)
-    return f"{acceptance:.0%} accepted: {speedup:.2f} times as fast with K = {length}"
+        """Best draft length and speedup for a few acceptance rates (theorem 3.8), one line."""
+        parts = []
+        for acceptance in ACCEPTANCES:
+            length = best_draft_length(acceptance, self.cost)
+            speedup = expected_speedup(acceptance, length, self.cost)
+            gain = f"{speedup:.2f} times as fast with K = {length}" if length else "does not pay"
+            parts.append(f"{acceptance:.0%} accepted: {gain}")
+        return "; ".join(parts)
 
 
 def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
-    """The models in the Hugging Face cache, or in a folder, that can draft for `model` or cannot.
+    """The models that can draft for `model`, the cheapest first, and those that cannot.
 
-    model: a folder, or a Hugging Face name that was fetched before. where: a folder of model
-    folders, or a cache of Hugging Face's. Those that can come first, the cheapest first of all.
-    What cannot be read is refused, not raised. Raises ModelFolderError if the target is not here.
+    Args:
+        model: a folder, or a Hugging Face name that was fetched before; else ModelFolderError.
+        where: a folder of model folders, or a Hugging Face cache; None: the default cache.
     """
     target = locate(model)
     size, tokenizer = weight_bytes(target), load_tokenizer(target)
@@ -114,38 +109,33 @@ def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
 
 def weight_bytes(folder: Path) -> int:
     """Size of a model's weights in bytes."""
-    return sum(file.stat().st_size for file in folder.glob(WEIGHTS))
+    return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
 def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
-    """What a model is worth as a drafter; one that cannot be read is refused with the reason."""
+    """A model as a drafter; one that cannot be read is refused with the reason."""
+    size = 0
     try:
         check_folder(folder)
         size = weight_bytes(folder)
-        refusal = _unknown_architecture(folder)
-        if refusal is None and size >= target_size:
+        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+            refusal = f"mlx-lm knows no model type {kind}"
+        elif size >= target_size:
             refusal = "not smaller"
-        if refusal is not None:
-            return Candidate(name, folder, size, refusal=refusal)
-        cost = size / target_size
-        shared = shared_between(target_tokenizer, load_tokenizer(folder))
-        if shared is None:
-            return Candidate(name, folder, size, cost)
-        cost *= shared.draft_tokens_per_token
-        return Candidate(name, folder, size, cost, note=", another tokenizer")
+        else:
+            cost = size / target_size
+            shared = shared_between(target_tokenizer, load_tokenizer(folder))
+            if shared is None:
+                return Candidate(name, folder, size, cost)
+            cost *= shared.draft_tokens_per_token
+            return Candidate(name, folder, size, cost, note=", another tokenizer")
     except TokenizerMismatchError as error:
-        return Candidate(name, folder, refusal=f"another tokenizer: {error}")
+        refusal = f"another tokenizer: {error}"
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Candidate(name, folder, refusal=f"cannot be read: {reason}")
-
-
-def _unknown_architecture(folder: Path) -> str | None:
-    """Why mlx-lm could not load it, as far as its configuration says."""
-    kind = json.loads((folder / "config.json").read_text())["model_type"]
-    if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
-        return f"mlx-lm knows no model type {kind}"
-    return None
+        refusal = f"cannot be read: {reason}"
+    return Candidate(name, folder, size, refusal=refusal)
 
 
 def report(model: str, where: Path | None = None) -> str:
@@ -158,17 +148,16 @@ def report(model: str, where: Path | None = None) -> str:
         if is_path(model) or Path(model).exists():
             raise
         return "\n".join([*lines, "", str(error), *heads_lines(model, None)])
-    found = find_candidates(model, where)
+    able, refused = list[str](), list[str]()
+    for one in find_candidates(model, where):
+        if one.refusal is not None:
+            refused.append(f"  {one.name}  {one.refusal}")
+            continue
+        cost = f"a token costs about {one.cost:.2f} of the target's{one.note}"
+        able += [f"  {one.name}  {_size(one.size)}, {cost}", f"    {one.expectation()}"]
     lines += ["", f"Draft models for {model} ({_size(weight_bytes(target))}):"]
-    lines += [
-        f"  {one.name}  {_size(one.size)}, a token costs about {one.cost:.2f} of the target's"
-        f"{one.note}\n"
-        f"    {one.expectation()}"
-        for one in found
-        if one.refusal is None
-    ] or [f"  none in {where or 'the Hugging Face cache'}"]
+    lines += able or [f"  none in {where or 'the Hugging Face cache'}"]
     lines += heads_lines(model, target, models_in(where))
-    refused = [f"  {one.name}  {one.refusal}" for one in found if one.refusal is not None]
     return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
 
 

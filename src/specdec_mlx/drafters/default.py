@@ -14,17 +14,14 @@ from specdec_mlx.types import Drafter
 def default_drafter(
     memory: Memory | str | None = None, trees: bool = False, recycling: bool = False
 ) -> SuffixDrafter | BestOf | TreeOf:
-    """What followed the places that match best, in the text and in a memory.
+    """Copies what followed the places that match best, in the text and in a memory.
 
     Args:
-        memory: what was written before, as `SuffixDrafter` takes it; None remembers nothing.
-        trees: True to have it, n-grams, and what the target itself thought of next (Token
-            Recycling) share a tree where that is worth more than a chain.
-        recycling: True to have these compete in any case, after one token and after two; what the
-            target thought is kept from one generation with this drafter to the next.
-
-    Raises:
-        ValueError: for what is no memory.
+        memory: as `SuffixDrafter` takes it; None remembers nothing.
+        trees: True to have it, n-grams, and Token Recycling share a tree where that is worth more
+            than a chain.
+        recycling: True to have Token Recycling compete in any case, after one token and after two,
+            with tables that are kept from one generation with this drafter to the next.
     """
     if not trees and not recycling:
         return SuffixDrafter(memory)
@@ -32,6 +29,6 @@ def default_drafter(
     if recycling:
         of_two = RecyclingDrafter(table=SuccessorTable(), context=2)
         look_ups = *look_ups, of_two, RecyclingDrafter(table=SuccessorTable())
-    elif trees:
+    else:
         look_ups = *look_ups, RecyclingDrafter()
     return TreeOf(*look_ups) if trees else BestOf(*look_ups)

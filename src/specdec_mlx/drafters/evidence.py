@@ -1,7 +1,7 @@
-"""What speaks for a draft token, in classes: part of a draft's `Evidence`.
+"""Classes of shares and of counts, which are a part of a draft token's `Evidence`.
 
-Each class has a weight of its own in what is learned of acceptance, so that there are few of them,
-and they are narrow where chances change most.
+Each class has a weight of its own in what is learned of acceptance: there are few, and they are
+narrow where chances change most.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What tells one model's content from another's, without reading all of its weights."""
+"""Fingerprints of models, from a few of their weights."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from specdec_mlx.per_model import PerModel
 
 NUM_SAMPLES = 4
-"""Values that are read of each parameter: enough to tell fine-tuned models from each other."""
+"""Values read of each parameter: enough to tell fine-tuned models from each other."""
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -28,9 +28,8 @@ def _fingerprint(model: nn.Module) -> str:
 
 
 def _sample(array: mx.array) -> mx.array:
-    """Values [n] in float32 from places spread over a parameter, first and last too; lazy."""
-    if not array.ndim:
-        array = array[None]
+    """Values [n] in float32 from places spread over a parameter; lazy."""
+    array = array if array.ndim else array[None]
     places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
     indices = np.unravel_index(places, array.shape)
     return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)

@@ -1,9 +1,9 @@
-"""Lookahead decoding: n-grams that the target guessed in parallel (Fu et al. 2024).
+"""Lookahead decoding: n-grams that the target guessed in parallel (Fu et al. 2024, 2402.02057).
 
-arXiv 2402.02057. Beside the draft that is verified, the pass computes *rows*: guesses at the next
-few positions, each made by the target in an earlier pass from the guess before it, so that they
-settle as in Jacobi iteration. What the target says after them is one further token of an n-gram,
-which goes into a pool; drafts are n-grams of the pool that begin with the text's last token.
+Beside the draft, the pass computes *rows*: guesses at the next positions, each made by the target
+in an earlier pass from the guess before it, so that they settle as in Jacobi iteration. A token
+that the target says after them ends an n-gram, which goes into a pool; drafts are n-grams of the
+pool that begin with the text's last token.
 
 The rows are a tree. Of W columns, the first begins with the text's last token, and the others with
 a trunk of W - 1 guesses that follow it; the later guesses of a column hang from its first one:
@@ -12,13 +12,10 @@ a trunk of W - 1 guesses that follow it; the later guesses of a column hang from
       |     |    |    |
       y0    y1   y2   y3        level 1
       |     |    |    |
-      z0    z1   z2   z3        level 2: what the target says after these ends the n-grams
+      z0    z1   z2   z3        level 2: the tokens that the target says after these end n-grams
 
-So they ride in the pass as any other nodes of a draft, a guess that happens to be right is kept,
-and what the target says comes back with the rejected ones. Of a target that takes no trees only the
-draft's first chain is verified, which has the first column at most, and of other drafters' drafts
-what is said after a rejected token is noted as a pair: that is close to Token Recycling, with a
-table of what was said last.
+A target that takes no trees verifies the first chain alone, and of other drafters' drafts pairs are
+noted: that is close to Token Recycling.
 """
 
 from __future__ import annotations
@@ -28,36 +25,25 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
-    ROOT,
-    Draft,
-    DraftContext,
-    Evidence,
-    FeatureRows,
-    Features,
-    ValuesDrafts,
-)
-from specdec_mlx.types.trees import chain, first_path
+from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features, ValuesDrafts
+from specdec_mlx.types.trees import ROOT, chain, first_path, path_to
 
 MOST_OF_A_TOKEN = 16
 """N-grams that the pool keeps of each first token."""
 
 NEXT_PLACE = 7919
-"""By how much the places of the text differ that columns are begun with: a prime, so that they are
-spread, and the same for every run."""
+"""Step between the places of the text that columns begin with: a prime, so that they spread."""
 
 Path = tuple[int, ...]
 """Tokens that follow the text, or an n-gram's first token."""
 
 
-@dataclass
 class Pool:
-    """N-grams by their first token: what follows it, and how often that was guessed, latest last.
+    """N-grams: first token -> what follows it [1 to N - 1] -> how often guessed, latest last."""
 
-    known: first token -> what follows [1 to N - 1] -> times.
-    """
-
-    known: dict[int, dict[Path, int]] = field(default_factory=dict)
+    def __init__(self) -> None:
+        """Start empty."""
+        self.known: dict[int, dict[Path, int]] = {}
 
     def add(self, first: int, rest: Path) -> None:
         """Note an n-gram; of each first token the oldest ones go."""
@@ -66,15 +52,9 @@ class Pool:
         if len(some) > MOST_OF_A_TOKEN:
             del some[next(iter(some))]
 
-    def after(self, first: int, path: Path = ()) -> list[tuple[Path, int]]:
-        """What may follow a token and a path after it, the latest first, with its times."""
-        at = len(path)
-        some = self.known.get(first, {})
-        return [
-            (rest[at:], times)
-            for rest, times in reversed(some.items())
-            if len(rest) > at and rest[:at] == path
-        ]
+    def after(self, tokens: Sequence[int]) -> list[tuple[Path, int]]:
+        """The n-grams that begin with the last token, the latest first, and how often guessed."""
+        return list(reversed(self.known.get(tokens[-1], {}).items())) if tokens else []
 
 
 class Window:
@@ -91,22 +71,20 @@ class Window:
         self._num_begun = 0
         self._fill(text)
 
-    def columns(self) -> list[tuple[Path, Path]]:
+    def columns(self) -> list[Path]:
         """Of each column the trunk up to its first token, and the guesses that hang from it."""
         trunk = self.levels[0]
         return [
-            (tuple(trunk[1 : j + 1]), tuple(level[j] for level in self.levels[1:]))
-            for j in range(self.width)
+            (*trunk[1 : j + 1], *(level[j] for level in self.levels[1:])) for j in range(self.width)
         ]
 
     def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
-        """Move on: the first level goes, what the target said is the last.
+        """Drop the first level, and append the target's tokens as the last one.
 
         Args:
-            said: [W] what came after each column; None where it was not computed, and of nothing
-                that was, the levels stay.
+            said: [W] tokens after each column, None where not computed; without any, levels stay.
             text: with the tokens emitted.
-            num_emitted: how many there are. What was guessed for their places goes.
+            num_emitted: their number; guesses at their places go.
         """
         if any(token is not None for token in said):
             last = self.levels[-1]
@@ -129,9 +107,9 @@ class Window:
 class LookaheadDrafter:
     """Proposes n-grams that the target guessed in parallel, beside the text that it wrote.
 
-    With a fixed draft length a draft is a tree of so many tokens: n-grams of the pool first, then
-    as many columns of the window as there is room for. With the automatic one it is grown from the
-    pool by its chances, and the rows are added where a position costs less than `worth`.
+    With a fixed draft length a draft is a tree of n-grams of the pool, and then of as many columns
+    of the window as there is room for. With the automatic one it is grown from the pool by its
+    chances, and rows are added where a position costs less than `worth`.
 
     window: columns that are guessed in parallel, W.
     ngram: tokens of an n-gram, N, its first included.
@@ -149,7 +127,7 @@ class LookaheadDrafter:
     features: ClassVar[Features] = Features(top=1)
 
     def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
+        """Check the numbers."""
         for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
             got = getattr(self, name)
             if got < least:
@@ -167,23 +145,19 @@ class LookaheadDrafter:
 
 @dataclass
 class _Proposal:
-    """A tree in the making: the tokens that lead to each node, parents first.
-
-    columns: the node at which each column of the window ends, as far as they are in it.
-    """
+    """A tree in the making: paths to its nodes, and the last node of each of its columns."""
 
     nodes: dict[Path, int] = field(default_factory=dict)
     columns: list[int] = field(default_factory=list)
 
-    def add(self, path: Path) -> int:
-        """The node of a path, and all before it; `ROOT` for the text."""
-        for n in range(1, len(path) + 1):
-            self.nodes.setdefault(path[:n], len(self.nodes))
+    def add(self, path: Path, limit: int | None = None) -> int | None:
+        """The node of a path, added with all before it; None beyond `limit` nodes."""
+        new = [path[:n] for n in range(1, len(path) + 1) if path[:n] not in self.nodes]
+        if limit is not None and len(self.nodes) + len(new) > limit:
+            return None
+        for part in new:
+            self.nodes[part] = len(self.nodes)
         return self.nodes[path] if path else ROOT
-
-    def would_have(self, path: Path) -> int:
-        """How many nodes it would have with that path."""
-        return len(self.nodes) + sum(path[:n] not in self.nodes for n in range(1, len(path) + 1))
 
     def draft(self, evidence: Sequence[Evidence] | None = None) -> Draft:
         """As a draft: a chain where it does not fork."""
@@ -193,7 +167,7 @@ class _Proposal:
 
 
 class LookaheadSession:
-    """One generation: the text, the pool, the window, and what was shown and is not noted yet."""
+    """One generation: the text, the pool, the window, and the latest proposal."""
 
     cheap = True
 
@@ -208,77 +182,67 @@ class LookaheadSession:
         self._key = drafter.key
         self._chain_key = f"{drafter.key} as a chain"
 
-    # --- what it proposes -----------------------------------------------------------------------
-
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
-        proposal, times = _Proposal(), list[int]()
-        last = self._tokens[-1] if self._tokens else -1
-        for path, count in self._pool.after(last)[: self._config.num_candidates]:
-            while proposal.would_have(path) > limit:
+        self._proposal, times = _Proposal(), list[int]()
+        for path, count in self._pool.after(self._tokens)[: self._config.num_candidates]:
+            while self._proposal.add(path, limit) is None:
                 path = path[:-1]
-            proposal.add(path)
-            times += [count] * (len(proposal.nodes) - len(times))
-        self._add_rows(proposal, limit, limit)
-        times += [0] * (len(proposal.nodes) - len(times))
-        self._proposal = proposal
-        return proposal.draft([Evidence(count) for count in times])
+            times += [count] * (len(self._proposal.nodes) - len(times))
+        self._add_rows(self._proposal, limit)
+        times += [0] * (len(self._proposal.nodes) - len(times))
+        return self._proposal.draft([Evidence(count) for count in times])
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """What is worth verifying of the pool, and rows where they cost little."""
+        """The part of the pool that is worth verifying, and rows where they cost little."""
         longest = min(limit, values.limit(self._chain_key, True))
-        draft = values.grow(
-            self._key, [(self._chain_key, c) for c in self.candidates(longest)], may_fork
-        )
+        known = [(self._chain_key, draft) for draft in self.candidates(longest)]
+        draft = values.grow(self._key, known, may_fork)
+        tokens, parents = to_list(draft.tokens), draft.parents or chain(len(draft))
         self._proposal = _Proposal()
-        for path in _paths(draft):
-            self._proposal.add(path)
+        for node in range(len(draft)):
+            self._proposal.add(tuple(tokens[i] for i in path_to(node, parents)))
         rows = self._rows_worth(values, limit)
         if len(rows.nodes) > len(draft) and may_fork():
             self._proposal, draft = rows, rows.draft()
         return draft
+
+    def candidates(self, limit: int) -> list[Draft]:
+        """The n-grams of the pool that go on from the last token, the latest first."""
+        return [
+            Draft(path[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(path)))
+            for rank, (path, times) in enumerate(self._pool.after(self._tokens) if limit else ())
+        ]
 
     def _rows_worth(self, values: ValuesDrafts, limit: int) -> _Proposal:
         """The proposal with as many columns of the window as are worth their positions."""
         before = len(self._proposal.nodes)
         for num_columns in range(self._config.window, 0, -1):
             rows = _Proposal(dict(self._proposal.nodes))
-            self._add_rows(rows, limit, limit, num_columns)
+            self._add_rows(rows, limit, num_columns)
             more = len(rows.nodes) - before
             price = values.extra_price(before, before + more) if more else 0.0
             if price <= more * self._config.worth:
                 return rows
         return self._proposal
 
-    def candidates(self, limit: int) -> list[Draft]:
-        """The n-grams of the pool that go on from the last token, the latest first."""
-        last = self._tokens[-1] if self._tokens else -1
-        return [
-            Draft(path[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(path)))
-            for rank, (path, times) in enumerate(self._pool.after(last) if limit else ())
-        ]
-
-    def _add_rows(
-        self, proposal: _Proposal, limit: int, depth: int, num_columns: int | None = None
-    ) -> None:
+    def _add_rows(self, proposal: _Proposal, limit: int, num_columns: int | None = None) -> None:
         """Add columns of the window, as many as there is room for; None: of all of them."""
         if not self._tokens:
             return
         if self._window is None:
             self._window = Window(self._config.window, self._config.ngram - 1, self._tokens)
-        for trunk, guesses in self._window.columns()[:num_columns]:
-            path = trunk + guesses
-            if len(path) > depth or proposal.would_have(path) > limit:
+        for path in self._window.columns()[:num_columns]:
+            node = proposal.add(path, limit)
+            if node is None:
                 break
-            proposal.columns.append(proposal.add(path))
-
-    # --- what it is told ------------------------------------------------------------------------
+            proposal.columns.append(node)
 
     def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions, which are dropped: the text says the same."""
+        """Drop the rows of further positions: the text says the same."""
 
     def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
-        """Take what the target would have said after tokens that were not kept [n]."""
+        """Take the tokens that the target would have said after those that were not kept [n]."""
         assert features.top_tokens is not None
         said = to_list(features.top_tokens[:, 0])
         if -1 not in said:  # a replay knows the rows of its text alone
@@ -286,55 +250,31 @@ class LookaheadSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens emitted; fill the pool, and move the window on."""
-        proposal, kept = self._proposal, self._kept_nodes(tokens)
-        rejected, said = self._rejected
-        after = dict(zip(self._rejected_nodes(kept), said, strict=False))
-        after |= {node: tokens[i + 1] for i, node in enumerate(kept)}
+        columns, after = self._proposal.columns, self._said(tokens)
+        self._tokens += tokens
         if self._window is not None:
-            for j, node in enumerate(proposal.columns):
+            for j, node in enumerate(columns):
                 if node in after:
                     first, *rest = [level[j] for level in self._window.levels]
                     self._pool.add(first, (*rest, after[node]))
-            self._tokens += tokens
-            missing = self._config.window - len(proposal.columns)
-            came = [*map(after.get, proposal.columns), *[None] * missing]
+            missing: list[int | None] = [None] * (self._config.window - len(columns))
+            came = [*map(after.get, columns), *missing]
             self._window.advance(came, self._tokens, len(tokens))
-        else:
-            self._tokens += tokens
-        if not proposal.columns:
-            for token, next_token in zip(rejected, said, strict=True):
+        if not columns:
+            for token, next_token in zip(*self._rejected, strict=True):
                 self._pool.add(token, (next_token,))
         self._proposal, self._rejected = _Proposal(), ([], [])
 
-    def _kept_nodes(self, tokens: Sequence[int]) -> list[int]:
-        """The nodes of the proposal that are in the text, with a token after them."""
-        kept: list[int] = []
-        for n in range(1, len(tokens)):
-            node = self._proposal.nodes.get(tuple(tokens[:n]))
-            if node is None:
-                break
-            kept.append(node)
-        return kept
-
-    def _rejected_nodes(self, kept: Sequence[int]) -> list[int]:
-        """The nodes of the proposal that the rejected tokens are, if it was verified.
-
-        That is all of it, or its first chain where the target takes no trees; [] for other drafts.
-        """
+    def _said(self, tokens: Sequence[int]) -> dict[int, int]:
+        """The target's token after each node: of the whole proposal, or of its first chain."""
+        nodes = self._proposal.nodes
+        paths = [tuple(tokens[:n]) for n in range(1, len(tokens))]
+        after = {nodes[path]: tokens[len(path)] for path in paths if path in nodes}
+        rejected, said = self._rejected
         draft = self._proposal.draft()
         parents = draft.parents or chain(len(draft))
         for verified in (range(len(draft)), first_path(parents)):
-            nodes = [node for node in verified if node not in kept]
-            if nodes and [draft.tokens[node] for node in nodes] == self._rejected[0]:
-                return nodes
-        return []
-
-
-def _paths(draft: Draft) -> list[Path]:
-    """The tokens that lead to each node of a draft."""
-    tokens = to_list(draft.tokens)
-    parents = chain(len(tokens)) if draft.parents is None else draft.parents
-    paths: list[Path] = []
-    for token, parent in zip(tokens, parents, strict=True):
-        paths.append((*(() if parent == ROOT else paths[parent]), token))
-    return paths
+            left = [node for node in verified if node not in after]
+            if left and [draft.tokens[node] for node in left] == rejected:
+                return after | dict(zip(left, said, strict=True))
+        return after

@@ -1,12 +1,8 @@
 """Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
 
 At every position that the target computes, those of rejected drafts too, its likeliest next tokens
-are noted under the token that stands there. A draft follows this table from token to token: a
-bigram model of the target's own making, for the price of a look at its logits. A draft is a chain
-of likeliest successors; a tree, as the paper has it, branches out to the others (`TreeOf`).
-
-With `context=2` an entry stands for two tokens: it is found less often and right more often, and so
-the two kinds stand beside each other.
+are noted under the token there. A draft is a chain of likeliest successors; a tree, as the paper
+has it, branches out to the others (`TreeOf`).
 """
 
 from __future__ import annotations
@@ -16,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specdec_mlx.drafters.evidence import share_class
-from specdec_mlx.token_ids import to_list
 from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features
 
 TOP = 8
@@ -28,17 +23,16 @@ BRANCHES = 4
 MOST_STEADY = 16
 """A successor that was the likeliest so many times in a row is as sure as it gets."""
 
-
-Context = int | tuple[int, int]
-"""What an entry stands for: a token, or one and the token before it."""
+Context = int | tuple[int, ...]
+"""A token, or one and the token before it."""
 
 
 @dataclass(slots=True)
 class Successors:
-    """What followed a context, by the target's latest opinion.
+    """The likeliest tokens after a context, as the target said last.
 
-    tokens: the likeliest first. steady: how often in a row the first was the first. right, seen:
-    how often it was what it had been the time before, of how many times.
+    steady: how often in a row the first one was the first. right, seen: how often it was the first
+    as the time before, of how many times.
     """
 
     tokens: list[int]
@@ -47,26 +41,23 @@ class Successors:
     seen: int = 0
 
     def evidence(self, rank: int) -> Evidence:
-        """What speaks for the successor of a rank."""
+        """Evidence for the successor of a rank."""
         share = share_class(self.right / self.seen) if self.seen else 0
         return Evidence(self.steady, share, rank=rank)
 
 
 @dataclass(eq=False)
 class SuccessorTable:
-    """Context -> its likeliest successors; the contexts noted longest ago make way for new ones.
+    """Context -> its likeliest successors, to be shared by generations; 400 bytes an entry.
 
-    Give the same table to several generations, and each begins with what the others have left. An
-    entry takes at most 400 bytes: 40 MB for 100,000 of them.
-
-    most: how many entries there may be.
+    most: entries that are kept; the contexts noted longest ago go.
     """
 
     successors: dict[Context, Successors] = field(default_factory=dict)
     most: int = 100_000
 
     def note(self, context: Context, likeliest: list[int]) -> None:
-        """Note what the target thinks of next after a context [TOP], the likeliest first."""
+        """Note the target's likeliest tokens after a context [TOP], the likeliest first."""
         known = self.successors.pop(context, None)
         if known is None:
             self.successors[context] = Successors(likeliest)
@@ -80,38 +71,35 @@ class SuccessorTable:
         known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
         known.tokens = likeliest
 
-    def draft(self, tokens: Sequence[int], length: int, width: int = 1) -> Draft:
-        """The chain of likeliest successors after a text [n], as far as it is known.
+    def drafts(
+        self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
+    ) -> list[Draft]:
+        """The chains of at most `length` likeliest successors, through each of the first ones.
 
         Args:
-            tokens: the text, or its end.
+            tokens: [n] the text, or its end.
             length: most tokens.
             width: tokens of a context, 1 or 2.
+            branches: most chains.
         """
-        text, start = list(tokens[-width:]), min(width, len(tokens))
-        evidence: list[Evidence] = []
-        while len(evidence) < length and (known := self._after(text, width)) is not None:
-            text.append(known.tokens[0])
-            evidence.append(known.evidence(0))
-        return Draft(text[start:], evidence=evidence)
-
-    def drafts(self, tokens: Sequence[int], length: int, width: int = 1) -> list[Draft]:
-        """The chains through each of the `BRANCHES` likeliest successors of a text [n]."""
-        known = self._after(tokens, width)
-        if known is None or length < 1:
-            return []
         found = []
-        for rank, token in enumerate(known.tokens[:BRANCHES]):
-            rest = self.draft([*tokens, token], length - 1, width)
-            evidence = [known.evidence(rank), *(rest.evidence or ())]
-            found.append(Draft([token, *rest.tokens], evidence=evidence))
+        for rank in range(branches if length > 0 else 0):
+            text, evidence = list(tokens[-width:]), list[Evidence]()
+            while len(evidence) < length and (known := self._after(text, width)) is not None:
+                place = 0 if evidence else rank
+                if place >= len(known.tokens):
+                    break
+                text.append(known.tokens[place])
+                evidence.append(known.evidence(place))
+            if evidence:
+                found.append(Draft(text[-len(evidence) :], evidence=evidence))
         return found
 
-    def _after(self, tokens: Sequence[int], width: int) -> Successors | None:
-        """What is known of the context that a text ends with."""
-        if len(tokens) < width:
+    def _after(self, text: Sequence[int], width: int) -> Successors | None:
+        """The successors of the context that a text ends with."""
+        if len(text) < width:
             return None
-        return self.successors.get(tokens[-1] if width == 1 else (tokens[-2], tokens[-1]))
+        return self.successors.get(text[-1] if width == 1 else tuple(text[-width:]))
 
 
 @dataclass(frozen=True)
@@ -122,8 +110,9 @@ class RecyclingDrafter:
     which takes the device one partial sort of the logits a pass.
 
     num_draft: most tokens in a draft, beside the loop's own limit.
-    table: what is known at first, and goes on to be added to; None begins anew in each generation.
-    context: tokens that an entry stands for, 1 as in the paper, or 2; each with a table of its own.
+    table: the table to start from and to add to; None begins anew in each generation.
+    context: tokens that an entry stands for, 1 as in the paper, or 2, which is found less often and
+        right more often.
 
     Raises ValueError for a number of tokens below 1, and for another context.
     """
@@ -134,7 +123,7 @@ class RecyclingDrafter:
     features: ClassVar[Features] = Features(top=TOP)
 
     def __post_init__(self) -> None:
-        """Refuse a number that means nothing."""
+        """Check the numbers."""
         if self.num_draft < 1:
             raise ValueError(f"RecyclingDrafter: num_draft is {self.num_draft}, expected >= 1.")
         if self.context not in (1, 2):
@@ -174,7 +163,7 @@ class RecyclingSession:
         self._num_seen += len(features.top_tokens)
 
     def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
-        """Note what would have followed tokens that were not kept [n]: of each by itself."""
+        """Note what would have followed each of the tokens that were not kept [n]."""
         if self._width == 1:
             self._note(tokens, 0, features)
 
@@ -187,21 +176,18 @@ class RecyclingSession:
 
     def propose(self, limit: int) -> Draft:
         """Follow the table from the last token."""
-        return self._table.draft(self._tokens, min(limit, self._num_draft), self._width)
+        found = self._table.drafts(self._tokens, min(limit, self._num_draft), self._width, 1)
+        return found[0] if found else Draft()
 
     def candidates(self, limit: int) -> list[Draft]:
         """The chains through the likeliest successors of the last token."""
-        length = min(limit, self._num_draft)
-        return self._table.drafts(self._tokens[-self._width :], length, self._width)
+        return self._table.drafts(self._tokens, min(limit, self._num_draft), self._width)
 
     def _note(self, tokens: Sequence[int], start: int, features: FeatureRows) -> None:
         """Note rows of the positions of a text [n] from `start` on."""
         assert features.top_tokens is not None
-        rows = len(features.top_tokens)
-        flat = to_list(features.top_tokens.flatten())
-        width = len(flat) // max(1, rows)
-        for i in range(min(rows, len(tokens) - start)):
-            likeliest, end = flat[i * width : (i + 1) * width], start + i
+        rows: list[list[int]] = features.top_tokens.tolist()  # type: ignore[assignment]
+        for end, likeliest in enumerate(rows[: max(0, len(tokens) - start)], start):
             if likeliest[0] < 0:  # a replay knows the rows of its text alone
                 continue
             if self._width == 1:

@@ -61,7 +61,7 @@ def make_drafter(
     draft_tokenizer: Any = None,
     **options: Any,
 ) -> Drafter | None:
-    """Drafter of a name, with options: `make_drafter("ngram:max_order=3,window=256")`.
+    """Drafter of a name, with options: `make_drafter("ngram:max_order=3,num_draft=8")`.
 
     Args:
         spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text.

@@ -1,9 +1,9 @@
 """Drafts copied from wherever the text has been before, in this generation or in a memory.
 
-The longest match of the last tokens is found at any length, in the text and in everything that a
-`Memory` holds, and the places that match best vote on what follows. Suffix decoding (Oliaro et al.
-2024) counts continuations in a suffix tree; here the places themselves are kept, so that those
-whose surroundings agree can weigh more than those that only end alike.
+The longest match of the last tokens is found in the text and in everything that a `Memory` holds,
+and the places that match best vote on what follows. Suffix decoding (Oliaro et al. 2024) counts
+continuations in a suffix tree; here the places themselves are kept, so that those whose
+surroundings agree can weigh more than those that only end alike.
 """
 
 from __future__ import annotations
@@ -37,22 +37,17 @@ MEMORY_WEIGHT = 0.3
 class SuffixDrafter:
     """Copies what followed the places that match best, in the text and in a memory.
 
-    A place that matches longer outweighs those that match shorter; of equal ones those in the text
-    itself count more, and of matches of 1 or 2 tokens those that have more tokens in common before
-    them. All of them vote, token by token, and those that are outvoted drop out: a draft goes on as
-    long as somebody is left.
+    Places vote, token by token; those that are outvoted drop out, and the draft ends when none
+    remains. A longer match outweighs shorter ones; of equal ones those in the text itself count
+    more, and of matches of 1 or 2 tokens those that have more tokens in common before them.
 
-    memory: what was written before, to be shared between generations: a `Memory`, or the path of
-        its file, which is made if there is none and saved when the process ends, or "process" for
-        an empty one of no file. What a generation
-        writes is added at its end. None remembers nothing.
+    memory: texts to be shared between generations: a `Memory`, or the path of its file, which is
+        made if there is none and saved when the process ends, or "process" for an empty one of no
+        file. A generation's own text is added at its end. None remembers nothing.
     num_draft: most tokens in a draft, beside the loop's own limit; None is no cap of its own.
     min_match: the shortest match that is continued, in tokens.
-    per_match: most draft tokens for each token of the match, as suffix decoding has it; None does
-        not tie them together, and leaves it to the automatic length, which learns what a match of
-        some length is worth.
 
-    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 52.
+    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80.
 
     Raises ValueError for arguments outside their range.
     """
@@ -60,33 +55,20 @@ class SuffixDrafter:
     memory: Memory | str | None = None
     num_draft: int | None = None
     min_match: int = 1
-    per_match: float | None = None
 
     def __post_init__(self) -> None:
-        """Refuse arguments that mean nothing; open the memory that is named."""
-        require(
-            self,
-            self.num_draft is None or self.num_draft >= 1,
-            "num_draft",
-            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out",
-        )
+        """Check the arguments, and open the memory that is named."""
+        some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
-        require(
-            self,
-            self.per_match is None or self.per_match > 0,
-            "per_match",
-            "a number above 0, or None",
-        )
         object.__setattr__(self, "memory", as_memory(self.memory))
 
     @property
     def key(self) -> str:
         """Its options, and whether it remembers; not what."""
         kind = "a memory" if self.memory is not None else "no memory"
-        return (
-            f"{type(self).__module__}.SuffixDrafter({kind}, num_draft={self.num_draft}, "
-            f"min_match={self.min_match}, per_match={self.per_match})"
-        )
+        options = f"{kind}, num_draft={self.num_draft}, min_match={self.min_match}"
+        return f"{type(self).__module__}.SuffixDrafter({options})"
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the memory was written by another tokenizer."""
@@ -107,16 +89,12 @@ class SuffixDrafter:
 
 
 class SuffixSession:
-    """One generation's text, its index, and the memory as it was at the beginning.
-
-    match_length: how many tokens matched, at most 64, for the last proposal; 0 where it was empty.
-    """
+    """One generation's text, its index, and the memory as it was at the beginning."""
 
     cheap = True
 
     def __init__(self, config: SuffixDrafter, prompt: Sequence[int]) -> None:
         """Index `prompt`."""
-        self.match_length = 0
         self._config = config
         self._memory = config.memory if isinstance(config.memory, Memory) else None
         indexes = self._memory.indexes() if self._memory is not None else ()
@@ -128,20 +106,21 @@ class SuffixSession:
         ]
 
     def propose(self, limit: int) -> Draft:
-        """Copy up to `limit` tokens from behind the places that match best."""
-        self.match_length = 0
-        return self._draft(limit)
+        """Copy up to `limit` tokens from the places that match best."""
+        return self.propose_after((), limit)
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted.
 
-        Matches are looked for in text and memory, so that a repetition within `tokens` is not
-        seen.
+        Matches are looked for in text and memory: a repetition within `tokens` is not seen.
         """
-        noted = self.match_length
-        draft = self._draft(limit, list(tokens))
-        self.match_length = noted
-        return draft
+        cap = self._config.num_draft
+        length = limit if cap is None else min(limit, cap)
+        if length <= 0:
+            return NO_DRAFT
+        context = self._text.context(tokens)
+        voters = self._voters(context)
+        return elect(voters, context.last, length, tokens) if voters else NO_DRAFT
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
@@ -153,20 +132,6 @@ class SuffixSession:
         if memory is not None:
             written = 0 if memory.remember_prompts else self._num_prompt
             memory.add(self._text.ids[written:length])
-
-    def _draft(self, limit: int, more: Sequence[int] = ()) -> Draft:
-        cap = self._config.num_draft
-        length = limit if cap is None else min(limit, cap)
-        if length <= 0:
-            return NO_DRAFT
-        context = self._text.context(more)
-        voters = self._voters(context)
-        if not voters:
-            return NO_DRAFT
-        self.match_length = longest = voters[0][0]
-        if self._config.per_match is not None:
-            length = min(length, int(self._config.per_match * longest))
-        return elect(voters, context.last, length, more)
 
     def _voters(self, context: Context) -> list[Voters]:
         """The places that match best, in the text and in the memory, the longest match first."""

@@ -1,4 +1,4 @@
-"""What sessions that write their drafts share: draws of their text, and drafts of one pass."""
+"""Base classes of sessions that draw their drafts from logits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from specdec_mlx.types import Draft, DraftContext, GoesOn
 class Writes:
     """A session that draws its drafts from logits.
 
-    context: the generation's. sampling: how drafts are drawn. tokens: the text, prompt included.
-    num_prompt: tokens of the prompt. branches: most tokens at a place of a draft. nodes: how likely
-    those of each rank are to be kept. tree: the draft that is being verified, if it forked.
+    sampling: of the drafts. tokens: the text, prompt included. num_prompt: tokens of the prompt.
+    branches: most tokens at a place of a draft. nodes: chances of those of each rank. tree: the
+    draft that is being verified, if it forked.
     """
 
     context: DraftContext
@@ -30,25 +30,20 @@ class Writes:
     tree: Tree | None
 
     def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
-        """A draft after the text, to be drawn; the noise of so many tokens at a time."""
+        """An empty draft after the text; `at_once` tokens share an operation for their noise."""
         return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
     def tree_draws(self) -> TreeDraws:
-        """The same of a draft that forks."""
+        """An empty draft that forks."""
         draws = TreeDraws(
-            self.context,
-            self.sampling,
-            self.tokens,
-            self.num_prompt,
-            self.branches,
-            self.nodes,
+            self.context, self.sampling, self.tokens, self.num_prompt, self.branches, self.nodes
         )
         self.tree = draws.tree
         return draws
 
 
 class WritesAtOnce(Writes, ABC):
-    """One that has the logits of a whole draft from one pass."""
+    """A session that has the logits of a whole draft from one pass."""
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens, a chain or a tree; none before anything was read."""
@@ -60,7 +55,7 @@ class WritesAtOnce(Writes, ABC):
         return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """As many of them as are worth verifying; see `cut_while`."""
+        """The part that is worth verifying; see `cut_while`."""
         return cut_while(self.drawn(limit), goes_on)
 
     def drawn(self, limit: int) -> Draws:

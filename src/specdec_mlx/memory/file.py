@@ -1,4 +1,4 @@
-"""Files of what is remembered: a header, and arrays behind it that are mapped into memory.
+"""Files of a header and of arrays.
 
 8 bytes   magic
 8 bytes   length of the header, little-endian
@@ -49,35 +49,20 @@ def locked(path: Path) -> Iterator[None]:
 def write_file(
     path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Int[np.ndarray, " n"]]
 ) -> str:
-    """Write a file beside the old one, and put it in its place when it is on the disk.
+    """Write a file under its lock, and replace the old one when it is on the disk.
 
-    The caller holds the lock.
-
-    Args:
-        path: of the file.
-        kind: what it holds.
-        header: what is told beside that, JSON.
-        arrays: int32, written one behind the other.
-
-    Returns:
-        The id of this saving.
+    The arrays are int32, the header JSON. Returns the id of this saving.
     """
-    parts = [np.ascontiguousarray(array, "<i4") for array in arrays]
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part.data, checksum)
+    content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
-    size = sum(part.nbytes for part in parts)
-    told = {"kind": kind, "id": identity, "size": size, "crc32": checksum} | header
-    text = json.dumps(told).encode()
+    told = {"kind": kind, "id": identity, "size": len(content), "crc32": zlib.crc32(content)}
+    text = json.dumps(told | header).encode()
+    front = MAGIC + len(text).to_bytes(8, "little") + text
     _remove_unfinished(path)
     descriptor, name = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(MAGIC + len(text).to_bytes(8, "little") + text)
-            file.write(b"\x00" * (-file.tell() % ALIGNMENT))
-            for part in parts:
-                file.write(part.data)
+            file.write(front + b"\x00" * (-len(front) % ALIGNMENT) + content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)
@@ -89,21 +74,17 @@ def write_file(
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Delete what processes left that were killed while they wrote, under the lock."""
+    """Delete what processes left that were killed while they wrote."""
     for name in os.listdir(path.parent):
         if name.startswith(f".{path.name}.") and name.endswith(UNFINISHED):
             os.unlink(path.parent / name)
 
 
 def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:
-    """The header of a file, and the rest of it as a map that cannot be written to.
-
-    Args:
-        path: of the file.
-        kind: what it is expected to hold.
+    """The header of a file and its integers.
 
     Raises:
-        MemoryFileError: it is no such file, holds something else, or is damaged.
+        MemoryFileError: it is no such file, holds another kind, or is damaged.
         FileNotFoundError: there is none.
     """
     header, start = _header(path)
@@ -111,27 +92,25 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
         raise other_kind(path, header["kind"], kind)
     size = path.stat().st_size - start
     if size != header["size"]:
-        raise damaged(path, f"{size} bytes behind the header, expected {header['size']}")
-    if not size:
-        return header, np.zeros(0, np.int32)
-    data: Int[np.ndarray, " n"] = np.memmap(path, "<i4", mode="r", offset=start)
+        raise damaged(path, f"{size} bytes after the header, expected {header['size']}")
+    data: Int[np.ndarray, " n"] = np.fromfile(path, "<i4", offset=start)
     if zlib.crc32(data.data) != header["crc32"]:
         raise damaged(path, "its content does not have the checksum of its header")
     return header, data
 
 
 def file_id(path: Path) -> str:
-    """The id of the saving that a file is of; MemoryFileError as `read_file`."""
+    """The id of the saving that a file is of."""
     return str(_header(path)[0]["id"])
 
 
 def file_kind(path: Path) -> str:
-    """What a file says that it holds; MemoryFileError as `read_file`."""
+    """The kind of a file's content."""
     return str(_header(path)[0]["kind"])
 
 
 def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
-    """The error that says that a file keeps something else."""
+    """The error for a file of another kind."""
     return MemoryFileError(
         f"{path} holds {got!r}, expected {expected!r}. A memory of texts is for SuffixDrafter and "
         "--memory, a table of n-grams for NGramDrafter(table=...) and --drafter ngram:table=FILE."
@@ -139,7 +118,7 @@ def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
 
 
 def damaged(path: Path, what: str) -> MemoryFileError:
-    """The error that names a damaged file and what to do about it."""
+    """The error for a damaged file."""
     return MemoryFileError(
         f"{path} is damaged: {what}. Delete it, or move it away, and build or fill a new one."
     )

@@ -1,4 +1,4 @@
-"""Memories and tables on the Hugging Face Hub: a file, and a card that says whose ids it holds."""
+"""Memories and tables on the Hugging Face Hub: a file and a card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, hf_hub_download
 
 from specdec_mlx.errors import MemoryFileError
-from specdec_mlx.memory.kept import Kept, fingerprint_of
+from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.tokenizer import fingerprint_of
 
 FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}
 """By kind; a repository holds one of them."""
@@ -27,7 +28,8 @@ tags:
 
 # A {what} for speculative decoding
 
-{about}
+{content}, to draft from with [specdec-mlx](https://github.com/specdec-mlx/specdec-mlx).
+Whoever has this file can read {readable}.
 
 | | |
 |---|---|
@@ -43,19 +45,16 @@ specdec-mlx generate --model MODEL {option}
 ```
 """
 
-PROJECT = "[specdec-mlx](https://github.com/specdec-mlx/specdec-mlx)"
-
-ABOUT = {
-    "texts": f"Texts as token ids, to draft from with {PROJECT}.\n"
-    "Whoever has this file can read the texts.",
-    "n-grams": f"Counts of which token followed which few, to draft from with {PROJECT}.\n"
-    "Whoever has this file can read those few words at a time.",
+TEXTS = {"content": "Texts as token ids", "readable": "the texts", "option": "--memory FILE"}
+COUNTS = {
+    "content": "Counts of which token followed which few",
+    "readable": "those few words at a time",
+    "option": "--drafter ngram:table=FILE",
 }
-
-OPTION = {"texts": "--memory FILE", "n-grams": "--drafter ngram:table=FILE"}
+WORDS = {"texts": TEXTS, "n-grams": COUNTS}
+"""Of a card, by kind."""
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
-
 
 K = TypeVar("K", bound=Kept)
 
@@ -70,24 +69,20 @@ def push(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> str:
-    """Put a memory or a table on the Hub, as a dataset, and a card beside it.
-
-    The names of files that it was built from stay here.
+    """Put a memory or a table and its card on the Hub, without the names of files it was built of.
 
     Args:
         kept: with a tokenizer.
-        repo: OWNER/NAME, made if there is none.
-        source: where its texts are from, in words.
+        repo: OWNER/NAME of a dataset, made if there is none.
+        source: of its texts, in words.
         licence: as the Hub names it, such as "mit" or "other".
-        private: whether only the owner may read a repository that is made.
-        endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
-        token: of the Hub; None: the one that is logged in.
+        private: True if only the owner may read a repository that is made.
+        endpoint, token: of the Hub; None: those of the environment.
 
-    Returns:
-        The address of the commit.
+    Returns the address of the commit.
 
     Raises:
-        ValueError: it says no tokenizer, there is no source, or the licence is no name.
+        ValueError: no tokenizer is known, there is no source, or the licence is no name.
         MemoryFileError: the repository holds another tokenizer's, or something else.
         OSError: the Hub cannot be reached, or refuses.
     """
@@ -101,8 +96,7 @@ def push(
     api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
     found = _kind_in(api, repo)
     if found == kept.kind:
-        there = _fetched(repo, type(kept), endpoint, token)
-        _refuse_another(there, kept.tokenizer, repo)
+        _fetched(repo, type(kept), kept.tokenizer, endpoint, token)
     elif found is not None:
         raise MemoryFileError(
             f"{repo} holds {found!r}, and is to hold {kept.kind!r}: it was left as it is. Push to "
@@ -118,8 +112,7 @@ def push(
             facts="\n".join(f"| {name} | {value} |" for name, value in kept.facts().items()),
             size=size,
             what=kept.what,
-            about=ABOUT[kept.kind],
-            option=OPTION[kept.kind],
+            **WORDS[kept.kind],
         )
         Path(folder, "README.md").write_text(card, encoding="utf-8")
         done = api.upload_folder(
@@ -141,15 +134,14 @@ def pull(
     endpoint: str | None = None,
     token: str | None = None,
 ) -> K:
-    """A memory or a table of the Hub, put into a file here: new, or merged with what stands there.
+    """Put a memory or a table of the Hub into a file here, new or merged with what stands there.
 
     Args:
         repo: OWNER/NAME.
         path: of the file.
         tokenizer: of the model that is to be drafted for.
-        kinds: what it may be.
-        endpoint: of the Hub; None: `HF_ENDPOINT`, or the public one.
-        token: of the Hub; None: the one that is logged in.
+        kinds: classes that it may be of.
+        endpoint, token: of the Hub; None: those of the environment.
 
     Raises:
         MemoryFileError: it is another tokenizer's, or none of these.
@@ -163,37 +155,33 @@ def pull(
             f"{' or '.join(repr(kind.kind) for kind in kinds)}. Name a repository that was made "
             "with specdec-mlx memory push."
         )
-    kept = _fetched(repo, kind, endpoint, token)
-    _refuse_another(kept, fingerprint_of(tokenizer), repo)
+    kept = _fetched(repo, kind, fingerprint_of(tokenizer), endpoint, token)
     kept.save(path)
     return kept
 
 
 def _kind_in(api: HfApi, repo: str) -> str | None:
-    """What a repository holds; None: nothing that is known."""
-    there = (
-        kind
-        for kind, name in FILE_NAMES.items()
-        if api.file_exists(repo, name, repo_type=REPO_TYPE)
-    )
-    return next(there, None)
+    """The kind of file in a repository; None for none."""
+    for kind, name in FILE_NAMES.items():
+        if api.file_exists(repo, name, repo_type=REPO_TYPE):
+            return kind
+    return None
 
 
-def _fetched(repo: str, kind: type[K], endpoint: str | None, token: str | None) -> K:
-    """What a repository holds, of which no copy stays on the disk."""
+def _fetched(
+    repo: str, kind: type[K], tokenizer: str | None, endpoint: str | None, token: str | None
+) -> K:
+    """The content of a repository; MemoryFileError for another tokenizer's."""
     name = FILE_NAMES[kind.kind]
     with tempfile.TemporaryDirectory() as folder:
         found = hf_hub_download(
             repo, name, repo_type=REPO_TYPE, local_dir=folder, endpoint=endpoint, token=token
         )
-        return kind.load(found)
-
-
-def _refuse_another(kept: Kept, tokenizer: str | None, repo: str) -> None:
-    """Raise MemoryFileError for what is of another tokenizer."""
+        kept = kind.load(found)
     if kept.tokenizer != tokenizer:
         raise MemoryFileError(
             f"{repo} holds the {kept.what} of tokenizer {kept.tokenizer}, expected {tokenizer}: "
             "token ids mean something else there. Take one that was made with your model's "
             "tokenizer."
         )
+    return kept

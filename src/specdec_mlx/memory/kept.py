@@ -1,31 +1,36 @@
-"""What is kept in a file: whose token ids it holds, and how several processes save it at once."""
+"""What a file keeps: of one tokenizer, and saved by several processes."""
 
 from __future__ import annotations
 
 import atexit
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
+from jaxtyping import Int
+
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
-from specdec_mlx.memory.file import check_folder_of, file_id, locked, other_kind
-from specdec_mlx.memory.tokenizer import tokenizer_fingerprint
+from specdec_mlx.memory import file
+from specdec_mlx.memory.file import check_folder_of, locked
+from specdec_mlx.memory.tokenizer import fingerprint_of
+from specdec_mlx.options import wrong
 
 SAVE_EVERY = 60.0
-"""Seconds between two savings of what is kept in a file: what a killed process loses."""
+"""Seconds between two savings of an opened file: what a killed process loses."""
 
 
 K = TypeVar("K", bound="Kept")
 
 
 class Kept(ABC):
-    """Something of one tokenizer that a file keeps, as `Memory` does; safe with many threads.
+    """A memory of texts, or a table of counts; safe with many threads.
 
-    kind: what its files say that they hold. what: how messages call it. tokenizer: fingerprint of
-    the tokenizer whose token ids these are; None: of the first that is checked. path: of its file.
+    kind: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer whose
+    token ids these are; None: of the first that is checked. path: of its file.
     """
 
     kind: ClassVar[str]
@@ -39,31 +44,51 @@ class Kept(ABC):
         self._save_at = float("inf")
         self._lock = RLock()
 
-    @classmethod
-    @abstractmethod
-    def load(cls: type[K], path: Path | str) -> K:
-        """What a file keeps; MemoryFileError for what is none of its kind, or damaged."""
-
-    @abstractmethod
-    def merge(self: K, other: K) -> None:
-        """Take over what another one holds; TokenizerMismatchError for another tokenizer's."""
-
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """How much it holds, for people to read: what is counted, and the number."""
+        """Counts of its content, by name, for people to read."""
 
     @abstractmethod
-    def _write(self, path: Path, *, in_public: bool = False) -> str:
-        """Write a file, under its lock, without private names in public; returns its id."""
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+        """Header and arrays of a file, in public without the names of files that were read."""
+
+    @classmethod
+    @abstractmethod
+    def _of(cls: type[K], header: dict[str, Any], data: Int[np.ndarray, " n"]) -> K:
+        """What a file holds; may raise what Python raises for content that does not fit."""
+
+    @abstractmethod
+    def _merge(self: K, other: K) -> None:
+        """Take over what another one holds."""
 
     @abstractmethod
     def _take_over(self: K, saved: K, *, is_own: bool) -> None:
-        """Put what a file holds before what this one has added.
+        """Put the content of a file, its own or another one, before what this one has added."""
 
-        Args:
-            saved: what was loaded from it.
-            is_own: whether it is the file that this one was loaded from or saved to.
+    @classmethod
+    def load(cls: type[K], path: Path | str) -> K:
+        """Read a file.
+
+        Raises:
+            MemoryFileError: it is of another kind, damaged, or of a later version.
+            FileNotFoundError: there is no such file.
         """
+        if not isinstance(path, Path | str):
+            raise wrong("path", path, "a path of a file")
+        path = Path(path)
+        header, data = file.read_file(path, cls.kind)
+        try:
+            kept = cls._of(header, data)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise file.damaged(path, f"its header does not fit its content ({error!r})") from error
+        kept.path, kept._saved_as = path, header["id"]
+        return kept
+
+    def merge(self: K, other: K) -> None:
+        """Take over what another one holds; TokenizerMismatchError for another tokenizer's."""
+        if other.tokenizer is not None:
+            self.check_tokenizer(other.tokenizer)
+        self._merge(other)
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError unless it is of this tokenizer, or of none yet."""
@@ -78,30 +103,31 @@ class Kept(ABC):
             )
 
     def save(self, path: Path | str | None = None) -> None:
-        """Write the file, or leave the old one as it is: by a new file that takes its place.
-
-        What another process saved there in the meantime is merged first, under a lock, so that
-        neither loses anything.
+        """Replace the file; what other processes saved there meanwhile is merged first.
 
         Args:
-            path: of the file; None: the one that it was loaded from.
+            path: of the file; None: the one that it was loaded from, ValueError if from none.
 
-        Raises:
-            MemoryFileError: what stands there is of another kind, damaged, or of another tokenizer.
-            ValueError: no path was given, and it was loaded from none.
+        Raises MemoryFileError for a file of another kind or tokenizer, or a damaged one.
         """
         path = path or self.path
         if path is None:
             raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
         path = Path(path)
         with self._lock, locked(path):
-            if path.exists() and file_id(path) != self._saved_as:
+            if path.exists() and file.file_id(path) != self._saved_as:
                 saved = type(self).load(path)
-                if None not in (saved.tokenizer, self.tokenizer):
-                    self._refuse_another(saved, path)
+                if saved.tokenizer != self.tokenizer and None not in (
+                    saved.tokenizer,
+                    self.tokenizer,
+                ):
+                    raise MemoryFileError(
+                        f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
+                        f"{self.tokenizer}: it was left as it is. Save to another file."
+                    )
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
-            self._saved_as = self._write(path)
+            self._saved_as = file.write_file(path, self.kind, *self._content(in_public=False))
             self.path = path
 
     def save_now_and_then(self) -> None:
@@ -111,32 +137,17 @@ class Kept(ABC):
             self.save()
 
     def export(self, path: Path) -> int:
-        """Write a new file without the names of what it was made from; returns its size, bytes."""
+        """Write a new file without the names of files that were read; returns its size, bytes."""
         with self._lock, locked(path):
-            self._write(path, in_public=True)
+            file.write_file(path, self.kind, *self._content(in_public=True))
         return path.stat().st_size
-
-    def _refuse_another(self, saved: Kept, path: Path) -> None:
-        if saved.tokenizer != self.tokenizer:
-            raise MemoryFileError(
-                f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
-                f"{self.tokenizer}: it was left as it is. Save to another file."
-            )
 
 
 def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
-    """What the file of a path keeps, one in a process for each file.
+    """Load a file, or make an empty one, once in a process.
 
-    A file that does not exist is made, in a folder that does. Every file opened here is saved when
-    the process ends, and once a minute while it is written to.
-
-    Args:
-        path: of the file.
-        kind: what it keeps.
-        make: makes an empty one.
-
-    Raises:
-        MemoryFileError: the file keeps something else, is damaged, or its folder is not there.
+    It is saved once a minute, and when the process ends. Raises MemoryFileError for a file of
+    another kind, a damaged one, and a folder that is not there.
     """
     path = Path(path).expanduser().absolute()
     check_folder_of(path)
@@ -148,18 +159,9 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
             atexit.register(found.save)
             _open[path] = found
     if not isinstance(found, kind):
-        raise other_kind(path, found.kind, kind.kind)
+        raise file.other_kind(path, found.kind, kind.kind)
     return found
 
 
 _open: dict[Path, Kept] = {}
-"""What was opened by its path, by file."""
-
 _opening = RLock()
-
-
-def fingerprint_of(tokenizer: Any) -> str | None:
-    """A tokenizer's fingerprint, or the one that is given."""
-    if tokenizer is None or isinstance(tokenizer, str):
-        return tokenizer
-    return tokenizer_fingerprint(tokenizer)

@@ -1,4 +1,4 @@
-"""Files and folders as texts of a memory: what is read, what is skipped, and what has changed."""
+"""Files and folders as texts of a memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from specdec_mlx.memory.store import Memory, text_digest
 
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
-"""Beside all hidden ones, as .git: what others wrote, or what was made from what is read anyway."""
+"""Beside all hidden ones: what others wrote, or what was made from what is read anyway."""
 
 LARGEST_FILE = 2_000_000
 """Bytes; larger ones are data rather than something written."""
@@ -25,7 +25,7 @@ LOOKED_AT = 8192
 
 @dataclass(frozen=True)
 class Update:
-    """What became of the files: read now, known and unchanged, gone, and skipped as no text."""
+    """Numbers of files: read now, known and unchanged, gone, and skipped as no text."""
 
     read: int
     unchanged: int
@@ -36,8 +36,8 @@ class Update:
 def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Update:
     """Bring a memory up to date with files and folders: only what has changed is tokenized.
 
-    A file is one text. One that was read before and has changed since, or is gone from a folder
-    that is read now, is forgotten first.
+    A file is one text. One that has changed since it was read, or is gone from a folder that is
+    read now, is forgotten first.
 
     Args:
         memory: with `sources` of earlier calls.
@@ -105,20 +105,13 @@ def _state(name: str) -> str:
 
 def _tokens(name: str, tokenizer: Any) -> list[int] | None:
     """The token ids of a file; None for what is large or no text."""
-    content = _content(name)
-    if content is None:
-        return None
-    return list(tokenizer.encode(content, add_special_tokens=False)) if content else []
-
-
-def _content(name: str) -> str | None:
-    """The text of a file; None for what is large or no text."""
     if os.stat(name).st_size > LARGEST_FILE:
         return None
     content = Path(name).read_bytes()
     if b"\x00" in content[:LOOKED_AT]:
         return None
     try:
-        return content.decode("utf-8")
+        text = content.decode("utf-8")
     except UnicodeDecodeError:
         return None
+    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []

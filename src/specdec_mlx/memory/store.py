@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,36 +13,32 @@ from typing import Any, ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from specdec_mlx.memory.file import damaged, read_file, write_file
-from specdec_mlx.memory.index import ContextIndex
+from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
-from specdec_mlx.memory.packing import MAX_TOKEN, SEPARATOR, check_tokens
 from specdec_mlx.options import whole, wrong
 
-BYTES_PER_TOKEN = 52
-"""In memory: token and place, 4 bytes each, the same as Python reads them, 8 and 4; 4 packs of 8.
-
-Beside them an index takes 4 bytes for each id of the vocabulary."""
+BYTES_PER_TOKEN = 80
+"""In memory: token and place, 4 bytes each, and a key of 64 with its address of 8."""
 
 YOUNG = 8192
-"""Tokens up to which an index is sorted anew for every text that joins it: 4 milliseconds."""
+"""Tokens up to which an index is sorted anew for every text that joins it: 6 milliseconds."""
 
 KEPT = 15 / 16
 """Share of the bound that is left after the oldest texts went, so that not every text evicts."""
 
 
 class Memory(Kept):
-    """What was written so far, for a `SuffixDrafter` to draft from; safe with many threads.
+    """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
-    Texts stand in a few immutable indexes, oldest first. A new text joins the youngest one, and
-    an index that has grown as large as the one before it is merged with it, so that a token is
-    sorted a logarithmic number of times, and a look-up asks a logarithmic number of indexes.
+    They stand in a few immutable indexes, oldest first. A new text joins the youngest one, which is
+    merged with the one before it once it has grown as large: a token is sorted, and an index asked,
+    a logarithmic number of times.
 
     max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 52 bytes.
+        takes 80 bytes.
     tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
-    remember_prompts: whether what a generation was given is kept beside what it wrote.
-    sources: what `specdec-mlx memory build` has read, by name. path: where it was loaded from.
+    remember_prompts: True to keep a generation's prompt beside what it wrote.
+    sources: files that `specdec-mlx memory build` has read, by name. path: of its file.
     """
 
     kind: ClassVar[str] = "texts"
@@ -71,15 +69,15 @@ class Memory(Kept):
 
     def __len__(self) -> int:
         """Tokens held, separators included."""
-        return sum(len(index) for index in self._indexes)
+        return sum(map(len, self._indexes))
 
     def __repr__(self) -> str:
-        """How much it holds."""
+        """Number of tokens."""
         return f"<Memory of {len(self)} tokens>"
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held in memory, or mapped from a file."""
+        """Bytes held in memory."""
         return BYTES_PER_TOKEN * len(self)
 
     def indexes(self) -> tuple[ContextIndex, ...]:
@@ -88,53 +86,44 @@ class Memory(Kept):
 
     def texts(self) -> list[Int[np.ndarray, " n"]]:
         """The texts, oldest first."""
-        return [text for index in self._indexes for text in split(index.tokens)]
+        return [text for index in self._indexes for text in split(np.array(index.ids))]
 
     @property
     def largest_token(self) -> int:
         """The largest token id, -1 where nothing is held."""
-        return max((index.largest for index in self._indexes), default=-1)
+        return max((int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR)
 
     def add(self, tokens: Sequence[int]) -> None:
         """Remember a text [n]; nothing where n < 2, since nothing follows a single token.
 
-        Raises:
-            ValueError: for what is no token id.
+        Raises ValueError for what is no token id.
         """
-        text = check_tokens(tokens)
+        text = _checked(tokens)
         if len(text) >= 2:
             with self._lock:
                 self._extend([text.astype(np.int32)])
                 self.save_now_and_then()
 
-    def merge(self, other: Memory) -> None:
-        """Take over the texts of another memory that this one lacks, as the younger ones.
+    def _merge(self, other: Memory) -> None:
+        """Take over the texts that this one lacks, as the younger ones.
 
         A text that both hold n and m times is held max(n, m) times afterwards, so that merging
         again changes nothing.
-
-        Raises TokenizerMismatchError for the memory of another tokenizer.
         """
-        if other.tokenizer is not None:
-            self.check_tokenizer(other.tokenizer)
         theirs = other.texts()
         with self._lock:
-            held = Counter(text_digest(text) for text in self.texts())
-            new = [text for text in theirs if not _taken(held, text_digest(text))]
-            if new:
-                self._extend(new)
+            held = Counter(map(text_digest, self.texts()))
+            self._extend([text for text in theirs if not _taken(held, text)])
             self.sources |= other.sources
 
     def replace(self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]) -> None:
         """Forget the texts of these digests, as often as they count, and add others [n], int32."""
-        new = [text for text in texts if len(text) >= 2]
         with self._lock:
             if any(lost.values()):
                 left = lost.copy()
-                kept = [text for text in self.texts() if not _taken(left, text_digest(text))]
-                self._indexes = (ContextIndex.build(join(kept)),) if kept else ()
-            if new:
-                self._extend(new)
+                kept = [text for text in self.texts() if not _taken(left, text)]
+                self._indexes = (ContextIndex(join(kept)),) if kept else ()
+            self._extend([text for text in texts if len(text) >= 2])
 
     def prune(self, max_tokens: int) -> None:
         """Forget the oldest texts until at most `max_tokens` are left; one index for the rest."""
@@ -144,66 +133,52 @@ class Memory(Kept):
             self.compact()
 
     def compact(self) -> None:
-        """One index instead of several: look-ups are faster, and a million tokens take seconds."""
+        """Make one index of several: look-ups are faster, and a million tokens take seconds."""
         with self._lock:
             if len(self._indexes) > 1:
-                together = np.concatenate([index.tokens for index in self._indexes])
-                self._indexes = (ContextIndex.build(together),)
+                together = sum((index.ids for index in self._indexes), array("i"))
+                self._indexes = (ContextIndex(together),)
 
     def facts(self) -> Mapping[str, str]:
         """Numbers of texts and tokens."""
         return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
 
-    def _write(self, path: Path, *, in_public: bool = False) -> str:
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
         header = {
             "tokenizer": self.tokenizer,
             "max_tokens": self.max_tokens,
             "remember_prompts": self.remember_prompts,
-            "indexes": [[len(index.tokens), len(index.order)] for index in self._indexes],
+            "indexes": [[len(index.ids), len(index.ends)] for index in self._indexes],
             "sources": {} if in_public else self.sources,
         }
-        arrays = [array for index in self._indexes for array in (index.tokens, index.order)]
-        return write_file(path, self.kind, header, arrays)
+        return header, [np.array(a) for index in self._indexes for a in (index.ids, index.ends)]
 
     @classmethod
-    def load(cls, path: Path | str) -> Memory:
-        """The memory of a file, mapped: 8 bytes a token are read when they are looked up.
-
-        Raises:
-            MemoryFileError: it is no memory, is damaged, or is of a later version.
-            FileNotFoundError: there is no such file.
-        """
-        if not isinstance(path, Path | str):
-            raise wrong("path", path, "a path of a file")
-        path = Path(path)
-        header, data = read_file(path, cls.kind)
-        try:
-            memory = cls(
-                int(header["max_tokens"]),
-                tokenizer=header["tokenizer"],
-                remember_prompts=bool(header["remember_prompts"]),
-            )
-            memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
-            memory._indexes = tuple(_mapped(header["indexes"], data))
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise damaged(path, f"its header does not fit its content ({error!r})") from error
-        memory.path, memory._saved_as = path, header["id"]
+    def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> Memory:
+        memory = cls(
+            int(header["max_tokens"]),
+            tokenizer=header["tokenizer"],
+            remember_prompts=bool(header["remember_prompts"]),
+        )
+        memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
+        memory._indexes = tuple(_read(header["indexes"], data))
         return memory
 
     def _take_over(self, saved: Memory, *, is_own: bool) -> None:
-        bound, sources = self.max_tokens, self.sources
-        saved.max_tokens = bound
+        saved.max_tokens = self.max_tokens
         saved.merge(self)
-        self._indexes = _bounded(saved._indexes, bound)
-        self.sources = saved.sources | sources
+        self._indexes = _bounded(saved._indexes, self.max_tokens)
+        self.sources = saved.sources | self.sources
 
     def _extend(self, texts: Sequence[Int[np.ndarray, " n"]]) -> None:
         """Add texts to the youngest index, merge what has grown, and forget the oldest."""
+        if not texts:
+            return
         youngest = join([text[-self.max_tokens + 1 :] for text in texts])
         older = list(self._indexes)
         while older and len(older[-1]) <= max(YOUNG, 2 * len(youngest)):
-            youngest = np.concatenate([older.pop().tokens, youngest])
-        self._indexes = _bounded((*older, ContextIndex.build(youngest)), self.max_tokens)
+            youngest = older.pop().ids + youngest
+        self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
 PROCESS = "process"
@@ -211,19 +186,22 @@ PROCESS = "process"
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
-    """The memory that is meant: itself, or that of a file, one in a process for each file.
+    """The memory that is named: itself, that of a file (see `opened`), or for `PROCESS` a new one.
 
-    `PROCESS` is an empty one of no file; see `opened` for those of files.
+    None stays None.
     """
     if memory is None or isinstance(memory, Memory):
         return memory
     return Memory() if memory == PROCESS else opened(memory, Memory, Memory)
 
 
-def join(texts: Sequence[Int[np.ndarray, " n"]]) -> Int[np.ndarray, " m"]:
-    """Texts one behind the other, int32, each with a separator at its end."""
-    end = np.array([SEPARATOR], np.int32)
-    return np.concatenate([part for text in texts for part in (text.astype(np.int32), end)])
+def join(texts: Sequence[Int[np.ndarray, " n"]]) -> array[int]:
+    """Texts in a row, each with a separator at its end."""
+    joined = array("i")
+    for text in texts:
+        joined.frombytes(text.astype(np.int32).tobytes())
+        joined.append(SEPARATOR)
+    return joined
 
 
 def split(tokens: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " m"]]:
@@ -232,17 +210,17 @@ def split(tokens: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " m"]]:
 
 
 def _ends(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " texts"]:
-    """Where the separators stand."""
     return np.flatnonzero(tokens == SEPARATOR)
 
 
 def text_digest(text: Int[np.ndarray, " n"]) -> str:
-    """What a text is recognised by: a digest of its token ids [n], int32."""
+    """Digest of a text's token ids [n], int32, by which it is recognised."""
     return hashlib.sha256(text.tobytes()).hexdigest()[:16]
 
 
-def _taken(held: Counter[str], digest: str) -> bool:
-    """True if a text of this digest is counted, and not yet against another of the same."""
+def _taken(held: Counter[str], text: Int[np.ndarray, " n"]) -> bool:
+    """True if such a text is counted; it is not counted any more."""
+    digest = text_digest(text)
     held[digest] -= 1
     return held[digest] >= 0
 
@@ -259,24 +237,38 @@ def _bounded(
         excess -= len(indexes[0])
         indexes = indexes[1:]
     oldest = indexes[0]
-    starts = np.concatenate([[0], _ends(oldest.tokens) + 1])
+    starts = [0, *(_ends(np.array(oldest.ids)) + 1).tolist()]
     last = -1 if len(indexes) > 1 else -2  # the youngest text of all stays
-    cut = int(starts[min(int(np.searchsorted(starts, excess)), len(starts) + last)])
-    kept = oldest.order[oldest.order >= cut] - np.int32(cut)
-    rest = (ContextIndex(oldest.tokens[cut:], kept),) if cut < len(oldest) else ()
+    cut = starts[min(bisect_left(starts, excess), len(starts) + last)]
+    kept = [end - cut for end in oldest.ends if end >= cut]
+    rest = (ContextIndex(oldest.ids[cut:], kept),) if cut < len(oldest) else ()
     return (*rest, *indexes[1:])
 
 
-def _mapped(sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]) -> Iterator[ContextIndex]:
+def _read(sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]) -> Iterator[ContextIndex]:
     """The indexes of a file, of [tokens, places] each."""
     if min(map(min, sizes), default=0) < 0 or sum(map(sum, sizes)) != len(data):
         raise ValueError(f"{sizes} for {len(data)} integers")
     at = 0
     for n, m in sizes:
-        tokens, order = data[at : at + n], data[at + n : at + n + m]
+        tokens, ends = data[at : at + n], data[at + n : at + n + m]
         if n and (tokens.min() < SEPARATOR or tokens.max() > MAX_TOKEN):
             raise ValueError("tokens out of range")
-        if m and (order.min() < 0 or order.max() >= n or tokens[order].min() < 0):
+        if m and (ends.min() < 0 or ends.max() >= n or tokens[ends].min() < 0):
             raise ValueError("places out of range")
-        yield ContextIndex(tokens, order)
+        yield ContextIndex(array("i", tokens.tobytes()), array("i", ends.tobytes()))
         at += n + m
+
+
+def _checked(given: Sequence[int]) -> Int[np.ndarray, " n"]:
+    """Token ids as an array; ValueError for what is none, or too large for an index."""
+    tokens: Int[np.ndarray, " n"] = np.array(given)
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise wrong("tokens", given, "token ids [n], ints. Tokenize a text first")
+    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= MAX_TOKEN):
+        found = int(tokens.min() if tokens.min() < 0 else tokens.max())
+        raise ValueError(
+            f"A memory got token {found}, expected ids from 0 to {MAX_TOKEN}. "
+            "Tokenize the text with the target's tokenizer."
+        )
+    return tokens

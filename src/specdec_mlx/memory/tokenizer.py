@@ -1,4 +1,4 @@
-"""What tells one tokenizer from another in a file: token ids mean nothing without it."""
+"""Fingerprints of tokenizers: token ids in a file mean nothing without one."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 SAMPLES = ("def f(x):\n    return {'a': [1, 22, 333]}\n", "naïve café – 東京  😀\t3.14")
 
 
-def tokenizer_fingerprint(tokenizer: Any) -> str:
+def fingerprint_of(tokenizer: Any) -> str | None:
     """Digest of a tokenizer's vocabulary and of how it encodes samples; equal in every process.
 
-    It takes a tenth of a second for 50,000 tokens, once for each tokenizer.
+    A fingerprint, and None, are returned as they are. It takes a tenth of a second for 50,000
+    tokens, once for each tokenizer.
     """
+    if tokenizer is None or isinstance(tokenizer, str):
+        return tokenizer
     inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
     with suppress(TypeError):  # of somebody's class that cannot be kept weakly
         if (known := _known.get(inner)) is not None:
