@@ -19,7 +19,7 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.lookahead import LookaheadSession, Pool, Window, _Proposal
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, RoundRecord
+from specdec_mlx.types import Draft, DraftContext, FeatureRows, RoundRecord, key_of
 from specdec_mlx.types.trees import path_to
 
 
@@ -184,6 +184,17 @@ def test_what_is_said_after_rejected_rows_becomes_a_draft() -> None:
     assert to_list(begun.propose(20).tokens)[:2] == [52, 62]
 
 
+def test_of_a_target_without_trees_the_first_chain_is_noted() -> None:
+    begun = session(window=2, ngram=3)
+    begun.propose(20)
+    assert begun._window is not None
+    begun._window.levels = [[7, 50], [51, 52]]
+    verified = to_list(begun.propose(20).first_chain().tokens)
+    begun.see_rejected(verified, FeatureRows({}, top_tokens=mx.array([[61]])))
+    begun.observe([50])
+    assert (verified, begun._pool.known) == ([51], {7: {(51, 61): 1}})
+
+
 def test_the_rows_of_another_draft_are_bigrams() -> None:
     """What was verified may be another drafter's: of that only pairs are known."""
     begun = session(window=2, ngram=3)
@@ -211,7 +222,7 @@ def test_its_chains_go_into_trees_of_several() -> None:
 # Their price --------------------------------------------------------------------------------------
 
 
-KEY = sd.LookaheadDrafter().key
+KEY = key_of(sd.LookaheadDrafter())
 
 
 def tuned(slope: float) -> Auto:

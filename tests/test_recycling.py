@@ -70,10 +70,11 @@ def test_of_rejected_tokens_pairs_are_not_known(model: Any) -> None:
     table = SuccessorTable()
     plain = [item.token for item in text_of(model, None)]
     table.note((PROMPT[-1], plain[0]), [7] * TOP)
+    table.note((plain[0], 7), [8] * TOP)
     items = text_of(model, RecyclingDrafter(table=table, context=2))
     assert items[-1].stats.drafted > items[-1].stats.accepted
     text = PROMPT + plain
-    assert set(table.successors) <= set(pairwise(text))
+    assert set(table.successors) <= {*pairwise(text), (plain[0], 7)}
 
 
 def test_the_contexts_noted_longest_ago_make_way() -> None:

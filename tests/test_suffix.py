@@ -11,7 +11,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
-from selection import in_one_test
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.suffix import SuffixSession
@@ -72,6 +71,9 @@ def test_an_index_finds_the_longest_match(
 ) -> None:
     """Of several texts: none across their ends, and all places that match nearly as long."""
     index = ContextIndex(joined(parts))
+    cut = len(index) - len(parts[-1]) - 1  # a text's order does not depend on those before it
+    own = [end - cut for end in index.ends if end >= cut]
+    assert own == list(ContextIndex(joined(parts[-1:])).ends)
     for asked in (query, parts[0], parts[-1][: len(query)] + query):
         check_places(index, Context.of(asked), within, most)
 
@@ -254,10 +256,8 @@ def test_it_has_a_name_and_a_key() -> None:
     assert first.key == second.key != without.key
 
 
-@in_one_test("remembers", [False, True])
-def test_it_keeps_the_contract(remembers: bool) -> None:
-    """Alone, and with a memory that holds what is asked for and much else."""
-    memory = sd.Memory() if remembers else None
-    if memory is not None:
-        memory.add(list(range(32)) * 3)
-    check_drafter(sd.SuffixDrafter(memory), remembers=remembers, learns=remembers)
+def test_it_keeps_the_contract_with_a_memory() -> None:
+    """One that holds what is asked for and much else."""
+    memory = sd.Memory()
+    memory.add(list(range(32)) * 3)
+    check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)

@@ -58,9 +58,7 @@ class Candidate:
 def find_candidates(model: str, where: Path | None = None) -> list[Candidate]:
     """The models that can draft for `model`, the cheapest first, and those that cannot.
 
-    Args:
-        model: a folder, or a Hugging Face name that was fetched before; else ModelFolderError.
-        where: a folder of model folders, or a Hugging Face cache; None: the default cache.
+    Looked for in a folder of model folders, or a Hugging Face cache; None: the default cache.
     """
     target = locate(model)
     size, tokenizer = weight_bytes(target), load_tokenizer(target)
@@ -124,12 +122,10 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
         elif size >= target_size:
             refusal = "not smaller"
         else:
-            cost = size / target_size
             shared = shared_between(target_tokenizer, load_tokenizer(folder))
-            if shared is None:
-                return Candidate(name, folder, size, cost)
-            cost *= shared.draft_tokens_per_token
-            return Candidate(name, folder, size, cost, note=", another tokenizer")
+            steps = 1.0 if shared is None else shared.draft_tokens_per_token
+            note = "" if shared is None else ", another tokenizer"
+            return Candidate(name, folder, size, steps * size / target_size, note=note)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all

@@ -25,7 +25,15 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features, ValuesDrafts
+from specdec_mlx.types import (
+    Draft,
+    DraftContext,
+    Evidence,
+    FeatureRows,
+    Features,
+    ValuesDrafts,
+    key_of,
+)
 from specdec_mlx.types.trees import ROOT, chain, first_path, path_to
 
 MOST_OF_A_TOKEN = 16
@@ -133,11 +141,6 @@ class LookaheadDrafter:
             if got < least:
                 raise ValueError(f"LookaheadDrafter: {name} is {got}, expected >= {least}.")
 
-    @property
-    def key(self) -> str:
-        """Its options."""
-        return f"{__name__}.{self!r}"
-
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
         """Begin after `prompt` [n]."""
         return LookaheadSession(self, prompt)
@@ -179,8 +182,8 @@ class LookaheadSession:
         self._window: Window | None = None
         self._proposal = _Proposal()
         self._rejected: tuple[list[int], list[int]] = ([], [])
-        self._key = drafter.key
-        self._chain_key = f"{drafter.key} as a chain"
+        self._key = key_of(drafter)
+        self._chain_key = f"{self._key} as a chain"
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""

@@ -46,7 +46,7 @@ class Successors:
         return Evidence(self.steady, share, rank=rank)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SuccessorTable:
     """Context -> its likeliest successors, to be shared by generations; 400 bytes an entry.
 
@@ -55,6 +55,10 @@ class SuccessorTable:
 
     successors: dict[Context, Successors] = field(default_factory=dict)
     most: int = 100_000
+
+    def __repr__(self) -> str:
+        """No content: a drafter's key does not change with it."""
+        return "<SuccessorTable>"
 
     def note(self, context: Context, likeliest: list[int]) -> None:
         """Note the target's likeliest tokens after a context [TOP], the likeliest first."""
@@ -128,13 +132,6 @@ class RecyclingDrafter:
             raise ValueError(f"RecyclingDrafter: num_draft is {self.num_draft}, expected >= 1.")
         if self.context not in (1, 2):
             raise ValueError(f"RecyclingDrafter: context is {self.context}, expected 1 or 2.")
-
-    @property
-    def key(self) -> str:
-        """Its options, and whether its table is kept; not what is in it."""
-        kept = self.table is not None
-        options = f"num_draft={self.num_draft}, kept={kept}, context={self.context}"
-        return f"{__name__}.RecyclingDrafter({options})"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
         """Begin after `prompt` [n]."""

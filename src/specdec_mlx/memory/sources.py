@@ -37,13 +37,8 @@ def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Updat
     """Bring a memory up to date with files and folders: only what has changed is tokenized.
 
     A file is one text. One that has changed since it was read, or is gone from a folder that is
-    read now, is forgotten first.
-
-    Args:
-        memory: with `sources` of earlier calls.
-        paths: files, and folders of which all files are read but hidden ones, large ones, what is
-            not UTF-8, and folders of what others wrote.
-        tokenizer: the target's.
+    read now, is forgotten first. Of a folder hidden files, large ones, what is not UTF-8, and
+    folders of what others wrote are skipped.
 
     Raises:
         FileNotFoundError: a path does not exist.
