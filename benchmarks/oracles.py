@@ -17,7 +17,6 @@ from specdec_mlx.types import (
     Drafter,
     DraftSession,
     OffersSeveral,
-    ProposesTrees,
     SeesTarget,
     session_parts,
 )
@@ -75,7 +74,7 @@ def length_oracle(
 
 def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
-    if not isinstance(session, ProposesTrees):
+    if not hasattr(session, "propose_tree"):
         return num_matching(to_list(session.propose(most).tokens), coming)
     drafts = [part.propose(most) for _, part in session_parts(session, "")]
     for _, part in session_parts(session, ""):

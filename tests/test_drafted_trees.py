@@ -35,8 +35,9 @@ from specdec_mlx.draft_length.chances import (
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.growing import Marginals, TreeDraws
+from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.writing import Marginals
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps

@@ -24,8 +24,6 @@ from specdec_mlx.types import (
     ROOT,
     Draft,
     DraftSession,
-    DraftsTrees,
-    ProposesTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
@@ -51,10 +49,10 @@ class Auto:
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Expect a session; the way to ask it."""
-        if isinstance(session, ProposesTrees):
+        if (grown := getattr(session, "propose_tree", None)) is not None:
             self._part(part, LookUp)
-            return lambda limit: session.propose_tree(limit, self, may_fork)
-        forks = isinstance(session, DraftsTrees) and session.forks and may_fork()
+            return lambda limit: grown(limit, self, may_fork)
+        forks = getattr(session, "forks", False) and may_fork()
         if isinstance(session, Stepwise) and not forks:
             unread = MOST_WAITING if isinstance(session, SeesTarget) else inf
             model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)

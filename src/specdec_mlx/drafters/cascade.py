@@ -25,20 +25,17 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
-    DrafterParts,
     DraftSession,
-    DraftsOnEveryRank,
     Evidence,
     GoesOn,
-    ProposesAhead,
     ReadsTarget,
-    RunsModel,
-    SeesRejected,
     SeesTarget,
     Step,
     Stepwise,
     all_drafters,
+    drafts_everywhere,
     key_of,
+    models_of,
 )
 
 NUM_FIRST = 4
@@ -66,18 +63,18 @@ class Cascade:
         if self.look_up is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
         for part in all_drafters(self.look_up):
-            if isinstance(part, RunsModel | ReadsTarget):
+            if models_of(part) or isinstance(part, ReadsTarget):
                 raise ValueError(
                     f"Cascade: then={self.then!r} runs a model or reads the target; expected a "
                     "look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__
-        if isinstance(self.first, DrafterParts) and len(self.first.drafters) > 1:
+        if len(getattr(self.first, "drafters", ())) > 1:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
         if getattr(self.first, "branches", 1) > 1:
             raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
-        if isinstance(self.first, DraftsOnEveryRank) and self.first.on_every_rank:
+        if drafts_everywhere(self.first):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
@@ -107,7 +104,7 @@ class Cascade:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = [drafter.begin(prompt, context) for drafter in self.drafters]
-        if not isinstance(then, ProposesAhead):
+        if not hasattr(then, "propose_after"):
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
                 "expected one whose sessions have propose_after, such as 'suffix'."
@@ -142,7 +139,7 @@ class CascadeSession:
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
-        if isinstance(first, SeesRejected):
+        if hasattr(first, "see_rejected"):
             self.see_rejected = first.see_rejected
 
     def propose(self, limit: int) -> Draft:

@@ -24,12 +24,6 @@ from specdec_mlx.types import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.types.trees import chain, path_to
 
 
-def check_branches(branches: int) -> None:
-    """Raise ValueError for what cannot be a number of tokens at a place."""
-    if branches < 1:
-        raise ValueError(f"branches={branches}: expected an int >= 1 (1: chains).")
-
-
 @runtime_checkable
 class Levels(Protocol):
     """A source of the draft's distribution after each of its tokens."""
@@ -262,17 +256,3 @@ def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[in
         share = min(limit - sum(shares), sum(value >= best[-1] for value in row))
         shares.append(share)
     return shares
-
-
-@dataclass
-class Marginals:
-    """Logits [n, V] by place alone, as of heads that draft at once."""
-
-    logits: mx.array
-    _depths: list[int] = field(default_factory=list)
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Those of the place after each token; see `Levels`."""
-        depths = [1 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
-        self._depths += depths
-        return self.logits[mx.array(depths)]

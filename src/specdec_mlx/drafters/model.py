@@ -14,12 +14,11 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
-from specdec_mlx.options import wrong
+from specdec_mlx.options import whole, wrong
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
@@ -73,7 +72,7 @@ class ModelDrafter:
         if self.tokenizers not in TOKENIZERS:
             raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
         check_draft_temp(self.draft_temp)
-        check_branches(self.branches)
+        whole("branches", self.branches, 1)
 
     @property
     def key(self) -> str:

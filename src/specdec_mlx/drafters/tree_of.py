@@ -58,7 +58,7 @@ class TreeOfSession(FirstOfSession):
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """What is worth verifying of all that they know; see `types.ProposesTrees`."""
+        """What is worth verifying of all that they know; see `types.branching`."""
         drafts: list[tuple[str, Draft]] = []
         for key, part in self.parts:
             most = min(limit, values.limit(key, True))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
-from specdec_mlx.drafters.growing import Marginals, Tree, TreeDraws
+from specdec_mlx.drafters.growing import Tree, TreeDraws
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import Draft, DraftContext, GoesOn
+from specdec_mlx.types import ROOT, Draft, DraftContext, GoesOn
 
 
 class Writes:
@@ -66,3 +68,17 @@ class WritesAtOnce(Writes, ABC):
     @abstractmethod
     def all_logits(self, limit: int) -> mx.array | None:
         """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
+
+
+@dataclass
+class Marginals:
+    """Logits [n, V] by place alone, as of heads that draft at once."""
+
+    logits: mx.array
+    _depths: list[int] = field(default_factory=list)
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """Those of the place after each token; see `Levels`."""
+        depths = [1 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
+        self._depths += depths
+        return self.logits[mx.array(depths)]

@@ -21,7 +21,6 @@ from specdec_mlx.types import (
     DraftLength,
     DraftSession,
     RoundRecord,
-    TakesTrees,
     Target,
     ValuesDrafts,
     is_cheap,
@@ -95,7 +94,8 @@ class Drafting:
 
     def _may_fork(self) -> bool:
         """True if the target takes trees now."""
-        return isinstance(self.target, TakesTrees) and self.target.takes_trees()
+        takes_trees = getattr(self.target, "takes_trees", None)
+        return takes_trees is not None and takes_trees()
 
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""

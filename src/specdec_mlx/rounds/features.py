@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -16,7 +17,6 @@ from specdec_mlx.types import (
     Features,
     Outcome,
     ReadsTarget,
-    SeesRejected,
     SeesTarget,
     Tappable,
     Target,
@@ -40,7 +40,9 @@ class FeatureFeed:
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         """Nothing was shown yet."""
         self._readers = readers
-        self._rejected_readers = [(s, wish) for s, wish in readers if isinstance(s, SeesRejected)]
+        self._rejected_readers: list[tuple[Any, Features]] = [
+            (session, wish) for session, wish in readers if hasattr(session, "see_rejected")
+        ]
         self._target = target
         self._num_shown = 0
         self.at_once = False

@@ -38,11 +38,11 @@ from specdec_mlx.types import (
     Draft,
     DraftContext,
     Drafter,
-    DraftsOnEveryRank,
     ReadsTarget,
-    RunsModel,
     all_drafters,
+    drafts_everywhere,
     key_of,
+    models_of,
 )
 
 WORD = 32
@@ -102,7 +102,7 @@ def check_drafts_alone(drafter: Drafter | None) -> None:
     """Raise DraftError for a drafter that one rank cannot ask while the others wait."""
     for part in all_drafters(drafter):
         name = type(part).__name__
-        if isinstance(part, RunsModel) and group_of(part.model) is not None:
+        if any(group_of(model) is not None for model in models_of(part)):
             raise DraftError(
                 f"{name} drafts with layers that are spread over the ranks, as the target's are, "
                 "and ranks draft one by one. Use a draft model that is whole on each."
@@ -146,9 +146,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part)
-            for part in all_drafters(drafter)
-            if isinstance(part, DraftsOnEveryRank) and part.on_every_rank
+            key_of(part) for part in all_drafters(drafter) if drafts_everywhere(part)
         ]
 
     def begin(self, context: DraftContext) -> None:

@@ -1,8 +1,9 @@
 """Draft lengths: the contract, and what drafts that fork need.
 
-Who drafts chains needs none of the latter. Out of the chains of several look-ups a draft length
-that `ValuesDrafts` makes a tree. A drafter that has a tree of its own hands it over as a `Draft`
-with `parents`; where that costs time its session `DraftsTrees`.
+Who drafts chains needs none of the latter. A drafter that has a tree of its own hands it over as a
+`Draft` with `parents`; where that costs time its session has `forks`, True while `propose` gives
+trees of as many tokens as it is asked for. A session with `propose_tree(limit, values, may_fork)`
+is asked by it for the chain or the tree that is worth most to `values`, a `ValuesDrafts`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,7 @@ class OffersSeveral(Protocol):
     """A session that has several drafts at once; default: what it proposes."""
 
     def candidates(self, limit: int) -> Sequence[Draft]:
-        """Chains of 1 to `limit` tokens, the likeliest first, all of point masses.
-
-        A question that is microseconds of host work, and of which nothing is noted.
-        """
+        """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
         ...
 
 
@@ -115,38 +113,4 @@ class ValuesDrafts(Protocol):
         With a caller who is slow with its tokens, what a pass takes is hidden behind that. The loop
         then waits for the pass before it hands out tokens.
         """
-        ...
-
-
-@runtime_checkable
-class ProposesTrees(Protocol):
-    """A session whose drafts may be grown to trees; default: it proposes what it proposes."""
-
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """Continue what was observed with a chain or a tree of 0 to `limit` tokens.
-
-        Args:
-            limit: most tokens.
-            values: decides what is worth verifying.
-            may_fork: True if the target takes trees now.
-        """
-        ...
-
-
-@runtime_checkable
-class DraftsTrees(Protocol):
-    """A session whose drafts fork, and cost time; default: they are chains, or free."""
-
-    @property
-    def forks(self) -> bool:
-        """True if `propose` gives trees of as many tokens as it is asked for."""
-        ...
-
-
-@runtime_checkable
-class TakesTrees(Protocol):
-    """A target that may verify a tree in one pass; default: it takes chains."""
-
-    def takes_trees(self) -> bool:
-        """True if it does now; measured where it is not known yet."""
         ...

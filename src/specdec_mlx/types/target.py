@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -199,4 +199,17 @@ class Target(Protocol):
 
     def quantize(self) -> None:
         """Replace caches by quantized ones, if that was asked for and is due."""
+        ...
+
+
+@runtime_checkable
+class Tappable(Protocol):
+    """A target whose states can be read; default: it cannot be read."""
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features. Raises UnreadableError."""
+        ...
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the latest `feed`, and its number of positions."""
         ...

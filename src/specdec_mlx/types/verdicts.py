@@ -157,7 +157,7 @@ class AcceptanceRule(Protocol):
     """Pure decision about a draft: knows no model, no cache, and holds no state.
 
     `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` is
-    the simplest rule of all. Optional members: `NeedsNoDistribution`, `SharesNoise`.
+    the simplest rule of all. Optional attributes: see the functions below.
     """
 
     @property
@@ -177,3 +177,19 @@ class AcceptanceRule(Protocol):
             randomness: all that the rule may draw with.
         """
         ...
+
+
+def needs_distribution(rule: AcceptanceRule) -> bool:
+    """`needs_distribution` of a rule: it reads `TargetRows.probs` in any case; default: it does."""
+    return getattr(rule, "needs_distribution", True)
+
+
+def shares_noise(rule: AcceptanceRule) -> bool:
+    """`shares_noise` of a rule: drafts are drawn from the noise of the target's own draws."""
+    return getattr(rule, "shares_noise", False)
+
+
+def rule_for(rule: AcceptanceRule, draft: Draft) -> AcceptanceRule:
+    """`for_draft(draft)` of a rule: which one decides about it where the target is not greedy."""
+    for_draft = getattr(rule, "for_draft", None)
+    return rule if for_draft is None else for_draft(draft)

@@ -14,10 +14,10 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.drafters.fingerprint import fingerprint
-from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.errors import HeadError
+from specdec_mlx.options import whole
 from specdec_mlx.sampling.drafts import check_draft_temp
 from specdec_mlx.types import DraftContext, FeatureRows, Features
 
@@ -171,7 +171,7 @@ class HeadDrafter:
     def __post_init__(self) -> None:
         """Check the temperature and the branches."""
         check_draft_temp(self.draft_temp)
-        check_branches(self.branches)
+        whole("branches", self.branches, 1)
         if self.branches > 1 and not self.head.grows_trees:
             raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 

@@ -14,7 +14,6 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
-from specdec_mlx.drafters.growing import check_branches
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config, LayersHead
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
@@ -26,7 +25,7 @@ from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
-from specdec_mlx.options import make_with, split_spec
+from specdec_mlx.options import make_with, split_spec, whole
 from specdec_mlx.sampling.drafts import check_draft_temp
 from specdec_mlx.types import DraftContext, Drafter, FeatureRows, KeysValues
 
@@ -308,7 +307,7 @@ def load_head(
         HeadError: it is not known, not complete, or does not fit the target.
     """
     check_draft_temp(draft_temp)
-    check_branches(branches)
+    whole("branches", branches, 1)
     options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     try:
