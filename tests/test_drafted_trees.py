@@ -21,7 +21,7 @@ from heads import HEADS, mtp, random_head
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import ScriptedSession
 from selection import FULL, cases
-from specdec_mlx import ModelDrafter, PromptLookupDrafter, Sampling, speculate
+from specdec_mlx import ModelDrafter, Sampling, speculate
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
     EDGES,
@@ -132,8 +132,6 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
     session = session_of(kind, name)
     session.begin_draft(SIZE)
     assert session.forks
-    if kind != "model":
-        session.begin_tree()
     session.next_logits(None)
     rows = mx.concatenate([session.logits_after(mx.array(t), p) for t, p in LEVELS])
     tokens = [token for level, _ in LEVELS for token in level]
@@ -151,7 +149,7 @@ def point_masses(logits: mx.array, limit: int, branches: int = BRANCHES) -> tupl
     """A tree of marginals, greedy."""
     context = DraftContext(vocab_size=logits.shape[-1])
     draws = TreeDraws(context, Sampling(), PROMPT, len(PROMPT), branches, Chances.of("model"))
-    return draws.write(logits[:1], Marginals(logits), limit, len(logits)), draws
+    return draws.write(logits[:1], Marginals(logits).logits_after, limit, len(logits)), draws
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 12, 99])
@@ -183,8 +181,6 @@ def test_one_branch_is_a_chain_and_bad_numbers_are_refused() -> None:
     assert point_masses(logits, 3, branches=1)[0].parents is None
     with pytest.raises(ValueError, match="branches=0"):
         replace(drafter("medusa", "qwen2"), branches=0)
-    with pytest.raises(ValueError, match="speculates for chains"):
-        replace(drafter("model", "llama"), drafter=PromptLookupDrafter())
     with pytest.raises(HeadError, match="draft chains"):
         HeadDrafter(random_head(HEADS["assistant"], tiny.build("gemma4_text")), branches=2)
     assert "branches=3" in drafter("medusa", "qwen2").key
@@ -267,7 +263,7 @@ def drawn_trees(source: Source, limit: int) -> Iterator[tuple[float, Draft]]:
         draws = Scripted(context, Sampling(temp=1.0), [0], 1, 2, decided())
         draws.begin(script)
         levels = Known(source, 0)
-        draft = draws.write(levels.row(()), levels, limit)
+        draft = draws.write(levels.row(()), levels.logits_after, limit)
         kept = [
             (node, rank)
             for node, place in draws.tree.places.items()
@@ -354,7 +350,7 @@ def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
     for seed in range(count):
         context = DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=4)
         draws = TreeDraws(context, sampling, PROMPT, len(PROMPT), 2, Chances.of("model"))
-        first, second = to_list(draws.write(logits, Marginals(logits), 2, 1).tokens)
+        first, second = to_list(draws.write(logits, Marginals(logits).logits_after, 2, 1).tokens)
         seen[first, second] += 1
     p = np.array([0.5, 0.3, 0.15, 0.05])
     joint = np.outer(p, p) / (1 - p)[:, None]

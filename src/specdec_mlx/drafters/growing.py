@@ -9,10 +9,9 @@ number of draws at a place is settled before, by the distribution there and by t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import nlargest
-from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -23,17 +22,9 @@ from specdec_mlx.token_ids import read_all, to_ids
 from specdec_mlx.types import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.types.trees import chain, path_to
 
-
-@runtime_checkable
-class Levels(Protocol):
-    """A source of the draft's distribution after each of its tokens."""
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of what follows each of n further tokens.
-
-        parents: [n], among all tokens that were given so far; `ROOT` for the text's end.
-        """
-        ...
+NextRows = Callable[[mx.array, Sequence[int]], mx.array]
+"""Logits [n, V] of what follows each of n further tokens, from tokens [n] and parents [n], among
+all tokens that were given so far; `ROOT` for the text's end."""
 
 
 @dataclass
@@ -86,11 +77,11 @@ class Tree:
         place.children.append(new)
         return new
 
-    def feed(self, nodes: Sequence[int], levels: Levels) -> mx.array:
+    def feed(self, nodes: Sequence[int], after: NextRows) -> mx.array:
         """Logits [n, V] of what follows some nodes."""
         parents = [self.fed[self.parents[node]] for node in nodes]
         self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
-        return levels.logits_after(to_ids([self.tokens[node] for node in nodes]), parents)
+        return after(to_ids([self.tokens[node] for node in nodes]), parents)
 
     def learn(self, text: Sequence[int]) -> None:
         """Learn from how the text went on."""
@@ -138,21 +129,23 @@ class TreeDraws:
         """Nothing was written yet."""
         self.tree = Tree(self.known, not self.sampling.greedy)
 
-    def write(self, first: mx.array, levels: Levels, limit: int, depth: int | None = None) -> Draft:
+    def write(
+        self, first: mx.array, after: NextRows, limit: int, depth: int | None = None
+    ) -> Draft:
         """A tree of at most `limit` >= 1 tokens, and of `depth` on a path.
 
-        first: [1, V] logits of what follows the text; levels: of what follows the others.
+        first: [1, V] logits of what follows the text; after: of what follows the others.
         """
         grow = self._drawn if self.tree.is_drawn else self._likeliest
-        return grow(first, levels, limit, limit if depth is None else min(limit, depth))
+        return grow(first, after, limit, limit if depth is None else min(limit, depth))
 
-    def _likeliest(self, logits: mx.array, levels: Levels, limit: int, depth: int) -> Draft:
+    def _likeliest(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
         """The tokens of the greatest chances."""
         tree, nodes = self.tree, [ROOT]
         best: list[int] = []
         for level in range(depth):
             if level:
-                logits = tree.feed(nodes, levels)
+                logits = tree.feed(nodes, after)
             new = []
             rows = _guesses(self._processed(logits, nodes), self.branches)
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
@@ -165,12 +158,12 @@ class TreeDraws:
                 break
         return tree.draft(sorted(best))
 
-    def _drawn(self, logits: mx.array, levels: Levels, limit: int, depth: int) -> Draft:
+    def _drawn(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
         """Draws, as many at each place as pay best by what is known before them."""
         tree, nodes, rows = self.tree, [ROOT], []
         for level in range(depth):
             if level:
-                logits = tree.feed(nodes, levels)
+                logits = tree.feed(nodes, after)
             q = self.sampling.log_distribution(self._processed(logits, nodes))
             count = min(self.branches, q.shape[-1])
             drawn, laws = self._without_replacement(q, nodes, count)

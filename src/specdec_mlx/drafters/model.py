@@ -144,7 +144,7 @@ class ModelSession(Writes):
         length = self.begin_draft(limit)
         if length and self.forks:
             self.rows = GrowingRows()
-            draft = self.tree_draws().write(self.next_logits(None), self, length)
+            draft = self.tree_draws().write(self.next_logits(None), self.logits_after, length)
             self.rollback.rewind_to(len(self.tokens))
             return draft
         return draft_to(length, self.draws(length), self.next_logits)
@@ -170,7 +170,7 @@ class ModelSession(Writes):
         return may_fork and exact_until(self.model, 0, on_trees=True) is None
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of what follows further tokens of a tree; see `growing.Levels`."""
+        """Logits [n, V] of what follows further tokens of a tree; see `growing.NextRows`."""
         return self.feed(tokens, self.rows.further(parents))
 
     def next_logits(self, token: mx.array | None) -> mx.array:

@@ -30,9 +30,13 @@ class PerPair(Generic[T]):
 
     def __call__(self, target: Any, draft: Any) -> T:
         """The value of two tokenizers as `mlx_lm.load` gives them."""
-        known = self._known.setdefault(unwrapped(target), WeakKeyDictionary())
         theirs = unwrapped(draft)
-        if theirs not in known:
+        try:
+            known = self._known.setdefault(unwrapped(target), WeakKeyDictionary())
+            is_known = theirs in known
+        except TypeError:  # of somebody's class that cannot be kept weakly
+            return self._make(target, draft)
+        if not is_known:
             known[theirs] = self._make(target, draft)
         return known[theirs]
 

@@ -54,7 +54,9 @@ class WritesAtOnce(Writes, ABC):
         logits = self.all_logits(limit)
         if logits is None:
             return Draft()
-        return self.tree_draws().write(logits[:1], Marginals(logits), limit, len(logits))
+        return self.tree_draws().write(
+            logits[:1], Marginals(logits).logits_after, limit, len(logits)
+        )
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `cut_while`."""
@@ -78,7 +80,7 @@ class Marginals:
     _depths: list[int] = field(default_factory=list)
 
     def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Those of the place after each token; see `Levels`."""
+        """Those of the place after each token; see `growing.NextRows`."""
         depths = [1 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
         self._depths += depths
         return self.logits[mx.array(depths)]

@@ -47,14 +47,11 @@ NOTHING: _Proposal = "", NO_DRAFT
 class Drafting:
     """Asks a drafter's session for drafts that are worth verifying.
 
-    What a session and a draft length can do is found out once, when the session begins.
-
     drafter: None for plain decoding. keeps_cache: True if the caller keeps the target's caches,
-    which then end with the last token. session: None before `begin`, and without a drafter. part:
-    key of the drafter of the latest draft, one of several under `FirstOf`; "" if there was none.
-    features: what the session reads of the target, if anything. values: the draft length where it
-    values drafts, once a session has begun. is_shared: True if several ranks draft together.
-    is_under_way: True once the pass of the latest draft is launched.
+    which then end with the last token. session: None before `begin`. part: key of the drafter of
+    the latest draft; "" if there was none. features: what the session reads of the target. values:
+    the draft length where it values drafts, once a session has begun. is_shared: True if several
+    ranks draft together. is_under_way: True once the pass of the latest draft is launched.
     """
 
     is_shared: ClassVar[bool] = False
@@ -94,26 +91,20 @@ class Drafting:
 
     def _may_fork(self) -> bool:
         """True if the target takes trees now."""
-        takes_trees = getattr(self.target, "takes_trees", None)
-        return takes_trees is not None and takes_trees()
+        takes_trees: Callable[[], bool] = getattr(self.target, "takes_trees", bool)
+        return takes_trees()
 
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
-        self.part = ""
-        if self.sequence.wants_more():
-            for group in self._groups:
-                self.part, draft = self._best_of(group)
-                if len(draft.tokens):
-                    return draft
+        for group in self._groups if self.sequence.wants_more() else ():
+            self.part, draft = self._best_of(group)
+            if len(draft.tokens):
+                return draft
         self.part = ""
         return NO_DRAFT
 
     def _best_of(self, group: Sequence[_Part]) -> _Proposal:
-        """The draft that is worth most; nothing looks at a token that was drawn.
-
-        Point masses are compared with each other; what costs time is asked, or not, by what is
-        known before; see `types.SessionGroups`.
-        """
+        """The draft that is worth most; no token that was drawn decides, see `SessionGroups`."""
         best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
@@ -143,14 +134,13 @@ class Drafting:
 
     def has_draft(self) -> bool:
         """True if there may be a draft now; only cheap sessions are asked."""
-        if self.sequence.wants_more():
-            for group in self._groups:
-                for part in group:
-                    if not part.is_cheap and self._limit(part):
-                        return True
-                best, drawn = self._best_cheap(group)
-                if len(best[1].tokens) or len(drawn[1].tokens):
+        for group in self._groups if self.sequence.wants_more() else ():
+            for part in group:
+                if not part.is_cheap and self._limit(part):
                     return True
+            best, drawn = self._best_cheap(group)
+            if len(best[1].tokens) or len(drawn[1].tokens):
+                return True
         return False
 
     def record(self, round_: RoundRecord) -> None:
@@ -177,10 +167,8 @@ class Drafting:
         with mx.stream(self.stream):
             draft = part.propose(limit)
         if not isinstance(draft, Draft):
-            raise DraftError(
-                f"{part.key} proposed a {type(draft).__name__}; expected a specdec_mlx.Draft. "
-                "Return Draft() where there is nothing to propose."
-            )
+            kind = type(draft).__name__
+            raise DraftError(f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft.")
         if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
             raise DraftError(f"{part.key} proposed an array of shape (); expected token ids [K].")
         if len(draft.tokens) > limit:

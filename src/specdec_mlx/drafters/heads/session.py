@@ -56,7 +56,7 @@ class HeadSession(Writes):
 
     on_close: called with the text [n] at the end. read: reads rows ahead of a draft; the arrays to
     evaluate for that. begin_draft: reads the rows; how many tokens may be drafted. next_logits:
-    [1, V] of the token after a token, or after the text. logits_after: see `growing.Levels`.
+    [1, V] of the token after a token, or after the text. logits_after: see `growing.NextRows`.
     """
 
     read: Callable[[], list[Any]]
@@ -110,7 +110,7 @@ class HeadSession(Writes):
         """`limit` tokens as one lazy graph, or a tree; empty before anything was read."""
         length = self.begin_draft(limit)
         if length and self.forks:
-            return self.tree_draws().write(self.next_logits(None), self, limit)
+            return self.tree_draws().write(self.next_logits(None), self.logits_after, limit)
         draft = draft_to(length, self.draws(length), self.next_logits)
         self.end_draft()
         return draft
