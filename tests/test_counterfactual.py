@@ -126,6 +126,8 @@ def test_mlx_agrees_with_numpy(block):
     assert table.shape == (len(block[1]), COLUMNS)
     own_q = np.take_along_axis(block[2], block[1][:, None], axis=-1)
     sure = (own_q > 1e-3) & (np.arange(COLUMNS) != COLUMNS - 1)
+    nearly = np.sum(block[2] > block[2].max(axis=-1, keepdims=True) - 1e-6, axis=-1) > 1
+    sure[np.ix_(nearly, [3, 7])] = False  # which of them is the likeliest
     np.testing.assert_allclose(table[sure], chances(*block)[sure], atol=1e-3)
 
 
