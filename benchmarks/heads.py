@@ -26,6 +26,7 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Prompt, read_prompts
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
@@ -36,7 +37,6 @@ from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Drafter
 
 Begin = Callable[..., Iterable[Token]]
 

@@ -22,13 +22,13 @@ from jaxtyping import Int
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import join, text_digest
-from specdec_mlx.types import DraftContext, Drafter
 
 TEXTS, TOKENS = 20, 300
 """Texts that are left out and written, spread over all, and how many tokens of each."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching, top_rows
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Closes,
     Drafter,
     DraftSession,
@@ -20,6 +19,7 @@ from specdec_mlx.types import (
     SeesTarget,
     session_parts,
 )
+from specdec_mlx.token_ids import to_list
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured

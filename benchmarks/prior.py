@@ -19,6 +19,7 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, load_record
 from specdec_mlx.bench.recorded import replay_text
 from specdec_mlx.bench.replay import record_of_sessions
+from specdec_mlx.contracts import Evidence
 from specdec_mlx.draft_length.chances import (
     NUM_WEIGHTS,
     PLACES,
@@ -30,7 +31,6 @@ from specdec_mlx.draft_length.chances import (
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.registry import make_drafter
-from specdec_mlx.types import Evidence
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "suffix:memory=process", "ngram")
 

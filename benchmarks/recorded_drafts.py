@@ -23,9 +23,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tqdm import tqdm
 
 from specdec_mlx.bench.record import RecordedText, load_record
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 
 LONGEST_CHAIN = 16
 
@@ -177,7 +177,7 @@ class RecordedDrafter:
 
 
 class RecordedSession:
-    """Proposes what was recorded; see `types.Stepwise`."""
+    """Proposes what was recorded; see `contracts.Stepwise`."""
 
     def __init__(
         self, drafter: RecordedDrafter, text: RecordedText, drafts: RecordedDrafts

@@ -21,6 +21,7 @@ from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
@@ -29,7 +30,6 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_pass import OneByOne, RowPasses
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Drafter
 
 Kind = TypeVar("Kind")
 

@@ -30,8 +30,8 @@ from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Record
 from specdec_mlx.bench.replay import Score, Scores, format_scores
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.options import argument, positive_int
-from specdec_mlx.types import Drafter
 
 Drafters = Mapping[str, Callable[[], Drafter | None]]
 

@@ -24,6 +24,8 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import loop
 from specdec_mlx.bench.report import markdown_table
+from specdec_mlx.contracts import Draft
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.lab import target_path
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
@@ -34,8 +36,6 @@ from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Draft
-from specdec_mlx.types.trees import path_to
 
 SIZES = (4, 8, 16)
 CONTEXTS = (128, 1024)

@@ -27,11 +27,11 @@ from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
 from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
+from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter, logit_width
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.models import load_model
-from specdec_mlx.types import Draft, DraftContext, Evidence
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"

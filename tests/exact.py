@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 
 from specdec_mlx.checks.subject import total_variation
+from specdec_mlx.contracts import Agreement, RoundRecord, Verdict
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.block import Block
@@ -29,7 +30,6 @@ from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
-from specdec_mlx.types import Agreement, RoundRecord, Verdict
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""

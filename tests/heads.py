@@ -17,13 +17,13 @@ from mlx.utils import tree_flatten
 
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.contracts import FeatureRows, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
-from specdec_mlx.types import FeatureRows, KeysValues, ReadsCache
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8

@@ -20,6 +20,8 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import tiny
 from scripted import TREE, OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, speculate
+from specdec_mlx.contracts import FeatureRows, Features
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Token
 from specdec_mlx.target.branch_rows import tree_logits
@@ -28,8 +30,6 @@ from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.types import FeatureRows, Features
-from specdec_mlx.types.trees import path_to
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]

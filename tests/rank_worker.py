@@ -33,12 +33,12 @@ from specdec_mlx import (
     load_head,
     speculate,
 )
+from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.rounds.ranks import Ranks
-from specdec_mlx.types import Draft, Features
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()

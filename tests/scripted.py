@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Closes, Draft, DraftContext, Drafter
 
 
 @dataclass(frozen=True, eq=False)

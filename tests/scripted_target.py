@@ -11,10 +11,10 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import ROOT, Draft, FeatureRows, Features, Outcome, Verdict
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import ROOT, Draft, FeatureRows, Features, Outcome, Verdict
 
 
 class TokenCache:
@@ -72,7 +72,7 @@ STRATEGIES[RecurrentTokenCache] = ReturnToCheckpoint()
 
 @dataclass
 class ScriptedPass:
-    """See `types.PendingPass`; each row's logprobs hold the number of the row."""
+    """See `contracts.PendingPass`; each row's logprobs hold the number of the row."""
 
     draft: Draft
     num_fed: int
@@ -97,7 +97,7 @@ class ScriptedPass:
 
 @dataclass
 class ScriptedTarget:
-    """See `types.Target`.
+    """See `contracts.Target`.
 
     text: what it writes after the prompt. drafts: those that it was given. history: what logits
     processors would have seen.

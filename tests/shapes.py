@@ -43,7 +43,7 @@ def checked(function: Any) -> Any:
 
 @cache
 def _conf() -> BeartypeConf:
-    types = import_module("specdec_mlx.types")
+    types = import_module("specdec_mlx.contracts")
     protocols = [kind for kind in vars(types).values() if getattr(kind, "_is_protocol", False)]
     lazy = [kind for kind in protocols if not getattr(kind, "_is_runtime_protocol", False)]
     return BeartypeConf(

@@ -6,9 +6,9 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Learned
-from specdec_mlx.types import Draft, RoundRecord
 
 WRONG = -1
 

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from exact import NUM_STATES, Source
-from specdec_mlx.types import ROOT, Draft, Evidence
+from specdec_mlx.contracts import ROOT, Draft, Evidence
 
 shapes = st.sampled_from([(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (5, 1)])
 """Pairs (V, K) that take milliseconds to enumerate."""

@@ -45,6 +45,15 @@ from exact import (
     up_to,
 )
 from selection import in_one_test
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Agreement,
+    Draft,
+    RoundRecord,
+    Verdict,
+    needs_distribution,
+    shares_noise,
+)
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.parts import REST
 from specdec_mlx.draft_length.policy import DraftLength, Heuristic
@@ -54,15 +63,6 @@ from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.types import (
-    AcceptanceRule,
-    Agreement,
-    Draft,
-    RoundRecord,
-    Verdict,
-    needs_distribution,
-    shares_noise,
-)
 
 EXACT = 1e-12
 FLOAT32 = 2e-6

@@ -31,10 +31,10 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
 from specdec_mlx.checks import chi_square
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features
 from specdec_mlx.target import row_caches
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.row_pass import RowPasses
-from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [

@@ -31,11 +31,11 @@ from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.draft_length.costs import NUM_PLAIN, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
-from specdec_mlx.types import Draft, DraftContext, Drafter, Evidence
 
 SLOPED = linear_cost(0.1)
 

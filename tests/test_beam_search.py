@@ -25,9 +25,9 @@ from specdec_mlx.beams.guesses import (
 )
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.beams.steps import Beam, next_beams
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features
 from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.types import Draft, DraftContext, Drafter, Features
 
 PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
 STEPS = 12

@@ -41,10 +41,10 @@ from specdec_mlx.bench.summary import (
     throughput_ratio,
 )
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns
+from specdec_mlx.contracts import Outcome
 from specdec_mlx.drafters import draft_models
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.target.verifier import LazyPass
-from specdec_mlx.types import Outcome
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 

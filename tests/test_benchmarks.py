@@ -30,12 +30,12 @@ from specdec_mlx.bench.contenders import Contender, Emitted, make_contenders
 from specdec_mlx.bench.prompts import Prompt, Task
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
 from specdec_mlx.models import load_model
 from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
-from specdec_mlx.types import DraftContext
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent

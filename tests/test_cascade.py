@@ -34,6 +34,17 @@ from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    GoesOn,
+    RoundRecord,
+    Step,
+    Stepwise,
+    all_drafters,
+    key_of,
+)
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.costs import Curve
@@ -45,17 +56,6 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
-    Draft,
-    DraftContext,
-    Evidence,
-    GoesOn,
-    RoundRecord,
-    Step,
-    Stepwise,
-    all_drafters,
-    key_of,
-)
 
 EXACT = 1e-6
 """Declared distributions come out of the session in float32."""

@@ -15,6 +15,7 @@ from scipy.stats import chi2, ncx2
 from exact import COIN_RULES, WRONG_RULES
 from selection import cases, each
 from specdec_mlx.checks.chi_square import RARE_ALARM, limit
+from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import leading_run
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.match import Match
@@ -24,7 +25,6 @@ from specdec_mlx.testing import check_rule
 from specdec_mlx.testing.decisions import sampled
 from specdec_mlx.testing.enumeration import enumerated
 from specdec_mlx.testing.rule import RuleConformance
-from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
 
 PARTS = ["protocol", "purity", "greedy", "samplers"]
 

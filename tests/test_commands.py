@@ -14,11 +14,11 @@ import pytest
 import specdec_mlx as sd
 from command_line import both_ways, run
 from selection import in_one_test
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
 from specdec_mlx.mlx_lm_plugin.installation import Speculation
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import RoundRecord
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"

@@ -30,13 +30,7 @@ from scripted_target import (
 )
 from selection import in_one_test
 from specdec_mlx import token_ids
-from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.loop import Generation, Token
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import verifier
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     ROOT,
     Agreement,
     Draft,
@@ -46,6 +40,12 @@ from specdec_mlx.types import (
     Target,
     Verdict,
 )
+from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.loop import Generation, Token
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target import verifier
 
 PROMPT = [900, 901, 902, 903, 904, 905, 906]
 TEXT = list(range(9, 60))

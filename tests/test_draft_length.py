@@ -28,6 +28,7 @@ from simulated import (
     never,
     seconds,
 )
+from specdec_mlx.contracts import Draft, Evidence, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
@@ -41,7 +42,6 @@ from specdec_mlx.draft_length.policy import (
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Learned, Tuning
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.types import Draft, Evidence, RoundRecord
 
 KINDS: dict[str, dict[str, Any]] = {
     "look-up": {"cheap": True, "evidence": 3},

@@ -22,6 +22,8 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import ScriptedSession
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter, Sampling, speculate
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, Drafter, Evidence
+from specdec_mlx.contracts.trees import chain, children_of, depths_of, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
     EDGES,
@@ -43,8 +45,6 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import ROOT, Draft, DraftContext, Drafter, Evidence
-from specdec_mlx.types.trees import chain, children_of, depths_of, path_to
 
 BRANCHES, SIZE = 3, 10
 

@@ -18,6 +18,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration, Request
+from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters.heads.early_exit import (
     WINDOW,
     Exit,
@@ -30,7 +31,6 @@ from specdec_mlx.drafters.heads.early_exit import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.keys_values import keys_values_of
-from specdec_mlx.types import DraftContext, KeysValues
 
 COPIES = ("qwen2", "qwen3", "gemma2", "gpt2", "deepseek_v3")
 READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}

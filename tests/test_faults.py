@@ -33,10 +33,10 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
 from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.target.rollback import check_usable
 from specdec_mlx.target.row_exactness import can_hold_rows
-from specdec_mlx.types import DraftContext
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 

@@ -16,10 +16,7 @@ import tiny_text
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.mlx_lm_plugin.conversation import Continued
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Evidence,
@@ -27,6 +24,9 @@ from specdec_mlx.types import (
     models_of,
     session_groups,
 )
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.mlx_lm_plugin.conversation import Continued
 
 PROMPT = [5, 17, 99, 3]
 NUM_TOKENS = 40

@@ -16,7 +16,7 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.types import DraftContext, Drafter, session_parts
+from specdec_mlx.contracts import DraftContext, Drafter, session_parts
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 

@@ -33,6 +33,7 @@ from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.texts import VARIATIONS_NAME, check_variations
+from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp import FAMILIES
@@ -43,7 +44,6 @@ from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
 
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

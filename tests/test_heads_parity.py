@@ -20,13 +20,13 @@ import pytest
 import heads
 import specdec_mlx as sd
 from selection import each
+from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp, one_pass
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import DraftContext, KeysValues
 
 TOLERANCE = 1e-4
 """Of the largest logit."""

@@ -18,6 +18,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import FULL, in_one_test
+from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
@@ -25,7 +26,6 @@ from specdec_mlx.drafters.heads.target_ends import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import DraftContext, FeatureRows, KeysValues
 
 WIDTH, VOCAB = heads.WIDTH, heads.VOCAB
 

@@ -19,14 +19,7 @@ import specdec_mlx as sd
 import tiny
 from exact import TARGET, Rounds, Source
 from selection import cases
-from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
-from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.taps import Taps
-from specdec_mlx.testing.enumeration import Tokens, state_after
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     MOST_WAITING,
     Draft,
     DraftContext,
@@ -35,6 +28,13 @@ from specdec_mlx.types import (
     ReadsTarget,
     Step,
 )
+from specdec_mlx.draft_length.parts import Model
+from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.taps import Taps
+from specdec_mlx.testing.enumeration import Tokens, state_after
 from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
 EXACT = 1e-12

@@ -30,6 +30,7 @@ from benchmarks.host_time import (
 )
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
+from specdec_mlx.contracts import RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.parts import REST
@@ -44,7 +45,6 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window
 from specdec_mlx.target import verifier
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.types import RoundRecord, key_of
 
 K = 4
 OPERATIONS = [

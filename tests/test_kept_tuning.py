@@ -15,9 +15,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import tiny
 from command_line import both_ways, run
 from serving import serving
+from specdec_mlx.contracts import key_of
 from specdec_mlx.draft_length.store import Tuning, kept_tuning, tuning_for, tuning_path
 from specdec_mlx.drafters.default import default_drafter
-from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
 
 

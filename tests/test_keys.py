@@ -19,12 +19,12 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
+from specdec_mlx.contracts import Drafter, key_of
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import fingerprint as fingerprint_module
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, keeping_caches
-from specdec_mlx.types import Drafter, key_of
 
 PROMPT = [5, 17, 99, 3]
 
@@ -181,7 +181,7 @@ def test_a_fingerprint_is_computed_once_for_a_loaded_model(
 def test_keys_are_the_same_in_every_process() -> None:
     """Nothing of a process is in them: no address, no hash of a str."""
     script = (
-        "import tiny, specdec_mlx as sd; from specdec_mlx.types import key_of;"
+        "import tiny, specdec_mlx as sd; from specdec_mlx.contracts import key_of;"
         "drafter = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2')));"
         "print(key_of(drafter), end='')"
     )

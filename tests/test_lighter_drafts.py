@@ -17,8 +17,8 @@ from command_line import both_ways, run
 from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import in_one_test
+from specdec_mlx.contracts import key_of
 from specdec_mlx.drafters.lighter import first_layers, quantized
-from specdec_mlx.types import key_of
 from tiny_model_folder import write_model_folder
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")

@@ -15,12 +15,12 @@ import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, plain_text
 from selection import in_one_test
+from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, RoundRecord, key_of
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.lookahead import LookaheadSession, Pool, Window, _Proposal
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, RoundRecord, key_of
-from specdec_mlx.types.trees import path_to
 
 
 @cache

@@ -17,8 +17,8 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.types import RoundRecord
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selection import cases, in_one_test
+from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession, StochasticNGramSession
 from specdec_mlx.drafters.ngram_counts import DISCOUNT, NGramCounts
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.types import Draft, DraftContext, Evidence
 
 CONTEXT = DraftContext()
 VOCAB = 7

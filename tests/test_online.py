@@ -24,6 +24,7 @@ import specdec_mlx as sd
 from selection import FULL, in_one_test
 from serving import serving
 from specdec_mlx.checks.chi_square import limit
+from specdec_mlx.contracts import DraftContext, key_of
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -37,7 +38,6 @@ from specdec_mlx.training.fitting import Schedule
 from specdec_mlx.training.online import Bounds, OnlineDraftModel, learning_on
 from specdec_mlx.training.run import PLAN, Data, Plan, train
 from specdec_mlx.training.trainees import Size
-from specdec_mlx.types import DraftContext, key_of
 from tiny_model_folder import write_model_folder
 
 TEXT = "the tin hat on another ant then in the end an other hen ran on and on "

@@ -19,10 +19,10 @@ from selection import in_one_test
 from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.summary import Result
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.palette import VERMILLION
 from specdec_mlx.stats import theory
-from specdec_mlx.types import RoundRecord
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
 

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selection import in_one_test
+from specdec_mlx.contracts import DraftContext, Evidence
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
-from specdec_mlx.types import DraftContext, Evidence
 
 CONTEXT = DraftContext()
 

@@ -28,8 +28,8 @@ from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, RoundRecord
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
-from specdec_mlx.types import Draft, DraftContext, Evidence, RoundRecord
 
 FLAT = linear_cost(0.0)
 END = {3}

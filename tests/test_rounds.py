@@ -21,6 +21,16 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx import generation as generation_module
 from specdec_mlx import loop
+from specdec_mlx.contracts import (
+    Agreement,
+    Draft,
+    DraftContext,
+    Outcome,
+    Randomness,
+    RoundRecord,
+    TargetRows,
+    Verdict,
+)
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
@@ -32,16 +42,6 @@ from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target import next_token, verifier
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.types import (
-    Agreement,
-    Draft,
-    DraftContext,
-    Outcome,
-    Randomness,
-    RoundRecord,
-    TargetRows,
-    Verdict,
-)
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

@@ -16,10 +16,10 @@ import heads
 import specdec_mlx as sd
 import tiny
 from serving import post, serving
+from specdec_mlx.contracts import DraftContext, Step, Stepwise
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
-from specdec_mlx.types import DraftContext, Step, Stepwise
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"

@@ -16,7 +16,7 @@ from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, load_record, save_record
 from specdec_mlx.bench.sessions import read_sessions
-from specdec_mlx.types import Draft, DraftContext
+from specdec_mlx.contracts import Draft, DraftContext
 
 VOCAB = 256
 END = 3

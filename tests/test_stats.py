@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.theory import expected_speedup_on_curve
-from specdec_mlx.types import RoundRecord
 
 
 def a_round(drafted: int, accepted: int, seconds: float, *, steady: bool = True) -> RoundRecord:

@@ -33,6 +33,7 @@ from specdec_mlx import loop
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.costs import Curve
@@ -44,7 +45,6 @@ from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.rounds import clock
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
-from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, RoundRecord, Step
 
 EXACT = 1e-12
 VOCAB = 128

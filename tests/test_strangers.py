@@ -35,7 +35,7 @@ MOST_LINES = 35
 
 PUBLIC = {
     "specdec_mlx",
-    "specdec_mlx.types",
+    "specdec_mlx.contracts",
     "specdec_mlx.rules.arithmetic",
     "specdec_mlx.rules.coins",
     "specdec_mlx.target.strategies",

@@ -23,6 +23,7 @@ import tiny
 from lossless import PROMPT, SECOND_PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import in_one_test
+from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target import taps, watching
@@ -31,7 +32,6 @@ from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Draft, DraftContext, FeatureRows, Features
 
 IDS = mx.array(PROMPT)
 NUM_TOKENS = 40

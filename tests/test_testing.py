@@ -17,9 +17,9 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from selection import cases, each
+from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.drafter import DrafterConformance
-from specdec_mlx.types import Draft, DraftContext
 
 V = 32
 CHECKS = ["protocol", "empty drafts", "sessions", "rewinds", "distribution", "memory", "threads"]

@@ -23,6 +23,7 @@ import specdec_mlx as sd
 from benchmarks.heads import compare, format_rows
 from selection import cases, in_one_test
 from specdec_mlx.cli.commands import main
+from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.eagle import output_layers
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.errors import HeadError, TrainingError
@@ -44,7 +45,6 @@ from specdec_mlx.training.recursive import mtp, stored_ids
 from specdec_mlx.training.run import KINDS, Data, Plan, train
 from specdec_mlx.training.texts import answers, learnt, padded, read_documents, read_prompts
 from specdec_mlx.training.trainees import Recipe, Size, Trainee
-from specdec_mlx.types import Features
 from tiny_model_folder import write_model_folder
 
 WORDS = "the tin hat on another ant then in the end an other hen ran on and on "

@@ -15,12 +15,12 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import OracleDrafter, ScriptedDrafter
 from selection import in_one_test
 from specdec_mlx import NGramDrafter, PromptLookupDrafter, speculate
+from specdec_mlx.contracts import ROOT, Draft, DraftContext
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.drafters.tree_of import TreeOf, merged
 from specdec_mlx.target.exactness import rows_pay
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import ROOT, Draft, DraftContext
-from specdec_mlx.types.trees import path_to
 
 chains = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), min_size=1, max_size=4)
 

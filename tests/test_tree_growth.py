@@ -22,6 +22,14 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    Features,
+    RoundRecord,
+)
+from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
@@ -36,14 +44,6 @@ from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
-    Draft,
-    DraftContext,
-    Evidence,
-    Features,
-    RoundRecord,
-)
-from specdec_mlx.types.trees import chain, path_to
 
 FREE = linear_cost(0.0)
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exact_trees import depth, shapes
+from specdec_mlx.contracts.trees import chain
 from specdec_mlx.stats.theory import (
     best_draft_length_on_curve,
     best_first,
@@ -16,7 +17,6 @@ from specdec_mlx.stats.theory import (
     expected_tokens,
     expected_tree_tokens,
 )
-from specdec_mlx.types.trees import chain
 
 falling = st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3).map(
     lambda ranks: sorted((x / max(1.0, sum(ranks)) for x in ranks), reverse=True)

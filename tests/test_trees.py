@@ -26,11 +26,11 @@ from exact_trees import (
     shapes,
 )
 from selection import FULL, in_one_test
+from specdec_mlx.contracts import ROOT, Draft, Outcome
+from specdec_mlx.contracts.trees import chain, children_of, depths_of, first_path, path_to
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import OwnTokens, climb, walk
 from specdec_mlx.testing.enumeration import sources
-from specdec_mlx.types import ROOT, Draft, Outcome
-from specdec_mlx.types.trees import chain, children_of, depths_of, first_path, path_to
 
 EXACT = 1e-12
 SMALL = [shape for size in range(1, 5) for shape in shapes(size)]

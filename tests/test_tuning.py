@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from simulated import know
+from specdec_mlx.contracts import Draft, Evidence, key_of
 from specdec_mlx.draft_length import chances as chances_module
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
@@ -49,7 +50,6 @@ from specdec_mlx.draft_length.store import (
     Tuning,
     tuning_for,
 )
-from specdec_mlx.types import Draft, Evidence, key_of
 
 # Costs of passes: a staircase ---------------------------------------------------------------------
 

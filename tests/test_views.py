@@ -17,8 +17,8 @@ from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.replay import Scores, score_record
 from specdec_mlx.bench.run import bench_texts
 from specdec_mlx.bench.timing import Settings
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook.views import LOOKS, Piece, text_html
-from specdec_mlx.types import RoundRecord
 from test_plots import result
 
 EVIL = "</pre><script>alert('&\"')</script>"

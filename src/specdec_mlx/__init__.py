@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
     from specdec_mlx.beams.generation import beam_search as beam_search
     from specdec_mlx.checks import check as check
+    from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
+    from specdec_mlx.contracts import Draft as Draft
+    from specdec_mlx.contracts import DraftContext as DraftContext
+    from specdec_mlx.contracts import Drafter as Drafter
+    from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
     from specdec_mlx.drafters.best_of import BestOf as BestOf
     from specdec_mlx.drafters.cascade import Cascade as Cascade
@@ -45,22 +50,17 @@ if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin import installed as installed
     from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
     from specdec_mlx.sampling.distribution import Sampling as Sampling
-    from specdec_mlx.types import AcceptanceRule as AcceptanceRule
-    from specdec_mlx.types import Draft as Draft
-    from specdec_mlx.types import DraftContext as DraftContext
-    from specdec_mlx.types import Drafter as Drafter
-    from specdec_mlx.types import DraftSession as DraftSession
 
 __version__ = "0.1.0"
 
 _PLACES = {
-    "AcceptanceRule": "types",
+    "AcceptanceRule": "contracts",
     "BestOf": "drafters.best_of",
     "Cascade": "drafters.cascade",
-    "Draft": "types",
-    "DraftContext": "types",
-    "DraftSession": "types",
-    "Drafter": "types",
+    "Draft": "contracts",
+    "DraftContext": "contracts",
+    "DraftSession": "contracts",
+    "Drafter": "contracts",
     "FirstOf": "drafters.first_of",
     "LookaheadDrafter": "drafters.lookahead",
     "Memory": "memory",

@@ -17,6 +17,7 @@ from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import samples_of
 from specdec_mlx.batch.rows import Request
+from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
@@ -25,7 +26,6 @@ from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
-from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
 
 @dataclass

@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, models_of
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.draft_models import choose_drafter
@@ -20,7 +21,6 @@ from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.target.inputs import check_model, max_tokens_of, prompt_ids
-from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor, models_of
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""

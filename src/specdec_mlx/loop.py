@@ -23,6 +23,17 @@ import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    AcceptanceRule,
+    Draft,
+    DraftContext,
+    Drafter,
+    LogitsProcessor,
+    Origin,
+    Outcome,
+    Target,
+)
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.rounds.clock import Round, RoundClock
@@ -48,17 +59,6 @@ from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import (
-    NO_DRAFT,
-    AcceptanceRule,
-    Draft,
-    DraftContext,
-    Drafter,
-    LogitsProcessor,
-    Origin,
-    Outcome,
-    Target,
-)
 
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""

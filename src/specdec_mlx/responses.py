@@ -13,10 +13,10 @@ import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from specdec_mlx.contracts import Origin
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.notebook.views import Piece, text_html
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Origin
 
 
 @dataclass

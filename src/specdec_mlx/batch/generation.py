@@ -22,6 +22,15 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.batch.rows import Request, Rounds, Row, RowDrafting, RowToken
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    AcceptanceRule,
+    Draft,
+    Drafter,
+    Outcome,
+    ReadsTarget,
+    all_drafters,
+)
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
@@ -45,15 +54,6 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_pass import OneByOne, RowPasses, ToVerify, passes_over
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import (
-    NO_DRAFT,
-    AcceptanceRule,
-    Draft,
-    Drafter,
-    Outcome,
-    ReadsTarget,
-    all_drafters,
-)
 
 MOST_AT_ONCE = 8
 """Prompts that are read at the same time, as in mlx-lm's batches."""

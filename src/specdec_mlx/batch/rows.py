@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import AcceptanceRule, DraftContext, Drafter, LogitsProcessor, Outcome
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.clock import Round
@@ -16,7 +17,6 @@ from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import AcceptanceRule, DraftContext, Drafter, LogitsProcessor, Outcome
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.beams.guesses import BeamDrafting, guess_length_for
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.beams.steps import Beam
+from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
@@ -20,7 +21,6 @@ from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.inputs import CacheOptions, check_fits, check_ids, check_prompt
 from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.types import DraftContext, Drafter, ReadsTarget, all_drafters
 
 
 @dataclass

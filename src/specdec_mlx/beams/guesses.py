@@ -10,14 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.beams.steps import Beam, Tokens
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, Forks, RoundRecord
+from specdec_mlx.contracts.trees import children_of, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.options import whole
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import begin_session, check_draft
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession, Forks, RoundRecord
-from specdec_mlx.types.trees import children_of, path_to
 
 
 @dataclass

@@ -14,12 +14,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import Drafter
 
 PLAIN = "mlx-lm"
 MLX_LM_SPECULATION = "mlx-lm-speculation"

@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
@@ -22,7 +23,6 @@ from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.types import Draft
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"

@@ -14,19 +14,7 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.errors import UnreadableError
-from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     ROOT,
     Draft,
     DraftContext,
@@ -43,7 +31,19 @@ from specdec_mlx.types import (
     Step,
     Stepwise,
 )
-from specdec_mlx.types.trees import children_of
+from specdec_mlx.contracts.trees import children_of
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.loop import Generation
+from specdec_mlx.rounds.clock import RoundClock
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.token_ids import to_list
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Modelled:
 
 @dataclass
 class _RecordedPass:
-    """A pass of the recorded target; see `specdec_mlx.types.PendingPass`."""
+    """A pass of the recorded target; see `specdec_mlx.contracts.PendingPass`."""
 
     draft: Draft
     num_fed: int
@@ -85,7 +85,7 @@ class _RecordedPass:
 
 
 class RecordedTarget:
-    """A target whose greedy text is known; see `specdec_mlx.types.Target`."""
+    """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         """Begin after the prompt's prefill."""
@@ -144,7 +144,7 @@ class RecordedTarget:
         position: int,
         embeddings: mx.array | None = None,
     ) -> PendingPass:
-        """A pass over the pending tokens and the draft; see `specdec_mlx.types.Target`.
+        """A pass over the pending tokens and the draft; see `specdec_mlx.contracts.Target`.
 
         Raises:
             ValueError: for a draft that was drawn at random.

@@ -22,6 +22,7 @@ from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
@@ -30,7 +31,6 @@ from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.rows import Row, Rows
-from specdec_mlx.types import Drafter
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"

@@ -19,8 +19,8 @@ from specdec_mlx.checks.report import Part, judge_power
 from specdec_mlx.checks.stand_ins import PassesOn
 from specdec_mlx.checks.subject import Probs, probabilities
 from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext, Drafter, DraftSession
 
 NAME = "declared distribution"
 NUM_BINS = 10

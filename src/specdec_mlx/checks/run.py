@@ -27,6 +27,7 @@ from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths
+from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
@@ -37,7 +38,6 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.exactness import ProbeReport
-from specdec_mlx.types import AcceptanceRule, Drafter, all_drafters, models_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")

@@ -20,12 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.model import logit_width
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Closes,
     Draft,
     DraftContext,
@@ -35,6 +30,11 @@ from specdec_mlx.types import (
     all_drafters,
     is_cheap,
 )
+from specdec_mlx.drafters.model import logit_width
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.token_ids import to_ids, to_list
 
 CHUNK = 2048
 MOST_ROWS = 1000

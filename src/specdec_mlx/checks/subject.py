@@ -13,6 +13,14 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Draft,
+    DraftContext,
+    Drafter,
+    rule_for,
+    shares_noise,
+)
 from specdec_mlx.errors import DraftError
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.rounds.ranks import Ranks
@@ -21,7 +29,6 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Draft, DraftContext, Drafter, rule_for, shares_noise
 
 Item = TypeVar("Item")
 

@@ -28,6 +28,7 @@ from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.cli.demo_report import DIFFERENT, compare, format_table, legend
 from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.model import ModelDrafter
@@ -38,7 +39,6 @@ from specdec_mlx.lab.corpus import held_out_openings
 from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.models import load_model
 from specdec_mlx.responses import SpeculativeResponse
-from specdec_mlx.types import Drafter
 
 CODE = """\
 import math

@@ -15,10 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.parts import LookUp, Model, Prices
-from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     MOST_WAITING,
     NO_DRAFT,
     ROOT,
@@ -28,12 +25,15 @@ from specdec_mlx.types import (
     SeesTarget,
     Stepwise,
 )
-from specdec_mlx.types.trees import chain
+from specdec_mlx.contracts.trees import chain
+from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.parts import LookUp, Model, Prices
+from specdec_mlx.draft_length.store import Tuning
 
 
 @dataclass
 class Auto:
-    """As many tokens as pay, 0 included; see `types.ValuesDrafts`. The tuning goes on learning."""
+    """As many tokens as pay, 0 included; see `contracts.ValuesDrafts`. `tuning` learns."""
 
     tuning: Tuning = field(default_factory=Tuning)
     _parts: dict[str, LookUp] = field(default_factory=dict)

@@ -14,8 +14,8 @@ from functools import lru_cache
 from math import exp
 from pathlib import Path
 
+from specdec_mlx.contracts import Draft, Evidence
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, Evidence
 
 EDGES: dict[str, tuple[float, ...]] = {
     "match": (1, 2, 3, 4, 5, 7, 10, 16, 32, 64),

@@ -13,10 +13,10 @@ from math import inf
 from operator import mul
 from time import perf_counter
 
+from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import Learned
-from specdec_mlx.types import Draft, Evidence, RoundRecord, Step, Stepwise
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)
 """Draft lengths that are chosen from."""
@@ -199,7 +199,7 @@ class Model(LookUp):
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
-        """Weigh the latest token and those that could follow it; see `types.Stepwise`."""
+        """Weigh the latest token and those that could follow it; see `contracts.Stepwise`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
         if not latest.is_free:
             self._learn_step(length)

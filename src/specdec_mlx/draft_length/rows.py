@@ -11,11 +11,11 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
+from specdec_mlx.contracts import Draft, DraftLength, DraftSession, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.parts import Model, Prices
 from specdec_mlx.draft_length.store import Account, Tuning
-from specdec_mlx.types import Draft, DraftLength, DraftSession, RoundRecord
 
 
 @dataclass

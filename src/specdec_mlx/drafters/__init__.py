@@ -1,4 +1,4 @@
-"""Ways to draft, one file each. They know the contracts in `types`, and nothing of the loop."""
+"""Ways to draft, one file each. They know the contracts, and nothing of the loop."""
 
 from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any

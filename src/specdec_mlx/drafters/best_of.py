@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from specdec_mlx.contracts import Draft, DraftSession, is_cheap
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
-from specdec_mlx.types import Draft, DraftSession, is_cheap
 
 
 @dataclass(frozen=True, init=False)

@@ -15,11 +15,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter
-from specdec_mlx.options import require
-from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Checks,
     Closes,
     Draft,
@@ -37,6 +33,10 @@ from specdec_mlx.types import (
     key_of,
     models_of,
 )
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.options import require
+from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
 """Tokens of a draft that the model writes. With the lab's, 1, 2 and 4 in drafts of 8 brought 2.9,

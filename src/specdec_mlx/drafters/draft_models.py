@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
 from specdec_mlx.drafters.lighter import first_layers, quantized
 from specdec_mlx.drafters.registry import (
@@ -24,7 +25,6 @@ from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int, split_spec
 from specdec_mlx.target.inputs import check_is_drafter
-from specdec_mlx.types import Drafter
 
 
 @dataclass(frozen=True)

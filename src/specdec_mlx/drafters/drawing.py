@@ -14,10 +14,10 @@ from time import perf_counter
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import MOST_NUMBERS
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, Evidence, GoesOn, Step
 
 NextLogits = Callable[[mx.array | None], mx.array]
 """A step: logits [1, V] of the token after the one given, [1]; after the text for None."""
@@ -192,7 +192,7 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
     A step that `pace` has under way is dropped unread if it was one too many: the decision has seen
-    neither its draw nor its distribution. goes_on: see `types.Stepwise`.
+    neither its draw nor its distribution. goes_on: see `contracts.Stepwise`.
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import ldexp
 
+from specdec_mlx.contracts import Draft, Evidence
 from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
-from specdec_mlx.types import Draft, Evidence
 
 LENGTH_LOG2 = 5
 """A match longer by one token weighs 2^5 as much."""

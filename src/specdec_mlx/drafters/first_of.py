@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Checks,
     Closes,
     Draft,
@@ -63,7 +63,7 @@ class FirstOf:
 
 
 class FirstOfSession:
-    """One generation, seen by all of the drafters; see `types.SessionGroups`."""
+    """One generation, seen by all of the drafters; see `contracts.SessionGroups`."""
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
         """Take the sessions in the order in which they are tried, with their drafters' keys."""

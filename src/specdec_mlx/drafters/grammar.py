@@ -17,9 +17,9 @@ import mlx.core as mx
 import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.errors import GrammarError, MissingPackageError
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Draft, DraftContext
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

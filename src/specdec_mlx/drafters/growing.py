@@ -15,12 +15,12 @@ from heapq import nlargest
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
+from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
-from specdec_mlx.types import ROOT, Draft, DraftContext, Evidence
-from specdec_mlx.types.trees import chain, path_to
 
 NextRows = Callable[[mx.array, Sequence[int]], mx.array]
 """Logits [n, V] of what follows each of n further tokens, from tokens [n] and parents [n], among

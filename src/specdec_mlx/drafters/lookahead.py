@@ -24,8 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Evidence,
@@ -34,7 +33,8 @@ from specdec_mlx.types import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.types.trees import ROOT, chain, first_path, path_to
+from specdec_mlx.contracts.trees import ROOT, chain, first_path, path_to
+from specdec_mlx.token_ids import to_list
 
 MOST_OF_A_TOKEN = 16
 """N-grams that the pool keeps of each first token."""

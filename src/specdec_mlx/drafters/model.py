@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from specdec_mlx.contracts import Draft, DraftContext, GoesOn
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -26,7 +27,6 @@ from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, DraftContext, GoesOn
 
 MOST_PENDING = 16
 """Tokens of the text that a draft may begin with in one pass."""

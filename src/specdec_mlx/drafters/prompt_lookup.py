@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.options import require
-from specdec_mlx.types import Draft, DraftContext, Evidence
 
 MAX_MATCH = 64
 """Longest match that is measured, in tokens; confidence has saturated long before."""

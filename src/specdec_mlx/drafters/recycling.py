@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.drafters.evidence import share_class
-from specdec_mlx.types import Draft, DraftContext, Evidence, FeatureRows, Features
 
 TOP = 8
 """Successors that are kept of each token, as in the paper."""

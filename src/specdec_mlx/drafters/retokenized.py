@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.drawing import Draws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary
 from specdec_mlx.drafters.spelling import Spelling
@@ -28,7 +29,6 @@ from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import leaves, strategy_for
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.types import Draft, DraftContext
 
 MARGIN = 8
 """Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext
 from specdec_mlx.drafters.election import Source, Voters, elect
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context
 from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.options import require
-from specdec_mlx.types import NO_DRAFT, Draft, DraftContext
 
 MOST_PLACES = 24
 """Places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Draft,
     DraftSession,
     OffersSeveral,
     ValuesDrafts,
     is_cheap,
 )
-from specdec_mlx.types.trees import ROOT, chain
+from specdec_mlx.contracts.trees import ROOT, chain
+from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
+from specdec_mlx.token_ids import to_list
 
 
 @dataclass(frozen=True, init=False)
@@ -58,7 +58,7 @@ class TreeOfSession(FirstOfSession):
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """What is worth verifying of all that they know; see `types.branching`."""
+        """What is worth verifying of all that they know; see `contracts.branching`."""
         drafts: list[tuple[str, Draft]] = []
         for key, part in self.parts:
             most = min(limit, values.limit(key, True))

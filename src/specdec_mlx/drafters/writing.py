@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, GoesOn
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
 from specdec_mlx.drafters.growing import Tree, TreeDraws
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.types import ROOT, Draft, DraftContext, GoesOn
 
 
 class Writes:

@@ -13,10 +13,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.folders import cache_root
-from specdec_mlx.types import Drafter
 
 HEADS = ("mtp", "eagle3", "medusa", "exit")
 """Kinds of heads that were trained for the target."""

@@ -24,12 +24,12 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.prompts import PromptReading
 from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.mlx_lm_plugin.channel import Channel, ServerEndingError
 from specdec_mlx.mlx_lm_plugin.requests import Requested
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.row_exactness import can_hold_rows
-from specdec_mlx.types import LogitsProcessor
 
 
 @dataclass

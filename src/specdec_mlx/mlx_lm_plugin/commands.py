@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import check_version
 from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
@@ -23,7 +24,6 @@ from specdec_mlx.mlx_lm_plugin.flags import (
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 from specdec_mlx.models import explained, load_on_ranks
-from specdec_mlx.types import all_drafters
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:

@@ -15,15 +15,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.drafters.cascade import Cascade
-from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.next_token import is_pure
-from specdec_mlx.target.strategies import leaves
-from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Checks,
     Closes,
     DraftContext,
@@ -37,6 +29,14 @@ from specdec_mlx.types import (
     session_groups,
     session_parts,
 )
+from specdec_mlx.drafters.cascade import Cascade
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.target.next_token import is_pure
+from specdec_mlx.target.strategies import leaves
+from specdec_mlx.token_ids import to_ids
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 """Tokens on a model's caches, by the first of these."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.nn as nn
 
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters.draft_models import (
     Lighter,
@@ -40,7 +41,6 @@ from specdec_mlx.drafters.registry import (
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
-from specdec_mlx.types import Drafter
 
 if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin.learning import Learner

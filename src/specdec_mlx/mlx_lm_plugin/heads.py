@@ -12,6 +12,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load_tokenizer
 
+from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, ReadsTarget, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.draft_models import NamedModel
 from specdec_mlx.drafters.first_of import FirstOf
@@ -23,7 +24,6 @@ from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.types import DraftContext, Drafter, DraftSession, ReadsTarget, all_drafters
 
 
 class HeadToLoad:

@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
@@ -29,7 +30,6 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import AcceptanceRule, Drafter, LogitsProcessor
 
 T = TypeVar("T")
 

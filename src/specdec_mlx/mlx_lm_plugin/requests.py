@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from specdec_mlx.contracts import Checks, DraftContext, Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -34,7 +35,6 @@ from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, pr
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Checks, DraftContext, Drafter
 
 T = TypeVar("T")
 

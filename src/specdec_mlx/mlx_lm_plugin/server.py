@@ -27,6 +27,7 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
+from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
@@ -57,7 +58,6 @@ from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.inputs import check_ids, check_prompt
 from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.types import Drafter, LogitsProcessor
 
 
 def run_server(arguments: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import cycle
 from typing import Any
 
+from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
 from specdec_mlx.notebook import canvas
 from specdec_mlx.notebook.canvas import Axes, Figure, MaxNLocator, Plot
 from specdec_mlx.notebook.palette import BLUE, COLOURS, GREEN, GREY, ORANGE, VERMILLION
@@ -18,7 +19,6 @@ from specdec_mlx.notebook.views import binned
 from specdec_mlx.stats import theory
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
-from specdec_mlx.types.trees import ROOT, children_of, depths_of
 
 MOST_POSITIONS = 17
 """Widest pass of a drawn cost curve."""

@@ -13,9 +13,9 @@ from html import escape
 from itertools import pairwise
 from typing import NamedTuple
 
+from specdec_mlx.contracts import Origin
 from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, SKY, VERMILLION, translucent
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.types import Origin
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_BINS = 48

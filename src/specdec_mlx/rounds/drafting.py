@@ -8,11 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
 
-from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.target.inputs import begin_session
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     NO_DRAFT,
     Closes,
     Draft,
@@ -27,6 +23,10 @@ from specdec_mlx.types import (
     key_of,
     session_groups,
 )
+from specdec_mlx.errors import DraftError
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.target.inputs import begin_session
 
 
 class _Part(NamedTuple):

@@ -8,8 +8,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import Target
 from specdec_mlx.target.rollback import refuse
-from specdec_mlx.types import Target
 
 
 def close_all(*closings: Callable[[], None]) -> None:

@@ -7,10 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.clock import Round
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     Drafter,
     DraftSession,
     FeatureRows,
@@ -24,6 +21,9 @@ from specdec_mlx.types import (
     key_of,
     session_parts,
 )
+from specdec_mlx.errors import DraftError
+from specdec_mlx.rounds.clock import Round
+from specdec_mlx.token_ids import to_list
 
 
 class FeatureFeed:

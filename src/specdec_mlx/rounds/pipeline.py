@@ -12,9 +12,9 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import NO_DRAFT, Target
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.types import NO_DRAFT, Target
 
 HIT_RATE_DECAY = 0.8
 """Decay of the moving average of "this round's draft was of use"."""

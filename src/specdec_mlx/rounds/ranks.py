@@ -23,17 +23,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.draft_length.policy import DraftLength, Fixed
-from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_draft, noise_of
-from specdec_mlx.target.ranks import group_of
-from specdec_mlx.target.rollback import refuse
-from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
@@ -44,6 +34,16 @@ from specdec_mlx.types import (
     key_of,
     models_of,
 )
+from specdec_mlx.draft_length.policy import DraftLength, Fixed
+from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.rounds.drafting import Drafting
+from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
+from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.inputs import check_draft, noise_of
+from specdec_mlx.target.ranks import group_of
+from specdec_mlx.target.rollback import refuse
+from specdec_mlx.token_ids import to_list
 
 WORD = 32
 """Bits of a number that is sent."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
+from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -21,7 +22,6 @@ from specdec_mlx.rules.arithmetic import (
     point_mass,
 )
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
 
 
 class CoinRule(ABC):

@@ -7,6 +7,7 @@ from math import log
 
 from jaxtyping import Bool, Float
 
+from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -24,7 +25,6 @@ from specdec_mlx.rules.arithmetic import (
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows, Verdict
 
 
 @dataclass(frozen=True)

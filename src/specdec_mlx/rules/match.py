@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specdec_mlx.types import Agreement, Draft, Randomness, TargetRows
+from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from typing import Any
 
-from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import installed, load, make_with, split_spec
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.lossy import Lenient, Typical
-from specdec_mlx.rules.match import Coupled, Match
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
     Draft,
@@ -33,6 +26,13 @@ from specdec_mlx.types import (
     TreeVerdict,
     Verdict,
 )
+from specdec_mlx.errors import UnknownNameError
+from specdec_mlx.options import installed, load, make_with, split_spec
+from specdec_mlx.rules.block import Block
+from specdec_mlx.rules.lossy import Lenient, Typical
+from specdec_mlx.rules.match import Coupled, Match
+from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 
 
 @dataclass(frozen=True)

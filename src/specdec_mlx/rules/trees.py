@@ -18,6 +18,8 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from jaxtyping import Float, Integer
 
+from specdec_mlx.contracts import Draft, Randomness, TargetRows, TreeVerdict
+from specdec_mlx.contracts.trees import ROOT, chain, children_of, path_to
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -34,8 +36,6 @@ from specdec_mlx.rules.arithmetic import (
 )
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import Draft, Randomness, TargetRows, TreeVerdict
-from specdec_mlx.types.trees import ROOT, chain, children_of, path_to
 
 HALVINGS = 20
 """Of the interval of `KSequential`'s factor, which is then at most 3e-6 C too large, and exact."""

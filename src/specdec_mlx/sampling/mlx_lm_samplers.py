@@ -12,8 +12,8 @@ from typing import Any
 
 from mlx_lm.sample_utils import greedy_sampler, make_sampler
 
+from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.types import LogitsProcessor
 
 METHODS = "sampling_methods"
 TEMPERATURE = "temp"

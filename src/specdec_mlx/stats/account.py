@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.stats.rows import Row, Rows
 from specdec_mlx.stats.theory import acceptance_from_counts, expected_tokens
-from specdec_mlx.types import RoundRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

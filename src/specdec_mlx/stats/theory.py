@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from specdec_mlx.types.trees import ROOT, depths_of
+from specdec_mlx.contracts.trees import ROOT, depths_of
 
 Cost = Callable[[int], float]
 """c(m): cost of a pass of the target over m positions, in any unit."""

@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList
 
-from specdec_mlx.types.trees import ROOT, children_of, path_to
+from specdec_mlx.contracts.trees import ROOT, children_of, path_to
 
 
 class BranchRows(NamedTuple):

@@ -13,11 +13,18 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.contracts import (
+    Checks,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    LogitsProcessor,
+)
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.options import shown, whole, wrong
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.types import Checks, Draft, DraftContext, Drafter, DraftSession, LogitsProcessor
 
 
 @dataclass(frozen=True)

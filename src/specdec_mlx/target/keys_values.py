@@ -8,9 +8,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
+from specdec_mlx.contracts import KeysValues
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.types import KeysValues
 
 READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 """Caches of one key and one value for each head and position."""

@@ -10,6 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.branch_rows import tree_logits
 from specdec_mlx.target.exactness import exact_until, rows_pay
@@ -19,7 +20,6 @@ from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.target.tree_passes import TreeRows
-from specdec_mlx.types import FeatureRows, Features, KeysValues
 
 
 def _vocab_size(model: nn.Module) -> int:

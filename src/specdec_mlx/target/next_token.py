@@ -8,14 +8,14 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import LogitsProcessor
+from specdec_mlx.contracts.trees import depths_of, path_to
 from specdec_mlx.options import shown
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
 from specdec_mlx.sampling.noise import GumbelRows, Noise
 from specdec_mlx.target.inputs import check_sampler, processors_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import LogitsProcessor
-from specdec_mlx.types.trees import depths_of, path_to
 
 
 class NextToken:
@@ -108,7 +108,7 @@ def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategor
 
 
 class Rows:
-    """The target at the K+1 positions of a round, from processed logits; see `types.TargetRows`."""
+    """A round's K+1 positions, from processed logits; see `contracts.TargetRows`."""
 
     def __init__(
         self,

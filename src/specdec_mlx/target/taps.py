@@ -14,9 +14,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.contracts import FeatureRows, Features, ReadsCache
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.target.watching import watching
-from specdec_mlx.types import FeatureRows, Features, ReadsCache
 
 NUM_WATCHED = 7
 """Positions of the watched pass; no other axis, such as streams side by side, is as long."""

@@ -16,16 +16,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.errors import DraftError, LogitsError, VerdictError
-from specdec_mlx.rules.arithmetic import point_mass
-from specdec_mlx.rules.registry import make_rule, tree_rule_for
-from specdec_mlx.stats.counterfactual import Counterfactual, chances
-from specdec_mlx.target.inputs import check_draft, check_drafted
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, existing, is_pure
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.token_ids import read_all, to_ids, to_list
-from specdec_mlx.types import (
+from specdec_mlx.contracts import (
     NO_DRAFT,
     AcceptanceRule,
     Agreement,
@@ -39,6 +30,15 @@ from specdec_mlx.types import (
     needs_distribution,
     shares_noise,
 )
+from specdec_mlx.errors import DraftError, LogitsError, VerdictError
+from specdec_mlx.rules.arithmetic import point_mass
+from specdec_mlx.rules.registry import make_rule, tree_rule_for
+from specdec_mlx.stats.counterfactual import Counterfactual, chances
+from specdec_mlx.target.inputs import check_draft, check_drafted
+from specdec_mlx.target.model_pass import ModelPass
+from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, existing, is_pure
+from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.token_ids import read_all, to_ids, to_list
 
 NO_TOKENS = mx.array([], mx.uint32)
 
@@ -48,7 +48,7 @@ MASS_TOLERANCE = 1e-3
 
 @dataclass
 class LazyPass:
-    """A round as one graph; see `types.PendingPass`.
+    """A round as one graph; see `contracts.PendingPass`.
 
     verdict: the rule's answer. results: the small arrays that `read` waits for. is_sampled: True if
     a sampler of the caller's drew the tokens, which may be any ids.
@@ -159,7 +159,7 @@ class RowByRowPass:
 
 
 class Verifier:
-    """The target of a generation: see `types.Target`.
+    """The target of a generation: see `contracts.Target`.
 
     rule: by name or as an object. counterfactual: an account to keep of the drafts that each rule
     would have accepted. Raises ValueError if one of them needs a distribution and there is none.

@@ -14,6 +14,15 @@ import mlx.core as mx
 import numpy as np
 
 from specdec_mlx.checks.chi_square import ChiSquare, limit
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Agreement,
+    Draft,
+    DraftContext,
+    Outcome,
+    Verdict,
+    shares_noise,
+)
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -28,15 +37,6 @@ from specdec_mlx.testing.enumeration import (
     state_after,
 )
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import (
-    AcceptanceRule,
-    Agreement,
-    Draft,
-    DraftContext,
-    Outcome,
-    Verdict,
-    shares_noise,
-)
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 
@@ -125,7 +125,7 @@ def check_shapes(answer: Any, num_tokens: int) -> None:
             raise AnswerError(
                 f"{name} is {kind} of shape {got}; expected an mx.array of integers, shape "
                 f"{shape}, for a draft of {num_tokens} tokens.",
-                "See Verdict and Agreement in specdec_mlx.types",
+                "See Verdict and Agreement in specdec_mlx.contracts",
             )
 
 

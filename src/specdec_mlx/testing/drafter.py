@@ -29,13 +29,21 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.chi_square import ChiSquare, limit
+from specdec_mlx.contracts import (
+    Checks,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    is_cheap,
+)
 from specdec_mlx.errors import DraftError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.inputs import check_draft, check_drafted
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.types import Checks, Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14
@@ -62,7 +70,7 @@ def check_drafter(
     learns: bool = False,
     remembers: bool = False,
 ) -> list[str]:
-    """Hold a drafter to the contract of `specdec_mlx.types`.
+    """Hold a drafter to the contract of `specdec_mlx.contracts`.
 
     Args:
         drafter: an instance.
@@ -133,7 +141,7 @@ class DrafterConformance(Conformance):
     """
 
     properties = {  # noqa: RUF012
-        "protocol": "See Drafter, DraftSession and Draft in specdec_mlx.types",
+        "protocol": "See Drafter, DraftSession and Draft in specdec_mlx.contracts",
         "noise": "Give draft_gumbel the number of tokens emitted, and an index for each node",
         "empty drafts": "Return Draft()",
         "sessions": "Keep in the session all that changes, and draw random drafts from "

@@ -18,6 +18,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Evidence,
+    Outcome,
+    needs_distribution,
+    shares_noise,
+)
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.testing.conformance import Conformance
@@ -32,7 +39,6 @@ from specdec_mlx.testing.decisions import (
 )
 from specdec_mlx.testing.enumeration import enumerated
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import AcceptanceRule, Evidence, Outcome, needs_distribution, shares_noise
 
 EXACT = 1e-12
 """Largest error of a distribution in float64."""
@@ -44,7 +50,7 @@ FLOAT32 = 1e-4
 def check_rule(
     rule: AcceptanceRule, *, lossless: bool = True, num_texts: int = 20_000
 ) -> list[str]:
-    """Hold an acceptance rule to the contract of `specdec_mlx.types`.
+    """Hold an acceptance rule to the contract of `specdec_mlx.contracts`.
 
     Args:
         rule: an instance.
@@ -71,7 +77,7 @@ class RuleConformance(Conformance):
     """One rule under test."""
 
     properties = {  # noqa: RUF012
-        "protocol": "See AcceptanceRule in specdec_mlx.types",
+        "protocol": "See AcceptanceRule in specdec_mlx.contracts",
         "purity": "Draw from `randomness` alone, keep no state, and leave draft.evidence alone",
         "greedy": "Answer Agreement(target.tokens) there, or say lossless=False if the rule means "
         "to change the text",

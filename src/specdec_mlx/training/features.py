@@ -12,9 +12,9 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
+from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.training.files import load_arrays, save_arrays
-from specdec_mlx.types import FeatureRows, Features
 
 LARGEST = float(np.finfo(np.float16).max)
 

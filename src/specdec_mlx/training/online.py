@@ -24,6 +24,7 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
+from specdec_mlx.contracts import DraftContext, DraftSession, Features
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
@@ -38,7 +39,6 @@ from specdec_mlx.training.fitting import update
 from specdec_mlx.training.losses import forward_kl
 from specdec_mlx.training.run import KINDS, PLAN, begin_with
 from specdec_mlx.training.trainees import Recipe, Size, Trainee
-from specdec_mlx.types import DraftContext, DraftSession, Features
 
 SHORTEST = 8
 """Tokens of a text from which something can be learnt."""

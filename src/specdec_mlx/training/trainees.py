@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama
 
+from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm, first_layers
 from specdec_mlx.drafters.heads.one_pass import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
@@ -21,7 +22,6 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch
 from specdec_mlx.training.files import save_arrays, save_json
-from specdec_mlx.types import Features
 
 NORM_EPS = 1e-5
 HEAD_DIM = 64

@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 
+from specdec_mlx.contracts import DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.errors import HeadError
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.drafts import check_draft_temp
-from specdec_mlx.types import DraftContext, FeatureRows, Features
 
 
 class Head(nn.Module):  # type: ignore[misc]

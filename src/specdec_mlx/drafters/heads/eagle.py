@@ -17,9 +17,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
+from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import Head, RecurrentHead, Variation
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
-from specdec_mlx.types import FeatureRows, Features
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"

@@ -19,13 +19,13 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters import lighter
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.target_ends import watched_pass
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.types import DraftContext
 
 EXIT_LAYER, WINDOW = "exit_layer", "conv_kernel"
 """Keys of a trained exit's config: layers before it; positions that its convolution reads."""

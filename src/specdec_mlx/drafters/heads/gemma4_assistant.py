@@ -18,11 +18,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
+from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
 
 
 def layer_args(config: Mapping[str, Any]) -> gemma4_text.ModelArgs:

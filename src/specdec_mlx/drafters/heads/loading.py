@@ -14,6 +14,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import infer_quant_config
 
+from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config, LayersHead
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
@@ -27,7 +28,6 @@ from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
 from specdec_mlx.sampling.drafts import check_draft_temp
-from specdec_mlx.types import DraftContext, Drafter, FeatureRows, KeysValues
 
 Tensors = dict[str, mx.array]
 

@@ -17,13 +17,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.contracts import FeatureRows
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.writing import WritesAtOnce
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import FeatureRows
 
 
 class OnePassSession(WritesAtOnce, HeadSession):

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import WritesAtOnce
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.types import DraftContext
 
 
 @dataclass(frozen=True, eq=False)

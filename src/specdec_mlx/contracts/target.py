@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-from specdec_mlx.types.drafting import Draft
-from specdec_mlx.types.verdicts import Outcome
+from specdec_mlx.contracts.drafting import Draft
+from specdec_mlx.contracts.verdicts import Outcome
 
 if TYPE_CHECKING:
     from specdec_mlx.target.rollback import Rollback

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.types.drafting import Draft
+from specdec_mlx.contracts.drafting import Draft
 
 
 @dataclass(slots=True)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_ch
 import mlx.core as mx
 from jaxtyping import Float
 
-from specdec_mlx.types.trees import ROOT as ROOT
-from specdec_mlx.types.trees import first_path
+from specdec_mlx.contracts.trees import ROOT as ROOT
+from specdec_mlx.contracts.trees import first_path
 
 if TYPE_CHECKING:
+    from specdec_mlx.contracts.target import TargetCaches
     from specdec_mlx.sampling.distribution import Sampling
     from specdec_mlx.sampling.noise import Noise
-    from specdec_mlx.types.target import TargetCaches
 
 LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
 

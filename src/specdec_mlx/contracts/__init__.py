@@ -8,12 +8,12 @@ Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a r
 with their defaults.
 """
 
-from specdec_mlx.types.branching import (
+from specdec_mlx.contracts.branching import (
     DraftLength,
     OffersSeveral,
     ValuesDrafts,
 )
-from specdec_mlx.types.drafting import (
+from specdec_mlx.contracts.drafting import (
     NO_DRAFT,
     ROOT,
     Draft,
@@ -27,7 +27,7 @@ from specdec_mlx.types.drafting import (
     RoundRecord,
     Step,
 )
-from specdec_mlx.types.optional import (
+from specdec_mlx.contracts.optional import (
     MOST_WAITING,
     Checks,
     Closes,
@@ -44,7 +44,7 @@ from specdec_mlx.types.optional import (
     session_groups,
     session_parts,
 )
-from specdec_mlx.types.target import (
+from specdec_mlx.contracts.target import (
     FeatureRows,
     Features,
     KeysValues,
@@ -54,7 +54,7 @@ from specdec_mlx.types.target import (
     Target,
     TargetCaches,
 )
-from specdec_mlx.types.verdicts import (
+from specdec_mlx.contracts.verdicts import (
     AcceptanceRule,
     Agreement,
     Outcome,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
-from specdec_mlx.types.drafting import Draft, DraftSession, RoundRecord
+from specdec_mlx.contracts.drafting import Draft, DraftSession, RoundRecord
 
 
 @runtime_checkable

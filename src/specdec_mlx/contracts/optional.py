@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
-from specdec_mlx.types.drafting import Draft, DraftContext, Drafter, DraftSession, GoesOn
+from specdec_mlx.contracts.drafting import Draft, DraftContext, Drafter, DraftSession, GoesOn
 
 if TYPE_CHECKING:
-    from specdec_mlx.types.target import FeatureRows, Features
+    from specdec_mlx.contracts.target import FeatureRows, Features
 
 MOST_WAITING = 256  # rows that a session that reads the target reads later; 16 kB each, if large
 
