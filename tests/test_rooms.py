@@ -30,10 +30,10 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 32_530,
+    "lines": 32_475,
     "files": 214,
     "numeric constants": 168,
-    "protocols": 21,
+    "protocols": 20,
     "public names": 30,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a

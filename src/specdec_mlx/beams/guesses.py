@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.beams.steps import Beam, Tokens
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, Forks, RoundRecord
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, RoundRecord
 from specdec_mlx.contracts.trees import children_of, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
@@ -49,11 +49,12 @@ class BeamDrafting:
                 heirs[source] = tokens
                 continue
             original = None if source is None else before[source]
-            if source is None or not isinstance(original, Forks):
+            fork = getattr(original, "fork", None)
+            if source is None or fork is None:
                 text = [*self.prompt, *tokens]
                 self._sessions[tokens] = begin_session(self.drafter, text, self.context)
             else:
-                copied = self._sessions[tokens] = original.fork()
+                copied = self._sessions[tokens] = fork()
                 copied.observe(tokens[len(source) :])
         for source, tokens in heirs.items():  # after the copies
             self._sessions[tokens] = before[source]

@@ -47,9 +47,8 @@ class SeesTarget(Protocol):
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions of the text, before they are observed.
 
-        The prompt's rows come chunk by chunk, later ones after each verdict, only those that were
-        kept. They are lazy: evaluate, or drop, those of one chunk before the next. On a prompt
-        cache that holds earlier text they begin with this call's prompt.
+        The prompt's rows come chunk by chunk, later ones after each verdict, if they were kept.
+        They are lazy: evaluate, or drop, those of one chunk before the next.
         """
         ...
 
@@ -61,10 +60,8 @@ class Stepwise(Protocol):
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
 
-        `goes_on` is asked at each position, in order, with what the draft's distributions said
-        there and before, never with what was drawn: whether a token is proposed may depend on its
-        distribution and on the tokens before it, but not on itself, or the text would no longer
-        have the target's distribution. The draft carries the same evidence.
+        `goes_on` is asked at each position with the evidence there and before, never with what was
+        drawn: a token that is dropped for what it is would bias the text.
         """
         ...
 
@@ -73,10 +70,9 @@ class Stepwise(Protocol):
 class SessionGroups(Protocol):
     """A session made of others, asked in its place; default: it is asked itself.
 
-    Within a group all cheap sessions propose, and the point mass that is worth most is taken: these
-    are what this text would always have led to, so that comparing them reads no draw. A session
-    that costs time is asked, by what is known before anything is drawn, only where it promises more
-    than the best of these. A cheap session's drawn draft is taken where no other is.
+    Of a group's cheap sessions the point mass that is worth most is taken, which reads no draw. A
+    session that costs time is asked, by what is known before anything is drawn, only where it
+    promises more. A cheap session's drawn draft is taken where no other is.
     """
 
     @property
@@ -99,15 +95,6 @@ class Closes(Protocol):
         ...
 
 
-@runtime_checkable
-class Forks(Protocol):
-    """A session that can be copied; default: a new session begins with the whole text."""
-
-    def fork(self) -> DraftSession:
-        """A session that has seen the same text, and goes its own way from here."""
-        ...
-
-
 def is_cheap(session: DraftSession) -> bool:
     """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
     return getattr(session, "cheap", False)
@@ -126,10 +113,7 @@ def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSessi
 
 
 def key_of(drafter: Drafter) -> str:
-    """`key` of a drafter, under which costs and acceptance are remembered.
-
-    By default class and options: the `repr` of a dataclass, which has both.
-    """
+    """`key` of a drafter, for what is learned of it; by default class and options, its `repr`."""
     kind, key = type(drafter), getattr(drafter, "key", None)
     described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
     return f"{kind.__module__}.{described}" if key is None else key
@@ -147,8 +131,3 @@ def models_of(drafter: Drafter | None) -> list[nn.Module]:
     """`model` of a drafter and of its parts, each once; their memory is kept wired."""
     models = [getattr(part, "model", None) for part in all_drafters(drafter)]
     return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
-
-
-def drafts_everywhere(drafter: Drafter) -> bool:
-    """`on_every_rank` of a drafter: each rank draws its drafts anew; default: rank 0 sends them."""
-    return getattr(drafter, "on_every_rank", False)

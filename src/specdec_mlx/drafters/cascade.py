@@ -29,7 +29,6 @@ from specdec_mlx.contracts import (
     Step,
     Stepwise,
     all_drafters,
-    drafts_everywhere,
     key_of,
     models_of,
 )
@@ -74,7 +73,7 @@ class Cascade:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
         if getattr(self.first, "branches", 1) > 1:
             raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
-        if drafts_everywhere(self.first):
+        if getattr(self.first, "on_every_rank", False):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)

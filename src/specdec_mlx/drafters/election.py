@@ -11,18 +11,10 @@ from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.recent import GrowingIndex
 
-LENGTH_LOG2 = 5
-"""A match longer by one token weighs 2^5 as much."""
-
-SURROUNDINGS = 12
-"""Tokens before a short match that are compared as a set; each that is there too doubles the
-weight. None at all lose 2.5% of the tokens a pass."""
-
-CLEAR_MATCH = 3
-"""From this length on a match speaks for itself, and its surroundings have no weight."""
-
-MOST_PATHS = 12
-"""Voters that are followed beyond the first token, the weightiest ones; 6 lose 0.2%."""
+LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
+SURROUNDINGS = 12  # tokens before a short match; each that stands there too doubles the weight
+CLEAR_MATCH = 3  # from this length on a match's surroundings have no weight
+MOST_PATHS = 12  # voters that are followed beyond the first token, the weightiest ones
 
 Source = GrowingIndex | ContextIndex
 """What places stand in: the generation's text, or a part of a memory."""
@@ -39,14 +31,9 @@ def elect(
 ) -> Draft:
     """The draft that most weight is for, token by token; places that were outvoted drop out.
 
-    Its evidence is the longest match of each token's places, its share of the vote, and their
-    number.
-
-    Args:
-        voters: one at least, the longest match first.
-        last: what they match, the nearest token first.
-        length: most tokens in the draft, at least 1.
-        more: tokens that come after the text's end.
+    voters: the longest match first. last: what they match, the nearest token first. more: tokens
+    that come after the text's end. The evidence of a token is the longest match of its places,
+    their share of the vote, and their number.
     """
     paths = paths_of(voters, last, length, more)
     tokens: list[int] = []

@@ -39,10 +39,9 @@ class Place:
 
 @dataclass
 class Tree:
-    """A tree in the making, parents first.
+    """A tree in the making, parents first, whose siblings may be drawn.
 
-    known: how likely its nodes are. is_drawn: True if siblings are drawn. places: node, or `ROOT`
-    -> what follows it. fed: node -> its place among the nodes that were fed.
+    places: node, or `ROOT` -> what follows it. fed: node -> its place among those that were fed.
     """
 
     known: Chances
@@ -52,10 +51,6 @@ class Tree:
     reaches: dict[int, float] = field(default_factory=lambda: {ROOT: 1.0})
     places: dict[int, Place] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})
-
-    def __len__(self) -> int:
-        """Nodes."""
-        return len(self.parents)
 
     def open(self, node: int, confidences: Sequence[float]) -> None:
         """Note what may follow a node, by the confidence in each sibling."""
@@ -70,7 +65,7 @@ class Tree:
 
     def add(self, node: int, token: int) -> int:
         """A further node: the next sibling at a place."""
-        place, new = self.places[node], len(self)
+        place, new = self.places[node], len(self.parents)
         self.reaches[new] = self.reaches[node] * place.chances[len(place.children)]
         self.parents.append(node)
         self.tokens.append(token)
@@ -111,10 +106,9 @@ class Tree:
 
 @dataclass
 class TreeDraws:
-    """One draft that forks, while it is written.
+    """One draft that forks, while it is written; greedy sampling makes point masses.
 
-    sampling: how drafts are drawn; greedy makes point masses. text: [n] prompt, of `num_prompt`
-    tokens, and tokens emitted. branches: most tokens at a place. known: how likely nodes are.
+    text: [n] prompt, of `num_prompt` tokens, and tokens emitted. branches: most at a place.
     """
 
     context: DraftContext
@@ -132,10 +126,7 @@ class TreeDraws:
     def write(
         self, first: mx.array, after: NextRows, limit: int, depth: int | None = None
     ) -> Draft:
-        """A tree of at most `limit` >= 1 tokens, and of `depth` on a path.
-
-        first: [1, V] logits of what follows the text; after: of what follows the others.
-        """
+        """A tree of at most `limit` tokens, `depth` on a path; first: logits after the text."""
         grow = self._drawn if self.tree.is_drawn else self._likeliest
         return grow(first, after, limit, limit if depth is None else min(limit, depth))
 
@@ -151,7 +142,7 @@ class TreeDraws:
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
                 tree.open(node, confidences)
                 new += [tree.add(node, token) for token in tokens]
-            best = nlargest(limit, range(len(tree)), key=lambda i: (tree.reaches[i], -i))
+            best = nlargest(limit, range(len(tree.parents)), key=lambda i: (tree.reaches[i], -i))
             least = tree.reaches[best[-1]] if len(best) == limit else 0.0
             nodes = [node for node in new if tree.reaches[node] > least]
             if not nodes:
@@ -172,22 +163,19 @@ class TreeDraws:
             for node, most, confidence in zip(nodes, *numbers[1:], strict=True):
                 tree.open(node, [confidence] * min(most, count))
             new = []
-            shares = _shares(tree, nodes, limit - len(tree), depth - level)
+            shares = _shares(tree, nodes, limit - len(tree.parents), depth - level)
             for i, (node, share) in enumerate(zip(nodes, shares, strict=True)):
                 new += [tree.add(node, token) for token in numbers[0][i][:share]]
                 rows += [law[i] for law in laws[:share]]
             nodes = new
-            if not nodes or len(tree) == limit:
+            if not nodes or len(tree.parents) == limit:
                 break
-        return tree.draft(range(len(tree)), mx.stack(rows))
+        return tree.draft(range(len(tree.parents)), mx.stack(rows))
 
     def _without_replacement(
         self, q: mx.array, nodes: Sequence[int], count: int
     ) -> tuple[mx.array, list[mx.array]]:
-        """`count` draws after each of n nodes: the greatest of log-probabilities q with noise.
-
-        Returns tokens [n, count], and [n, V] log-probabilities of each rank, given those before it.
-        """
+        """Tokens [n, count] after n nodes, and the log-probabilities [n, V] of each rank."""
         drawn, laws = _largest(q + self._noise(nodes, q.shape[-1]), count), [q]
         for rank in range(count - 1):
             is_drawn = mx.arange(q.shape[-1]) == drawn[:, rank, None]
@@ -237,8 +225,7 @@ def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]
 def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
     """Number of draws after each of some nodes, out of `limit` for the `depth` levels to come.
 
-    As if the likeliest child of each were followed by a chain of the same chance: of these and of
-    the children at hand the likeliest get a draw.
+    The likeliest children, as if a chain of the same chance followed the likeliest of each.
     """
     here = [(tree.reaches[node], tree.places[node].chances) for node in nodes]
     values = [[reach * chance for chance in chances] for reach, chances in here]

@@ -37,9 +37,7 @@ class _Part(NamedTuple):
     propose: Callable[[int], Draft]
 
 
-_Proposal = tuple[str, Draft]
-"""A drafter's key, and its draft."""
-
+_Proposal = tuple[str, Draft]  # a drafter's key, and its draft
 NOTHING: _Proposal = "", NO_DRAFT
 
 
@@ -55,7 +53,6 @@ class Drafting:
     """
 
     is_shared: ClassVar[bool] = False
-
     drafter: Drafter | None
     length: DraftLength
     target: Target
@@ -78,8 +75,7 @@ class Drafting:
             return
         self.session = begin_session(self.drafter, self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-        self.values = self.length if isinstance(self.length, ValuesDrafts) else None
-        values = self.values
+        values = self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         for group in session_groups(self.session, key_of(self.drafter)):
             self._groups.append([])
             for key, one in group:
@@ -179,8 +175,9 @@ class Drafting:
 
     def _limit(self, part: _Part) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
-        # The last token wanted comes with the verdict.
-        wanted = self.sequence.num_wanted(0 if self.keeps_cache else 1)
+        wanted = self.sequence.num_wanted(
+            0 if self.keeps_cache else 1
+        )  # one comes with the verdict
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
             return 0

@@ -30,7 +30,6 @@ from specdec_mlx.contracts import (
     Drafter,
     ReadsTarget,
     all_drafters,
-    drafts_everywhere,
     key_of,
     models_of,
 )
@@ -146,7 +145,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part) for part in all_drafters(drafter) if drafts_everywhere(part)
+            key_of(part) for part in all_drafters(drafter) if getattr(part, "on_every_rank", False)
         ]
 
     def begin(self, context: DraftContext) -> None:
