@@ -160,7 +160,11 @@ def batch_generate(
     """Generate the same texts as `mlx_lm.batch_generate`, sooner.
 
     Args:
-        model, tokenizer, prompts, prompt_caches, max_tokens: as in `batch_stream_generate`.
+        model: as in `batch_stream_generate`, like the next four.
+        tokenizer: the model's.
+        prompts: texts, chats or token ids.
+        prompt_caches: of each prompt.
+        max_tokens: of all texts, or of each.
         verbose: print speeds, peak memory and the account.
         return_prompt_caches: return the caches of each text.
         return_token_ids: return the token ids of each text.
