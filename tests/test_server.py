@@ -272,8 +272,7 @@ def test_a_signal_ends_the_server_whatever_it_does(
     requests = STATES[state]
     with process(folder, *flags) as (server, url, log):
         connections = [posted(url, **body) for body in requests]
-        lengths = re.compile(r"progress: \d+/(\d+)")
-        until(lambda: len(set(lengths.findall(log.read_text()))) >= len(requests))
+        until(lambda: not requests or re.search(r"progress: \d+/\d+", log.read_text()))
         for connection, body in zip(connections, requests, strict=True):
             if "stream" in body:
                 read_events(connection, 30)
