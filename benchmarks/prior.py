@@ -55,6 +55,7 @@ class Trials(Chances):
         evidence: Sequence[Evidence | int],
         right: Sequence[bool],
         tokens: Sequence[int] = (),
+        before: int = -2,
         first: int = 0,
     ) -> None:
         """Note the trials, and learn from them."""
@@ -62,7 +63,8 @@ class Trials(Chances):
             recent, place = class_of("recent", self.recent), PLACES[min(first + i, 32)]
             key = (*classes_of(evidence[i]), place, recent)
             self.noted.setdefault(key, [0.0, 0.0])[is_right] += 1
-            super().learn(evidence[i : i + 1], [is_right], tokens[i : i + 1], first + i)
+            super().learn(evidence[i : i + 1], [is_right], tokens[i : i + 1], before, first + i)
+            before = tokens[i] if tokens else before
 
 
 @dataclass

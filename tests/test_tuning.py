@@ -379,14 +379,18 @@ def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
 
 
 def test_a_token_that_was_wrong_is_believed_less_wherever_it_is_copied() -> None:
-    """And others hardly suffer for it."""
+    """Most after the same token, less after another, and others hardly suffer for it."""
     chances = look_up()
+
+    def of(token: int, before: int = -2) -> float:
+        return chances.of_draft([4], [token], before)[0]
+
     for _ in range(20):
-        chances.learn([4], [False], [7])
-        chances.learn([4], [True], [8])
-    wrong, unknown, right = chances.of_draft([4] * 3, [7, 50, 8])
-    assert wrong < unknown < right
-    assert unknown == pytest.approx(look_up().of_draft([4] * 2)[1], abs=0.2)
+        chances.learn([4], [False], [7], 1)
+        chances.learn([4], [True], [8], 2)
+    unknown = of(50, 51)
+    assert of(7, 1) < of(7, 51) < unknown
+    assert of(8, 2) > of(8) > unknown
 
 
 def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,7 +399,7 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
     chances = look_up()
     for token in range(100, 120):
         chances.learn([4], [True], [token])
-        chances.learn([4], [False], [7])
+        chances.learn([4], [False], [7], 1)
     assert len(chances.tokens) == 6
     assert {7, 119} <= chances.tokens.keys()
     assert chances.tokens[7][1] < 0.5 * TOKEN_VARIANCE  # of all trials since the first
@@ -488,10 +492,11 @@ def test_what_was_learned_of_tokens_goes_to_no_file(tmp_path: Path) -> None:
     tuning = learned()
     chances = tuning.of("PromptLookupDrafter").chances
     for _ in range(20):
-        chances.learn([4], [False], [123_456_789])
+        chances.learn([4], [False], [123_456_789], 987_654_321)
     tuning.save(tmp_path / "tuning")
     content = (tmp_path / "tuning").read_text()
     assert "123456789" not in content
+    assert "987654321" not in content
     loaded = Tuning.load(tmp_path / "tuning").of("PromptLookupDrafter").chances
     assert not loaded.tokens
     assert loaded.weights == chances.weights

@@ -1,8 +1,8 @@
 """How likely a draft token is accepted, by its evidence: a logistic regression, online.
 
-The chance of a token, given that those before it are accepted, is 1 / (1 + exp(-z)), z the sum of
-one weight for the class of each feature, and for a copied token of its own. Each weight is normally
-distributed around its prior; an outcome moves mean and variance as the extended Kalman filter does.
+The chance of a token, given those before it, is 1 / (1 + exp(-z)), z the sum of one weight for the
+class of each feature, and for a copied token its own and that of the pair with the one before. Each
+is normally distributed around its prior, and moves as in the extended Kalman filter.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ START = {name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i]) for i, name in en
 NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
 RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
 VARIANCE = 0.07  # of each weight around its prior, over models and kinds of text
-TOKEN_VARIANCE = 1.0  # of the weight of a copied token
+TOKEN_VARIANCE = 1.0  # of the weight of a copied token, and of a pair
 LEAST_VARIANCE = 0.015  # after any number of trials: texts change
-MOST_TOKENS = 100_000  # that are remembered, 24 MB; the latest ones
+MOST_TOKENS = 100_000  # tokens and pairs that are remembered, 24 MB; the latest ones
 
 
 def class_of(feature: str, value: float) -> int:
@@ -98,11 +98,12 @@ class Chances:
         self,
         evidence: Iterable[Evidence | int],
         tokens: Sequence[int] = (),
+        before: int = -2,
         first: int = 0,
     ) -> list[float]:
         """Chance of each token of a draft, given those before it.
 
-        tokens: [K] of a copied draft. first: place of the first one in the draft.
+        tokens: [K] of a copied draft, which continues `before`. first: place of the first one.
         """
         weights, known, chances = self.weights, self.tokens, []
         recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][0]
@@ -114,8 +115,11 @@ class Chances:
                 for i in classes_of(told):
                     base += weights[i][0]
             z = base + weights[PLACES[place if place < 32 else 32]][0]
-            if tokens and tokens[place - first] in known:
-                z += known[tokens[place - first]][0]
+            if tokens:
+                for key in (token := tokens[place - first], ~before << 32 | token):
+                    if key in known:
+                        z += known[key][0]
+                before = token
             chances.append(1 / (1 + exp(-z)))
         return chances
 
@@ -124,6 +128,7 @@ class Chances:
         evidence: Sequence[Evidence | int],
         right: Sequence[bool],
         tokens: Sequence[int] = (),
+        before: int = -2,
         first: int = 0,
     ) -> None:
         """Learn from tokens that were right, or not; the others as in `of_draft`."""
@@ -132,9 +137,10 @@ class Chances:
             classes = (*classes_of(evidence[place - first]), PLACES[min(place, 32)], recent)
             active = [*map(self.weights.__getitem__, classes)]
             if tokens:
-                token = tokens[place - first]
-                self.tokens[token] = self.tokens.pop(token, [0.0, TOKEN_VARIANCE])
-                active.append(self.tokens[token])
+                for key in (token := tokens[place - first], ~before << 32 | token):
+                    self.tokens[key] = self.tokens.pop(key, [0.0, TOKEN_VARIANCE])
+                    active.append(self.tokens[key])
+                before = token
             z = spread = 0.0
             for odds, variance in active:
                 z, spread = z + odds, spread + variance

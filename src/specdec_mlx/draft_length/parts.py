@@ -29,10 +29,9 @@ RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
 
 @dataclass
 class Prices:
-    """Costs of passes and the worth of a token, as of the latest round.
+    """Costs of passes and the worth of a token: `rate`, the ratio of `tokens` and `spent`.
 
-    tokens, spent: decaying sums over rounds; their ratio is the going rate, at least 1. most:
-    longest draft that may be tried. context: positions on the caches.
+    most: longest draft that may be tried. context: positions on the caches.
     """
 
     stairs: Staircase
@@ -85,7 +84,7 @@ class LookUp:
     """A drafter that is free to ask.
 
     gain: of its next draft over plain decoding, in tokens. scored, evidence: a draft that is
-    compared with what comes, from `place` on.
+    compared with what comes, from `place` on. before, latest: token before it, and the text's last.
     """
 
     prices: Prices
@@ -94,6 +93,8 @@ class LookUp:
     scored: Sequence[int] = ()
     evidence: Sequence[Evidence | int] = ()
     place: int = 0
+    before: int = -2
+    latest: int = -2
 
     def __post_init__(self) -> None:
         """Doubt what is known: another text, and a slow machine may be quick again."""
@@ -109,7 +110,7 @@ class LookUp:
 
     def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
-        chances = self.learned.chances.of_draft(evidence, tokens)
+        chances = self.learned.chances.of_draft(evidence, tokens, self.latest)
         return [*accumulate(chances, mul)]
 
     def cut(self, draft: Draft) -> int:
@@ -117,7 +118,7 @@ class LookUp:
         tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
         if kept or not self.scored:  # an earlier draft goes on if this one is not verified
-            self.scored, self.evidence, self.place = tokens, evidence, 0
+            self.scored, self.evidence, self.before, self.place = tokens, evidence, self.latest, 0
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
@@ -128,10 +129,11 @@ class LookUp:
             right = [mine == token for mine, token in zip(own, came, strict=False)]
             if False in right:
                 del right[right.index(False) + 1 :]
-            self.learned.chances.learn(self.evidence[place:], right, own, place)
-            self.place += len(right)
+            self.learned.chances.learn(self.evidence[place:], right, own, self.before, place)
+            self.before, self.place = came[-1] if came else self.before, place + len(right)
             if False in right or self.place == len(self.scored):
                 self.scored = ()
+        self.latest = round_.tokens[-1] if round_.tokens else self.latest
         if not drafted:
             return 0.0
         if round_.steady:
@@ -182,7 +184,7 @@ class Model(LookUp):
         reading = READING * steps.step * self.num_unread()
         self.charge = max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if loss + self.charge > self.learned.account.budget:
+        if max(loss, self.charge + steps(1) if self.charge else loss) > self.learned.account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
             return 0

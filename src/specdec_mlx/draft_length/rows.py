@@ -20,10 +20,7 @@ from specdec_mlx.draft_length.store import Account, Tuning
 
 @dataclass
 class SharedLength:
-    """The one draft length of all texts, and drafters that cost time, the same for all rows.
-
-    prices: of passes over as many texts, in plain passes over them, by the rows of each.
-    """
+    """The draft length and expensive drafters of all texts; prices are of passes over all."""
 
     tuning: Tuning
     models: dict[str, Model] = field(default_factory=dict)
@@ -57,10 +54,7 @@ class SharedLength:
     def record(
         self, width: int, rows: Sequence[tuple[DraftLength, int]], seconds: float, *, steady: bool
     ) -> None:
-        """Learn from a pass over drafts of up to `width` tokens, and what it brought to each row.
-
-        seconds: from one reading to the next; steady if those are of one pass with all its rows.
-        """
+        """Learn from a pass over up to `width` draft tokens, and what it brought to each row."""
         self.resize(len(rows))
         stairs = self.prices.stairs
         if steady:

@@ -68,7 +68,6 @@ class Tuning:
     """Learned state of one loaded model, for `draft_length="auto"`, through any number of texts.
 
     costs: (texts in a pass, class of context length) -> costs of passes. drafters: by their keys.
-    tokens, cost: of the latest rounds, for the going rate.
     """
 
     prior: Curve = MILDEST
