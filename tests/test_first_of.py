@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +25,7 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 
 PROMPT = [5, 17, 99, 3]
@@ -182,6 +182,53 @@ def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
     waiting = Limits(cheap=6, expensive=1)
     run(model, sd.FirstOf(nothing(), right(text, "costly", cheap=False)), waiting)
     assert not any(record.ahead for record in waiting.records)
+
+
+class Billed(Auto):
+    """The automatic draft length, told what its rounds would cost; sums it up.
+
+    num_expensive: rounds with a draft of the part called "useless", each token of which costs
+    `token_cost` plain rounds.
+    """
+
+    def bill(self, token_cost: float) -> Billed:
+        self.token_cost, self.seconds, self.num_expensive = token_cost, 0.0, 0
+        return self
+
+    def record(self, round_: RoundRecord) -> None:
+        is_expensive = round_.part == "useless"
+        seconds = 1 + (0.02 + self.token_cost * is_expensive) * round_.drafted
+        self.seconds += seconds
+        self.num_expensive += is_expensive
+        super().record(replace(round_, seconds=seconds, steady=True))
+
+
+@pytest.mark.parametrize("token_cost", [0.15, 0.3])
+@pytest.mark.parametrize("every", [6, 12, 20])
+def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_loop(
+    every: int, token_cost: float
+) -> None:
+    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not.
+
+    Twice the account at most: what a draft is expected to bring is booked in part.
+    """
+    recorded = RecordedText("text", "kind", PROMPT, [i % 97 for i in range(2000)])
+
+    def look_up(start: int, limit: int) -> list[int]:
+        return recorded.generated[start : start + max(0, 4 - start % every)]
+
+    def billed(*drafters: sd.Drafter) -> Billed:
+        length, chosen = Billed().bill(token_cost), sd.FirstOf(*drafters)
+        replay_text(recorded, chosen, length, linear_cost(0), max_tokens=2000, vocab_size=VOCAB)
+        return length
+
+    cheap = Told("look-up", look_up)
+    useless = Told("useless", lambda start, limit: [100] * limit, cheap=False)
+    alone, both = billed(cheap), billed(cheap, useless)
+    assert alone.seconds < 1900
+    assert both.num_expensive > 5
+    account = BUDGET + EXPLORATION * both.seconds
+    assert both.seconds <= alone.seconds + 2 * account
 
 
 def test_models_inside_are_found(model: Any) -> None:

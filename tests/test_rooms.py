@@ -30,7 +30,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 32_479,
+    "lines": 32_476,
     "files": 214,
     "numeric constants": 168,
     "protocols": 20,

@@ -144,11 +144,7 @@ class RecordedTarget:
         position: int,
         embeddings: mx.array | None = None,
     ) -> PendingPass:
-        """A pass over the pending tokens and the draft; see `specdec_mlx.contracts.Target`.
-
-        Raises:
-            ValueError: for a draft that was drawn at random.
-        """
+        """A pass of the recording, see `contracts.Target`; ValueError for a draft that was drawn."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)

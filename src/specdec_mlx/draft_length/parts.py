@@ -182,7 +182,7 @@ class Model(LookUp):
         length, self.gain = prices.best(reaches, steps, most=most)
         length = length or 1
         reading = READING * steps.step * self.num_unread()
-        self.charge = max(0.0, reading - self.gain * self.num_emitted)
+        self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
         if max(loss, self.charge + steps(1) if self.charge else loss) > self.learned.account.budget:
             self.rest = REST
