@@ -144,7 +144,7 @@ class RecordedTarget:
         position: int,
         embeddings: mx.array | None = None,
     ) -> PendingPass:
-        """A pass of the recording, see `contracts.Target`; ValueError for a draft that was drawn."""
+        """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
         num_fed = len(pending) + len(draft)
