@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -22,14 +23,16 @@ from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_o
 from selection import cases
 from specdec_mlx.bench import recorded, replay
 from specdec_mlx.bench.contenders import make_contenders, ours
-from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.cost import CostCurve, linear_cost, parse_cost
 from specdec_mlx.bench.record import Record, RecordedText, save_record
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, RoundRecord
+from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
+from specdec_mlx.draft_length.store import Tuning
 
 FLAT = linear_cost(0.0)
 END = {3}
@@ -121,6 +124,22 @@ def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
     assert model.plain_seconds == pytest.approx(33)
     model = replayed(text, oracle, 3, FLAT, max_tokens=33, draft_seconds=FLAT(1) / 10)
     assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
+
+
+@pytest.mark.parametrize("chip", CURVES)
+def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on(chip: str) -> None:
+    """At a speed within reach of the best width's, also where few rows bring nothing."""
+    words = random.Random(0).choices(range(1000), k=400)
+    text = RecordedText("copy", "copy", words, words[:380])
+    best = max(rows / CURVES[chip](rows) for rows in WIDTHS)
+    expected = {name for name, curve in CURVES.items() if curve.fits and name[:2] == chip[:2]}
+    for name in expected | {"mildest", chip} | ({"m1-m2"} if chip == "m2-max-27b" else set()):
+        length = make_draft_length("auto", Tuning(CURVES[name]))
+        cost = parse_cost(chip, None)
+        copied = replay_text(
+            text, sd.SuffixDrafter(), length, cost, max_tokens=380, vocab_size=1000
+        )
+        assert copied.plain_seconds > 0.35 * best * copied.seconds, name
 
 
 def test_a_look_up_costs_its_positions_alone() -> None:

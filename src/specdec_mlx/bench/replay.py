@@ -23,6 +23,7 @@ from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
@@ -112,7 +113,8 @@ def score_record(
 ) -> Scores:
     """Every drafter with every draft length on all texts.
 
-    What a draft length learns it keeps from text to text, as in a live benchmark.
+    What a draft length learns it keeps from text to text, as in a live benchmark. It begins with
+    the prior of the chip whose curve is named.
 
     Args:
         record: of a benchmark; its texts are scored.
@@ -133,7 +135,7 @@ def score_record(
     sizes = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            drafter, tuning = fresh(made), Tuning()
+            drafter, tuning = fresh(made), Tuning(CURVES.get(cost.name, MILDEST))
             modelled = [
                 replay_text(
                     text,

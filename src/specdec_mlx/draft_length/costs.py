@@ -98,6 +98,7 @@ class Staircase:
     def __post_init__(self) -> None:
         """Fit the prior."""
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
+        self.first_rows = max(m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows))
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -153,10 +154,14 @@ class Staircase:
         if self.fitted and self._measured == before:
             return
         measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
+        plain = PRIOR_WEIGHT
         for rows, (ratio, num) in self._measured.items():
             measured += num * (ratio - 1.0)
             expected += num * excess[rows]
+            plain += num
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
+        if self.prior.fits and max(self._measured, default=0) <= FIRST_ROWS:  # wide: another kernel
+            scale = min(scale, (plain + measured) / (plain + expected))
         points = []
         for rows in sorted(excess):
             ratio, num = self._measured.get(rows, (1.0, 0))

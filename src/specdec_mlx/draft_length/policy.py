@@ -50,8 +50,7 @@ def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = N
         raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
     if isinstance(choice, str):
         if choice not in NAMES:
-            known = f"Known: an int >= 0, {', '.join(NAMES)}."
-            raise UnknownNameError(f"Unknown draft_length {choice!r}. {known}")
+            raise UnknownNameError(f"draft_length {choice!r}: expected an int >= 0 or {NAMES}.")
         return Auto(tuning or Tuning()) if choice == "auto" else Heuristic(5)
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice

@@ -1,7 +1,4 @@
-"""Draft lengths of several texts that share their passes: one width, as long as it pays for all.
-
-By the value rule of `auto`, with what all texts are expected to get on average.
-"""
+"""Draft lengths of texts that share passes: the width that pays on average, by `auto`'s rule."""
 
 from __future__ import annotations
 

@@ -88,12 +88,11 @@ class Tuning:
             several = num_texts > 1
             near = [k for k in self.costs if (k[0] > 1) == several]
             cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
-            self.costs[kind] = (
-                Staircase(Curve(tuple(cost)), 2) if several else Staircase(self.prior)
-            )
+            new = Staircase(Curve(tuple(cost)), 2) if several else Staircase(self.prior)
+            self.costs[kind] = new
             if near:
                 nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
-                self.costs[kind].restore(self.costs[nearest].ratios)
+                new.restore(self.costs[nearest].ratios)
         return self.costs[kind]
 
     def of(self, key: str, look_up: bool = False) -> Learned:
