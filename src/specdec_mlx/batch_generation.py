@@ -32,8 +32,8 @@ from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
 class BatchStreamResponse(SpeculativeResponse):
     """The response for one token of one of several texts.
 
-    index: of its prompt. sample: of its text, among those of the prompt. num_rounds: passes over
-    all rows so far. prompt_cache: with a text's last token, its caches, if they were asked for.
+    index: of its prompt. sample: of its text among the prompt's. num_rounds: passes over all rows
+    so far. prompt_cache: with a text's last token, if asked for.
     """
 
     index: int = 0
@@ -74,20 +74,18 @@ def batch_stream_generate(
     """Stream the texts of several prompts, written together; each is what it would be alone.
 
     Args:
-        model: a loaded mlx-lm model.
-        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        model, tokenizer: as `mlx_lm.load` gives them.
         prompts: each is text, token ids or chat messages. An iterator is asked for the next one
-            when there is a place for it, so that texts may come while others are written.
+            when there is a place for it.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
         drafter: a drafter or its name with options; every text has a session of its own.
         draft_model: a small model, or the folder or Hugging Face name of one.
         rule: acceptance rule, by name or as an object; see `speculate`.
-        draft_length: most tokens to draft a round in each row, or "auto" for what pays for all
-            rows together; a policy that is an object is copied for each text.
+        draft_length: most tokens to draft a round in each row, or "auto" for what pays for all rows
+            together; a policy that is an object is copied for each text.
         num_samples: texts of each prompt, which is read once for all of them.
-        seed: makes the draws reproducible: one for each text, or a number, to which the text's
-            place is added, counted prompt by prompt. None takes seeds from MLX's global random
-            state.
+        seed: one for each text, or a number to which the text's place is added, prompt by prompt.
+            None takes seeds from MLX's global random state.
         temp: temperature; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, greedy if None.
         logits_processors: mlx-lm's, for all texts.
@@ -160,15 +158,9 @@ def batch_generate(
     """Generate the same texts as `mlx_lm.batch_generate`, sooner.
 
     Args:
-        model: as in `batch_stream_generate`, like the next four.
-        tokenizer: the model's.
-        prompts: texts, chats or token ids.
-        prompt_caches: of each prompt.
-        max_tokens: of all texts, or of each.
+        model, tokenizer, prompts, prompt_caches, max_tokens: as in `batch_stream_generate`.
         verbose: print speeds, peak memory and the account.
-        return_prompt_caches: return the caches of each text.
-        return_token_ids: return the token ids of each text.
-        return_logprobs: return the log-probability of each token.
+        return_prompt_caches, return_token_ids, return_logprobs: return these of each text.
         options: `drafter`, `draft_model` and all that `batch_stream_generate` takes besides.
 
     Returns:

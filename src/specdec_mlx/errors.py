@@ -1,7 +1,4 @@
-"""Errors with a name: what happened, what was expected, what to do next.
-
-What a caller did wrong is a subclass of the builtin that they would catch.
-"""
+"""Errors with a name: what happened, what was expected, what to do next."""
 
 
 class PromptError(ValueError):

@@ -63,8 +63,7 @@ def stream_generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head. With a drafter as well, that one is asked first,
-            and the model where it has nothing.
+            one with any, or of a trained head. With a drafter as well, that one is asked first.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
@@ -74,9 +73,8 @@ def stream_generate(
         prompt_cache: caches of earlier turns, which the prompt continues.
         max_kv_size: positions after which new caches rotate; None for no limit.
         prefill_step_size: most positions of the prompt in one pass.
-        kv_bits: bits of quantized caches; None for none.
-        kv_group_size: their group size.
-        quantized_kv_start: position from which on caches are quantized.
+        kv_bits, kv_group_size, quantized_kv_start: bits of quantized caches, None for none, their
+            group size, and the position from which on they are quantized.
         prompt_progress_callback: called with (positions read, positions in all).
         input_embeddings: [n, D] to feed in place of the prompt's tokens.
         num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
@@ -90,8 +88,8 @@ def stream_generate(
 
     Raises:
         UnknownNameError: no drafter, rule or policy has this name.
-        TokenizerMismatchError: a draft model that was given with its tokenizer has another one,
-            and one of them does not give back the text that it encodes.
+        TokenizerMismatchError: the draft model's tokenizer, or the target's, does not give back
+            text.
         ModelFolderError: there is no draft model of this name.
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
@@ -158,18 +156,15 @@ def generate(
     counterfactual: bool = False,
     stream: Any = generation_stream,
 ) -> Text:
-    """Generate the same text as `mlx_lm.generate`, sooner.
+    """Generate the same text as `mlx_lm.generate`, sooner; arguments as for `stream_generate`.
 
     Args:
-        model: a loaded mlx-lm model.
-        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
+        model, tokenizer: as `mlx_lm.load` gives them.
         prompt: text; token ids; or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
         max_tokens: tokens to generate, -1 for no limit.
         drafter: a drafter, or the name of one with options; None for plain decoding.
         draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
-
-    The other arguments are those of `stream_generate`.
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -185,11 +180,7 @@ def generate(
 
 
 def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
-    """mlx-lm's wrapper around the tokenizer.
-
-    Raises:
-        ValueError: for a model or tokenizer that is not loaded.
-    """
+    """mlx-lm's wrapper around the tokenizer; ValueError for what is not loaded."""
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
@@ -208,13 +199,9 @@ def choose_sampler(
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt.
+    """Token ids of a prompt, special tokens and chat template as in mlx-lm.
 
-    As in mlx-lm, special tokens are added to a text unless it begins with one. Chat messages go
-    through the chat template, with the header of an answer after them.
-
-    Raises:
-        PromptError: messages, and the tokenizer has no chat template.
+    Raises PromptError for messages where the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
         special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)

@@ -1,13 +1,11 @@
 """The loop: propose, verify, accept, roll back, emit. The page to read first.
 
 The state is one sequence, prompt + generated tokens, and the target's caches, which hold its first
-`position` tokens. What is not in the caches yet is *pending*: it is fed by the next pass, in front
-of the draft. Normally that is the last token; after a rejection on recurrent caches it is a few
-more.
+`position` tokens. What is not in the caches yet is *pending*: the next pass feeds it in front of
+the draft. Normally that is the last token; after a rejection on recurrent caches a few more.
 
-`Generation.run` is the algorithm. In it the next pass is always under way before this round's
-tokens are handed out, so that the device works while the caller does; `pipeline` says when it may
-even be launched before they are known.
+`Generation.run` is the algorithm. The next pass is always under way before this round's tokens are
+handed out; `pipeline` says when it may even be launched before they are known.
 """
 
 from __future__ import annotations
@@ -68,10 +66,9 @@ CLEAR_CACHE_EVERY = 256
 class Token:
     """One emitted token.
 
-    token: its id. origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a
-        draft accepted whole) or "plain" (no draft).
-    stats: the generation's running account.
-    rows, row: the log-probabilities of its round, [K+1, V], and which of them is this token's.
+    origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
+    whole) or "plain" (no draft). stats: the running account. rows, row: log-probabilities of its
+    round, [K+1, V], and which of them is this token's.
     """
 
     token: int
@@ -82,10 +79,7 @@ class Token:
 
     @property
     def logprobs(self) -> Float[mx.array, " vocab"]:
-        """The target's log-probabilities [V] at this position, as mlx-lm reports them.
-
-        After the logits processors and before temperature and filters.
-        """
+        """Log-probabilities [V] as mlx-lm reports them, before temperature and filters."""
         return self.rows[self.row]
 
     @property
@@ -142,20 +136,15 @@ def speculate(
         tuning: what "auto" has learned and goes on learning; None takes the one that is kept with
             the loaded model.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
-        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a
-            draft model's; None makes new ones.
-        max_kv_size: positions after which new caches rotate; None for no limit.
-        prefill_step_size: most positions of the prompt in one pass.
-        kv_bits: bits of quantized caches; None for none.
-        kv_group_size: their group size.
-        quantized_kv_start: position from which on caches are quantized.
-        prompt_progress_callback: called with (positions read, positions in all).
-        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
+            model's; None makes new ones.
+        max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start,
+            prompt_progress_callback, input_embeddings: as in `stream_generate`.
         tokenizer: the target's, for drafters that compare it.
-        probe: measure once, for each loaded model, whether passes over several positions are
-            exact, and do not draft where they are not.
+        probe: measure once, for each loaded model, whether passes over several positions are exact,
+            and do not draft where they are not.
         counterfactual: also work out, in `stats.counterfactual`, what every rule would have
-            accepted; the text stays the same.
+            accepted.
         stream: MLX's stream to run on.
 
     Raises:
@@ -200,9 +189,8 @@ def speculate(
 class Generation:
     """The continuation of one sequence.
 
-    target: the model, its caches, and the way its tokens are drawn. sequence: prompt + generated
-    tokens. drafting: the drafter's side. callers_cache: the list that is to hold the caches at the
-    end, None if the caller has none.
+    sequence: prompt + generated tokens. drafting: the drafter's side. callers_cache: the list that
+    is to hold the caches at the end, None if the caller has none.
     """
 
     target: Target

@@ -43,10 +43,7 @@ def load_on_ranks(
     return_config: bool = False,
     **options: Any,
 ) -> Any:
-    """mlx-lm's `load` on several ranks: tensor-parallel where the model can, else pipelined.
-
-    Options that `sharded_load` has not are left out. Raises ValueError for an adapter.
-    """
+    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters."""
     if adapter_path is not None:
         raise ValueError(
             "An adapter cannot be loaded on several ranks. Fuse it into the model first."

@@ -36,9 +36,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Options out of `key=value,key=value`; raises ValueError.
+    """Options out of `key=value,key=value`, never evaluated; raises ValueError.
 
-    Values are numbers, true, false or none; else text, with or without quotes, never evaluated.
+    Values are numbers, true, false or none; else text, with or without quotes.
     """
     options: dict[str, Any] = {}
     for part in filter(None, text.split(",")):
@@ -139,8 +139,7 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
 def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
     """The entry points of a group by name: our own first, then those of packages by their name.
 
-    This reads the metadata of every installed package. A UserWarning names the packages that want a
-    name that another has, or one of `taken`, which are ours.
+    A UserWarning names packages that want a name that another has, or one of `taken`, ours.
     """
     owners = dict.fromkeys(taken, OWN_PACKAGE)
     known: dict[str, EntryPoint] = {}
@@ -175,16 +174,9 @@ def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
 
 
 def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, Any]) -> T:
-    """`kind(**options)`, of options that were typed.
+    """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
 
-    Args:
-        what: "drafter" or "rule", for the error.
-        name: the one that was typed, for the error.
-        kind: a class, or a function; what it raises goes on.
-        options: its arguments.
-
-    Raises:
-        ValueError: an option that it does not take, or of another type than it is annotated with.
+    Raises ValueError for an option that it does not take, or of another type than annotated.
     """
     hints = _annotations(kind)
     try:
@@ -211,10 +203,7 @@ def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _fitted(option: str, value: Any, hint: Any) -> Any:
-    """A value of the annotated type, an int for a float too; else a TypeError that names both.
-
-    Only numbers and text are looked at; what else there is the class knows best.
-    """
+    """A number or text as the annotated type, an int for a float too; else a TypeError."""
     kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
     if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
         return value

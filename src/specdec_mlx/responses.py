@@ -23,8 +23,8 @@ from specdec_mlx.stats.account import SpeculationStats
 class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
     """mlx-lm's response, and where its token came from.
 
-    stats: the generation's running account. origin: "draft", "correction", "bonus" or "plain".
-    drafter: its name.
+    stats: the running account. origin: "draft", "correction", "bonus" or "plain". drafter: its
+    name.
     """
 
     stats: SpeculationStats = field(default_factory=SpeculationStats)
@@ -41,10 +41,9 @@ class SpeculativeResponse(GenerationResponse):  # type: ignore[misc]
 
 
 class Text(str):
-    """A generated text: a str with the account of its generation, shown in a notebook.
+    """A generated text: a str with its account, shown in a notebook; slices and sums are plain str.
 
-    pieces: one for each token, with its text, id and origin. stats: the account. drafter: its name.
-    A slice or a sum of it is a plain str.
+    pieces: text, id and origin of each token. stats: the account. drafter: its name.
     """
 
     pieces: tuple[Piece, ...]

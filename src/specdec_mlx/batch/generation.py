@@ -1,8 +1,7 @@
 """Several texts at once: each row drafts for itself, and one pass verifies all drafts.
 
-A row is a `loop.Generation` like any other: the same text, session, rule, noise and account. Only
-its passes are made together with those of the other rows, and so it is written what it would be
-alone. Rows leave when they end, and others take their place.
+A row is a `loop.Generation` like any other; only its passes are shared, so its text is what it
+would be alone.
 """
 
 from __future__ import annotations
@@ -63,11 +62,10 @@ MOST_AT_ONCE = 8
 class BatchGeneration:
     """Several texts of one model, written together; texts may be added and taken out at any time.
 
-    model: any mlx-lm model. drafter: None for plain decoding. rule, draft_length, probe: as in
-    `speculate`; a draft length that is an object is copied for each text. stop_tokens: tokens that
-    end a text. max_rows: texts written at a time; more of them wait. returns_caches: True to hand
-    out a text's caches with its last token; completes_caches: with all of it fed. on_error: called
-    with the uid and the error of a text that cannot go on, while the others do; None to raise it.
+    rule, draft_length, probe: as in `speculate`; a draft length that is an object is copied for
+    each text. stop_tokens end a text. max_rows: texts at a time; more wait. returns_caches: give a
+    text's caches with its last token; completes_caches: with all of it fed. on_error: takes uid and
+    error of a text that cannot go on, while others do; None raises it.
     """
 
     model: nn.Module
@@ -225,10 +223,7 @@ class BatchGeneration:
                     self._rows.append(row)
 
     def _read_together(self) -> None:
-        """Read new, short prompts in one padded pass, where that costs less than a pass of each.
-
-        Padding costs as much as other tokens, and every prompt that is read alone a pass more.
-        """
+        """Read new, short prompts in one padded pass, where that costs less than a pass of each."""
         started, count = perf_counter(), len(self._reading)
         prompts = [row.generation.sequence.tokens[:-1] for row in self._reading]
         longest = max(map(len, prompts))
@@ -341,8 +336,8 @@ class BatchGeneration:
     def _verify_ahead(self, current: Rounds) -> Rounds:
         """Start the pass after this one before its tokens are known, where nothing is drafted.
 
-        A draft that is found while it runs begins one token later. That costs its row a part of a
-        token; to wait for it would cost all rows the host's time in every pass.
+        A draft found meanwhile begins one token later; to wait for it would cost all rows host
+        time.
         """
         may_run = self._is_pipelined and not self._may_join
         if not (may_run and all(row.may_run_ahead(round_) for row, round_ in current)):
@@ -399,10 +394,7 @@ class BatchGeneration:
         return outcomes
 
     def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
-        """Seconds from one reading to the next, and True if they are those of one pass.
-
-        That is, with the rows of the pass before, and a caller who was not busy for most of it.
-        """
+        """Seconds between readings, and True if they are one pass's: same rows, caller idle."""
         now = perf_counter()
         seconds, self._read_at = now - self._read_at, now
         before, self._uids = self._uids, [row.uid for row, _ in current]

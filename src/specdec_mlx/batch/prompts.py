@@ -20,8 +20,7 @@ from specdec_mlx.target.model_pass import vocab_size_of
 class PromptReading:
     """A prompt that is being read, but for its last token.
 
-    prompt: [n] token ids. caches: the target's, which hold the first `num_read` of them, and what
-    was there before. stream: MLX's stream to run on. seconds: that it took so far.
+    prompt: [n] token ids. caches: hold its first `num_read` tokens and what came before.
     """
 
     model: nn.Module
@@ -59,11 +58,7 @@ class PromptReading:
 def samples_of(
     model: nn.Module, request: Request, num_samples: int, options: CacheOptions, stream: Any
 ) -> Iterator[Request]:
-    """Several texts of one prompt, which is read once, when the first of them is asked for.
-
-    The prompt of a single text is left to be read with it. Raises PromptError for what cannot be a
-    prompt of this model.
-    """
+    """Several texts of one prompt, read once, when the first is asked for; else PromptError."""
     if num_samples == 1:
         yield request
         return

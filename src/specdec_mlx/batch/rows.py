@@ -21,10 +21,7 @@ from specdec_mlx.target.verifier import Verifier
 
 @dataclass(frozen=True)
 class RowDrafting:
-    """Drafter, rule and draft length of one text that has its own; a length of None is the batch's.
-
-    All three as in `speculate`.
-    """
+    """Drafter, rule and draft length of one text that has its own; None is the batch's."""
 
     drafter: Drafter | None
     rule: str | AcceptanceRule = "auto"
@@ -35,13 +32,11 @@ class RowDrafting:
 class Request:
     """One text to write.
 
-    prompt: [n] token ids. max_tokens: most tokens to generate, -1 for no limit. sampler, seed,
-    logits_processors: as in `speculate`. prompt_cache: the target's caches, which hold what comes
-    before the prompt and its first `num_read` tokens; several texts may share them, and they are
-    not changed. num_said: how many of the prompt's last tokens are the text's beginning, written
-    elsewhere; they count among max_tokens. drafting: None for the batch's own. matcher: its
-    `advance(token)` is called with each token, and ends the text with True, such as mlx-lm's
-    `StopSequences.Matcher`. stats: an account to go on with.
+    prompt: [n] token ids. prompt_cache: caches that hold what comes before it and its first
+    `num_read` tokens; shared, never changed. num_said: the prompt's last tokens that are the text's
+    beginning, written elsewhere; they count among max_tokens. drafting: None for the batch's own.
+    matcher: `advance(token)` returns True to end the text, as mlx-lm's `StopSequences.Matcher`.
+    stats: an account to go on with.
     """
 
     prompt: Sequence[int] | mx.array
@@ -58,11 +53,10 @@ class Request:
 
 
 class RowToken(NamedTuple):
-    """One emitted token of one text.
+    """One emitted token of one text, by its uid.
 
-    uid: of the text; see `BatchGeneration.insert`. finish_reason: "stop" after a stop token,
-    "length" after the last one wanted, else None. prompt_cache: of a text that has ended, if caches
-    were asked for: they hold the first `num_cached` tokens of prompt + text.
+    finish_reason: "stop", "length" or None. prompt_cache: of an ended text, if asked for: the first
+    `num_cached` tokens of prompt + text.
     """
 
     uid: int
@@ -74,11 +68,7 @@ class RowToken(NamedTuple):
 
 @dataclass(eq=False)
 class Row:
-    """A text that is being written.
-
-    finish_reason: why it ends with the tokens that are known, "removed" included. reading_seconds:
-    of its prompt's steps but for the last one.
-    """
+    """A text that is being written; finish_reason is also "removed"."""
 
     uid: int
     generation: Generation

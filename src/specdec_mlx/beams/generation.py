@@ -25,10 +25,9 @@ from specdec_mlx.target.model_pass import vocab_size_of
 
 @dataclass
 class BeamText:
-    """One continuation of the prompt.
+    """One continuation of the prompt; a stop token is in `tokens`, not in `text`.
 
-    text, tokens: a stop token is among the tokens alone. logprob: sum of the log-probabilities of
-    the tokens. score: its rank's. finish_reason: "stop" or "length".
+    logprob: sum over the tokens. score: its rank's. finish_reason: "stop" or "length".
     """
 
     text: str
@@ -40,10 +39,9 @@ class BeamText:
 
 @dataclass
 class BeamSearchResponse:
-    """Result of a beam search.
+    """Result of a beam search: the beams, the best first.
 
-    beams: the best first. num_passes: passes of the model after the prompt. num_steps: steps of the
-    search; a plain beam search makes a pass for each.
+    num_passes: of the model after the prompt. num_steps: of the search, each a pass without drafts.
     """
 
     beams: list[BeamText]
@@ -76,22 +74,12 @@ def beam_search(
     the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
 
     Args:
-        model: a loaded mlx-lm model.
-        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
-        prompt: text, token ids or chat messages.
+        model, tokenizer, prompt, drafter, draft_model, stream, prefill_step_size: as in `generate`;
+            the drafter guesses how each beam goes on, None makes a pass for each step.
         num_beams: beams that are kept, and returned.
         max_tokens: most tokens of each.
-        drafter: a drafter or its name with options; it guesses how each beam goes on. None makes a
-            pass for each step.
-        draft_model: a small model, or the folder or Hugging Face name of one.
         draft_length: most steps to guess, or "auto" for what pays.
-        length_penalty: beams are ranked by logprob / length ** length_penalty; 0 ranks by
-            log-probability, 1 by that of a token.
-        prefill_step_size: most positions of the prompt in one pass.
-        stream: MLX's stream to run on.
-
-    Returns:
-        The beams, and how many passes they took.
+        length_penalty: beams are ranked by logprob / length ** length_penalty.
 
     Raises:
         RowsError: this model's texts cannot be rows of one batch.

@@ -22,10 +22,7 @@ from specdec_mlx.token_ids import to_list
 
 @dataclass
 class BeamDrafting:
-    """A session of the drafter for each beam.
-
-    prompt: token ids. stream: MLX's stream to run on.
-    """
+    """A session of the drafter for each beam."""
 
     drafter: Drafter
     prompt: Sequence[int]
@@ -37,8 +34,8 @@ class BeamDrafting:
     def follow(self, beams: Sequence[Beam]) -> None:
         """Bring the sessions to these beams; those of other beams are dropped.
 
-        The first beam that goes on from another takes its session over. The others have a copy of
-        it, or a new one that begins with the whole text.
+        The first beam that goes on from another takes its session over, the others a copy or a new
+        one.
         """
         before, self._sessions = self._sessions, {}
         heirs: dict[Tokens, Tokens] = {}
@@ -83,10 +80,7 @@ def paths_of(draft: Draft, limit: int) -> list[Tokens]:
 
 @dataclass
 class GuessLength:
-    """How many steps of a beam search to guess: a fixed number, or as many as pay.
-
-    All rows are accepted together: a step counts once, and a pass costs as much as all its rows.
-    """
+    """How many steps of a beam search to guess: a fixed number, or as many as pay for all rows."""
 
     fixed: int = 0
     auto: Auto | None = None
@@ -96,14 +90,7 @@ class GuessLength:
         return self.fixed if self.auto is None else self.auto.limit("", cheap=False)
 
     def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
-        """Learn from a pass.
-
-        Args:
-            num_guessed: steps of the longest guess.
-            num_steps: steps that it brought.
-            seconds: since the pass before was read.
-            steady: True if it had the rows of the one before it.
-        """
+        """Learn from a pass of so many guessed and taken steps; steady: rows as before."""
         right, fed = min(num_steps - 1, num_guessed), 1 + num_guessed
         if self.auto is not None:
             round_ = RoundRecord(num_guessed, right, num_steps, fed, (), seconds, steady=steady)
@@ -114,11 +101,7 @@ _learned: PerModel[dict[int, GuessLength]] = PerModel(lambda model: {})
 
 
 def guess_length_for(model: nn.Module, num_beams: int, choice: int | str) -> GuessLength:
-    """How many steps to guess; "auto" goes on with what was learned with so many beams.
-
-    Raises:
-        ValueError: for anything but "auto" or an int >= 0.
-    """
+    """How many steps to guess: an int >= 0 (else ValueError), or "auto", learned by beams."""
     if choice != "auto":
         return GuessLength(whole("draft_length", choice, 0, ", or 'auto'"))
     learned = _learned(model)

@@ -1,9 +1,8 @@
 """Beam search with a drafter: several steps a pass, and the beams of a plain beam search.
 
-For each beam the drafter guesses how it goes on, and one pass of the target over all guesses tells
-the likeliest continuations of each guessed position. The search then goes step by step, and on with
-the same pass as long as the beams of a step were guessed, or cannot matter (Leviathan et al. 2023,
-appendix A.4). Each guess is a row of a batch.
+One pass over each beam's guess tells the likeliest continuations of each guessed position. The
+search goes on with the same pass as long as the beams of a step were guessed, or cannot matter
+(Leviathan et al. 2023, appendix A.4).
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ class Guess(NamedTuple):
 
 @dataclass
 class BeamRows:
-    """The target, with a row for each guess.
-
-    num_top: continuations that are wanted of each position.
-    """
+    """The target, with a row for each guess; num_top continuations of each position."""
 
     model: nn.Module
     prompt: Sequence[int]
@@ -92,14 +88,9 @@ class BeamRows:
 
 
 def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
-    """The likeliest tokens of each row of logits [n, V], with their log-probabilities.
+    """The `num_top` likeliest tokens of each row of logits [n, V], and their log-probabilities.
 
-    Args:
-        logits: of n positions.
-        num_top: how many of each; all, if there are fewer.
-
-    Raises:
-        LogitsError: the logits are not numbers.
+    Raises LogitsError where the logits are not numbers.
     """
     logits = logits.astype(mx.float32)
     scale = mx.logsumexp(logits, axis=-1, keepdims=True)
@@ -120,11 +111,7 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
 
 @dataclass
 class BeamSearch:
-    """A beam search under way.
-
-    rows: the target. num_beams: beams that are kept. max_tokens: most steps. drafting: None for a
-    plain search, a step a pass. length: how many steps to guess.
-    """
+    """A beam search under way; drafting is None for a step a pass."""
 
     rows: BeamRows
     num_beams: int

@@ -13,10 +13,7 @@ Continuations = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation of the prompt: generated tokens, and the sum of their log-probabilities.
-
-    is_finished: True if the last of them is a stop token.
-    """
+    """A continuation: generated tokens, the sum of their log-probabilities, and if it has ended."""
 
     tokens: Tokens = ()
     logprob: float = 0.0
@@ -31,17 +28,9 @@ def next_beams(
 ) -> list[Beam] | None:
     """One step of beam search: the likeliest of all beams with one token more.
 
-    Finished beams stay, and compete with those that go on. A beam with unknown continuations, which
-    are never likelier than itself, is dropped if it is less likely than all that are chosen.
-
-    Args:
-        beams: those of the step before.
-        continuations: of open beams, by their tokens: the `num_beams` likeliest, or all.
-        num_beams: how many to keep.
-        stop_tokens: tokens that finish a beam.
-
-    Returns:
-        The beams, the likeliest first; None where those that are known do not decide it.
+    Finished beams stay, and compete. A beam with unknown continuations, which are never likelier
+    than itself, is dropped if it is less likely than all that are chosen. `continuations` are the
+    `num_beams` likeliest of each open beam. None where those that are known do not decide it.
     """
     candidates = [beam for beam in beams if beam.is_finished]
     unknown = []

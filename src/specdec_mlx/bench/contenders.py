@@ -29,11 +29,8 @@ MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 class Counts(NamedTuple):
     """A loop's own counts so far.
 
-    Attributes:
-        target_passes: the one that gave the first token included.
-        drafted: tokens proposed.
-        drafting: passes that had a draft.
-        host_seconds: in the loop, outside the target's passes; None where it does not say.
+    target_passes: with that of the first token. drafting: passes that had a draft. host_seconds: in
+    the loop, outside the target's passes; None where it does not say.
     """
 
     target_passes: int
@@ -44,11 +41,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Emitted:
-    """One token of a generation.
+    """One token of a generation, with the counts up to it, None for a pass a token.
 
-    Attributes:
-        counts: up to this token; None of a loop that takes a pass for every token.
-        at: time of `time.perf_counter` when the token was known; None is now.
+    at: `time.perf_counter` when it was known, None for now.
     """
 
     token: int
@@ -139,8 +134,8 @@ def ours(
 ) -> Contender:
     """Our loop with a drafter, or with none, by the name that tables give it.
 
-    tuning: where an automatic length keeps what it learns from text to text; None for a new one for
-        each seed, and so for each repeat: a text seen before would be no fair test.
+    tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
+    before is no fair test.
     """
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
@@ -182,14 +177,9 @@ def make_contenders(
     rules: Sequence[str] = ("auto",),
     make: Callable[[str], Drafter | None] | None = None,
 ) -> list[Contender]:
-    """Plain mlx-lm, its own speculation if there is a draft model, then ours.
+    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
-    Ours is each drafter with each length and rule; without a drafter ("none") these mean nothing.
-    `make` makes the drafter of a name; None is `make_drafter` with the draft model.
-
-    Raises:
-        UnknownNameError: no drafter or length has this name.
-        ValueError: options that a drafter does not take, or "model" without one.
+    make: makes the drafter of a name; None is `make_drafter`, whose errors it raises.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:

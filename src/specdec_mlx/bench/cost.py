@@ -33,15 +33,10 @@ RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a pass over m positions, between measured points by straight lines.
+    """Seconds of a pass over m positions: straight lines between and beyond measured points.
 
-    Beyond the last point the last slope goes on. Raises ValueError for points that make no curve.
-
-    Attributes:
-        name: its name in tables.
-        positions: [n] increasing, the first is 1.
-        seconds: [n] of a pass over so many positions.
-        low, high: [n] ends of a 95% interval of `seconds`; () where they are not known.
+    positions: [n] increasing from 1, else ValueError. low, high: [n] 95% interval of `seconds`, or
+    ().
     """
 
     name: str
@@ -84,8 +79,7 @@ def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
 def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
     """Curve out of a command line: "measured", "linear:0.24", a chip, or costs of 1, 2 ... rows.
 
-    measured: the curve that came with the recorded texts; it also gives relative curves their
-    unit. Raises ValueError.
+    measured: the curve of the recorded texts, and the unit of relative ones. Raises ValueError.
     """
     unit = measured.seconds[0] if measured else RELATIVE_UNIT
     if text == MEASURED:
@@ -112,18 +106,14 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
 class CostMeter:
     """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
 
-    Sweeps are spread over a benchmark, so that the curve and the rounds see the same machine. A
-    pass is measured as the loop runs it, from the feed to the read that waits. Each is divided by
-    the passes over one position right before and after it, so that the machine's pace cancels out.
+    Sweeps are spread over a benchmark, and each pass is divided by those over one position before
+    and after it, so that the machine's pace cancels out.
     """
 
     def __init__(
         self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
     ) -> None:
-        """Fill the cache with a real text, since experts are chosen by it, and warm up.
-
-        widths: numbers of positions, the first 1.
-        """
+        """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
         target = ModelPass(model, Rollback(make_prompt_cache(model)))
         self._verifier = Verifier(target, NextToken(Sampling(), (), Noise(0)), Match())
@@ -174,12 +164,7 @@ class CostMeter:
 
 
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval that holds the median with at least this chance, from the order of the samples.
-
-    Of n samples the number below the median is binomial (n, 1/2), so that the k-th smallest and
-    largest are its ends. With fewer than 6 no interval at 95% is that wide, and the smallest and
-    the largest are returned.
-    """
+    """Interval that holds the median with at least this chance, by binomial (n, 1/2)."""
     ordered, n = sorted(samples), len(samples)
     tail, k = 0.0, 0
     while k < (n - 1) // 2:

@@ -21,10 +21,8 @@ EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row 
 class Difference(Keyed):
     """First place where a sample's text parts from that of plain decoding.
 
-    Attributes:
-        position: index among the generated tokens.
-        top_two_gap: difference of the target's two greatest logits there, in a single-token pass.
-        excused: True if that is a tie but for rounding.
+    position: among the generated tokens. top_two_gap: of the target's logits there, in a
+    single-token pass. excused: True if that is a tie but for rounding.
     """
 
     id: str

@@ -41,10 +41,7 @@ def blas_name() -> str:
 
 
 def blas_in(maps: str) -> str:
-    """Matrix library among mapped files, in the format of /proc/PID/maps.
-
-    MLX does not call the libraries in the wheels of NumPy and SciPy.
-    """
+    """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
     known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
     theirs = {"numpy.libs", "scipy.libs"}

@@ -24,11 +24,7 @@ LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", NO_DRAFTER: "no draf
 def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str = "") -> Figure:
     """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
 
-    Args:
-        results: of a benchmark, the first those of plain mlx-lm. mlx-lm's own speculation is drawn
-            last.
-        ax: where to draw; a new plot if None.
-        title: stands above the legend, which is above the axes.
+    results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
     """
     contenders = list(dict.fromkeys(r.key for r in results))[1:]
     contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)

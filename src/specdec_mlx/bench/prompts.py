@@ -75,10 +75,7 @@ def choose(
     categories: Sequence[str] | None = None,
     per_category: int | None = None,
 ) -> list[WithCategory]:
-    """At most so many prompts of each of these categories, evenly spread; None for all.
-
-    Raises ValueError for a category that no prompt has.
-    """
+    """At most so many prompts of each category, evenly spread; ValueError for unknown ones."""
     by_category: dict[str, list[WithCategory]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
@@ -103,7 +100,7 @@ def encode_chat(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Token ids of a conversation in the model's chat template, the answer about to begin.
+    """Token ids of a conversation in the chat template, the answer about to begin.
 
     Without a template it is the messages' contents, with blank lines between them.
     """

@@ -20,11 +20,8 @@ from specdec_mlx.stats.rows import Row, Rows
 class RecordedText:
     """A prompt with its text by plain decoding; any drafter can be scored on it.
 
-    Attributes:
-        prompt, generated: token ids; the latter [m] at temperature 0.
-        session: the conversation that it is a part of; "" where it stands alone.
-        top_tokens: [m, top] the target's likeliest tokens at each generated one, the likeliest
-            first; [] where they were not recorded.
+    prompt, generated: token ids. session: its conversation, or "". top_tokens: [m, top] the
+    target's likeliest at each generated token, or [].
     """
 
     id: str
@@ -37,13 +34,9 @@ class RecordedText:
 
 @dataclass(frozen=True)
 class Record(Rows):
-    """A whole benchmark: where and how it ran, and its results.
+    """A whole benchmark: where and how it ran, and its results by category and contender.
 
-    Attributes:
-        settings: model, temp, max_tokens, repeats, seed, dtype, vocab_size.
-        cost: measured c(m); None where it was not measured.
-        results: one for each category and contender.
-        samples: every generation; not saved.
+    cost: measured c(m) or None. samples: every generation; not saved.
     """
 
     command: str

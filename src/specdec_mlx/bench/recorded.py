@@ -48,10 +48,7 @@ from specdec_mlx.token_ids import to_list
 
 @dataclass(frozen=True)
 class Modelled:
-    """One text as a way of drafting would have generated it: counts as in a live run.
-
-    seconds: of all passes and drafts, on the cost curve. plain_seconds: of one pass a token.
-    """
+    """A text as a way of drafting would have generated it: live counts, modelled seconds."""
 
     category: str
     tokens: int
@@ -108,10 +105,9 @@ class RecordedTarget:
         return True
 
     def tap(self, wanted: Features) -> None:
-        """Show the likeliest tokens, from the text's own places; the prompt is fed for that.
+        """Show the likeliest tokens, from the text's own places; UnreadableError for states.
 
-        Of a text without `top_tokens` its own token alone is known, so that the scores of a
-        drafter that reads more are lower bounds. Raises UnreadableError for states.
+        Of a text without `top_tokens` only its own token is known: scores are lower bounds.
         """
         if wanted != Features(top=wanted.top):
             raise UnreadableError(
@@ -248,15 +244,10 @@ def replay_text(
     vocab_size: int,
     draft_seconds: float = 0.0,
 ) -> Modelled:
-    """Run the loop on a recorded text, with a drafter or none.
+    """Run the loop on a recorded text, with a drafter or none (plain decoding).
 
-    Args:
-        text: a prompt and its text by plain decoding.
-        drafter: None for plain decoding.
-        length: chooses draft lengths, and learns from the modelled seconds.
-        cost: c(m), in seconds.
-        max_tokens, vocab_size: as when the text was recorded.
-        draft_seconds: of one draft token.
+    length: learns from the modelled seconds. cost: c(m), in seconds. max_tokens, vocab_size: as
+    recorded. draft_seconds: of one draft token.
     """
     modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)

@@ -1,8 +1,7 @@
 """`specdec-mlx replay`: recorded texts scored offline, for any drafter, draft length and cost.
 
-The loop itself runs, with its drafters and draft lengths. Only the target is replaced, by one that
-knows its text and takes no time: the cost of a pass is read off a curve c(m). At temperature 0 the
-counts are therefore those of a live run.
+The loop itself runs; the target is replaced by one that knows its text, and its passes cost c(m).
+At temperature 0 the counts are those of a live run.
 """
 
 from __future__ import annotations
@@ -39,15 +38,10 @@ DEFAULT_SLOPE = "linear:0.24"
 
 @dataclass(frozen=True)
 class Score:
-    """One way of drafting on one category of texts, under one cost curve.
+    """One way of drafting on one category of texts ("all" for every one), under one cost curve.
 
-    Attributes:
-        drafter, draft_length: as given on the command line; "" where it means nothing.
-        category: of the texts; "all" is every text.
-        speedup: plain seconds over modelled seconds, sums over the texts.
-        live_ratio: ratio that the recorded benchmark measured; None if it did not run this, or the
-            curve is not the measured one.
-        session: the conversation of the texts; "" for all of the category.
+    drafter, draft_length: as on the command line. speedup: plain seconds over modelled ones.
+    live_ratio: as measured live on the same curve, or None. session: of the texts, or "".
     """
 
     cost: str
@@ -113,20 +107,17 @@ def score_record(
 ) -> Scores:
     """Every drafter with every draft length on all texts.
 
-    What a draft length learns it keeps from text to text, as in a live benchmark. It begins with
-    the prior of the chip whose curve is named.
-
     Args:
         record: of a benchmark; its texts are scored.
-        drafters: name -> drafter, or a function that makes it, so that one that remembers has a
-            memory for each way of drafting; None for plain decoding.
-        draft_lengths: numbers and policies, as on the command line.
+        drafters: name -> drafter, None for plain decoding, or a function that makes it, so that one
+            that remembers has a memory for each way of drafting.
+        draft_lengths: numbers and policies, as on the command line. What one learns it keeps from
+            text to text; it begins with the prior of the chip whose curve is named.
         cost: c(m), in seconds.
         draft_cost: of a draft token, in c(1).
 
     Returns:
-        A score for each category and for all of them, of each way of drafting, and where the texts
-        belong to sessions, for each of these; a notebook shows them as a table.
+        A score for each way of drafting and each category, session, and all texts.
 
     Raises:
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
@@ -232,10 +223,7 @@ def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
 def record_of_sessions(
     path: Path | str, model: Path | str | None = None, cost: CostCurve | None = None
 ) -> Record:
-    """A session file as a record, by the tokenizer of a model (a small one if None).
-
-    Raises ValueError for a file that is none, ModelFolderError if the tokenizer cannot be loaded.
-    """
+    """A session file as a record, by a model's tokenizer (a small one if None)."""
     name = model or demo_model_path()
     with explained(name):
         tokenizer = load_tokenizer(name)

@@ -93,10 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(
     args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
 ) -> int:
-    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason.
-
-    others: further contenders, of a model and its tokenizer.
-    """
+    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
@@ -151,12 +148,8 @@ def run_bench(
 ) -> Record:
     """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
 
-    Args:
-        model, tasks, contenders, settings: the target, and what to run on it.
-        temp: temperature that the contenders were made with; at 0 their texts are compared.
-        measure_cost: measure c(m) too, one sweep before each task.
-        make_bar: total -> a progress bar with `update()` and `close()`.
-        about, command: further settings for the record, and the command as typed.
+    temp: that the contenders were made with; at 0 texts are compared. measure_cost: measure c(m), a
+    sweep before each task. make_bar: total -> a progress bar. about, command: for the record.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
@@ -211,13 +204,10 @@ def bench_texts(
     """A benchmark of your own texts from Python.
 
     Args:
-        model: the target.
-        tokenizer: its tokenizer, with a chat template.
+        model, tokenizer: the target; the tokenizer has a chat template.
         texts: user messages by kind of text.
-        drafters: names with options, as on the command line.
-        draft_lengths: K or the name of a policy, as on the command line.
-        draft_model: what the drafter "model" means; it has the target's tokenizer.
-        rules: acceptance rules, as on the command line.
+        drafters, draft_lengths, rules: as on the command line.
+        draft_model: of the drafter "model"; it has the target's tokenizer.
         temp: temperature; at 0 the texts are compared with plain decoding's.
         settings: 128 tokens and one repeat if None.
         progress: show a bar.

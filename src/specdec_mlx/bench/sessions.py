@@ -1,11 +1,7 @@
 """Session files: conversations whose every assistant message is a text, in the order of writing.
 
-One JSON object a line, of one of two kinds:
-
-- `messages`, a list of objects with `role` and `content`: a conversation. Every assistant message
-  is a text, and the messages before it are its prompt.
-- `turns`, of which the first is a prompt, and `reference`, its answer: a text. Lines with the same
-  `session` are one conversation.
+One JSON object a line: `messages` (role and content), of which every assistant message is a text;
+or `turns`, the first a prompt, and `reference`, its answer, by `session`.
 """
 
 from __future__ import annotations
@@ -19,16 +15,7 @@ from specdec_mlx.bench.record import RecordedText
 
 
 def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
-    """The texts of a session file, in its order.
-
-    Args:
-        path: JSON lines, see above.
-        tokenizer: encodes them, prompts by its chat template; where it has an end token, a text
-            ends with it.
-
-    Raises:
-        ValueError: with the number of the line that is neither kind.
-    """
+    """The texts of a session file in its order; ValueError with the number of a wrong line."""
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
         name, category = str(row.get("id", number)), str(row.get("category", "sessions"))

@@ -22,25 +22,17 @@ NUM_RESAMPLES = 4000
 
 @dataclass(frozen=True)
 class Result(Keyed):
-    """One contender on one category of texts.
+    """One contender on one category of texts ("all" is every text).
 
-    Speeds leave out the prefill and the first round, and of a text the median of the repeats
-    counts. They are None where no text is longer than its first round.
+    Speeds leave out prefill and first round, take the median of the repeats of each text, and are
+    None where no text is longer than its first round.
 
-    Attributes:
-        category: of the texts; "all" is every text.
-        texts, tokens: how many were generated, in one repeat; other counts are of all repeats.
-        ratio: tokens per second over plain decoding's, with a 95% bootstrap interval over texts.
-        end_to_end_ratio: as `ratio`, from the call to the last token.
-        drafting_share: share of the passes that had a draft.
-        host_ms_per_round: milliseconds in the loop outside the target's passes, over the texts that
-            say; None for mlx-lm's own loops.
-        peak_memory_gb: with the caches of all contenders that ran side by side.
-        first_token_seconds: median of all generations.
-        first_token_ratio: over plain decoding's, of all texts together; None in older records.
-        identical: texts that are plain decoding's in every repeat; None where tokens are drawn at
-            random.
-        excused: further texts that part from it at a near tie only.
+    texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
+    decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included.
+    drafting_share: of the passes. host_ms_per_round: in the loop outside the target's passes, None
+    for mlx-lm's own. peak_memory_gb: with all that ran side by side. first_token_seconds: median;
+    first_token_ratio: over plain decoding's. identical: texts that are plain decoding's in every
+    repeat, None where drawn at random; excused: further ones that part at a near tie only.
     """
 
     drafter: str
@@ -103,10 +95,7 @@ def throughput_ratio(ours: Speeds, plain: Speeds) -> float:
 def bootstrap_interval(
     ours: Speeds, plain: Speeds, seed: int = 0, num_resamples: int = NUM_RESAMPLES
 ) -> tuple[float, float]:
-    """95% percentile interval of the throughput ratio, texts drawn with replacement.
-
-    It covers the choice of texts, which moves a ratio far more than the clock does.
-    """
+    """95% percentile interval of the throughput ratio, texts drawn with replacement."""
     n = len(ours.tokens)
     rows = np.random.default_rng(seed).integers(0, n, (num_resamples, n))
     low, high = np.quantile(_ratio(ours, plain, rows), [0.025, 0.975])

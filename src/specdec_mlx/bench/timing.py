@@ -23,10 +23,7 @@ TURN_TOKENS = 8
 
 @dataclass(frozen=True)
 class Settings:
-    """How every contender generates. end_tokens: ids that end a text (the token is part of it).
-
-    Raises ValueError for less than one token or one repeat.
-    """
+    """How contenders generate; end_tokens end a text. ValueError for no token or no repeat."""
 
     max_tokens: int = 128
     repeats: int = 1
@@ -43,17 +40,10 @@ class Settings:
 class Sample(Keyed):
     """One generation as it happened.
 
-    Attributes:
-        tokens: [n] ids, the end token included.
-        first_round: how many of them came with the first round; their time is in `first_seconds`,
-            with the prefill of all models.
-        first_seconds: from the call to the first token.
-        decode_seconds: from there to the last token.
-        passes, drafting_rounds: passes of the target, and those that had a draft.
-        host_seconds: host time of the loop outside the target's passes; None for loops that do not
-            say, and for a text that met an end token, since it leaves a pass under way whose launch
-            would count.
-        peak_bytes: MLX's peak memory, with the caches of all that run side by side.
+    tokens: [n] ids, the end token included; the `first_round` first came with the first round,
+    whose time, prefill included, is `first_seconds`. decode_seconds: from there to the last token.
+    passes, drafting_rounds: of the target, and those with a draft. host_seconds: of the loop
+    outside the target's passes; None where unknown. peak_bytes: with all that run side by side.
     """
 
     id: str
@@ -87,10 +77,7 @@ def run_interleaved(
     on_sample: Callable[[Sample], None] = lambda sample: None,
     between_tasks: Callable[[], None] = lambda: None,
 ) -> list[Sample]:
-    """Every contender on every task, `repeats` times, all of them side by side.
-
-    They take turns of a few tokens, so that a change in the machine's speed meets all alike. Begins
-    with a short untimed generation of each, under a seed that no timed repeat has.
+    """Every contender on every task, `repeats` times, in turns of a few tokens, after a warm-up.
 
     on_sample: called with each generation that has ended. between_tasks: called before each task.
     """
@@ -112,13 +99,10 @@ def run_interleaved(
 def take_turns(
     runs: Sequence[Run], seed: int = 0, may_go_on: Callable[[], bool] = lambda: True
 ) -> None:
-    """Bring all runs to their end, a few tokens each in turns.
+    """Bring all runs to their end, a few tokens each in turns, in an order that is drawn anew.
 
-    The order of each round of turns is drawn anew: what ran before is felt in the processor's
-    caches, by up to a twentieth where a token takes 2 ms. On several ranks a turn is a whole text:
-    ranks that are in different places of one generation cannot begin to meet in another.
-
-    may_go_on: asked before each round of turns; at a no all end as far as they are.
+    On several ranks a turn is a whole text. may_go_on: asked before each round of turns; at a no
+    all end as far as they are.
     """
     draws = random.Random(seed)
     on_ranks = mx.distributed.init().size() > 1
@@ -140,10 +124,7 @@ def time_generation(contender: Contender, task: Task, settings: Settings, repeat
 
 
 class Run:
-    """One generation under way, timed in turns.
-
-    The clock runs while it has its turn; at the end of a turn it waits until the device is idle.
-    """
+    """One generation under way; the clock runs in its turns, until the device is idle."""
 
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
         """Start it; nothing is computed yet."""

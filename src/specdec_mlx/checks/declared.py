@@ -33,9 +33,8 @@ EDGES = np.linspace(0, 1, NUM_BINS + 1)
 class Draws:
     """Points in [0, 1) of drafted tokens under their declared distributions.
 
-    proposals, cut: drafts, and those shorter than was asked for. distributions: some of those
-        declared, each as its positive chances in falling order. random: draws each point within
-        its token's piece.
+    proposals, cut: drafts, and those shorter than asked for. distributions: some of those declared,
+    chances falling. random: draws each point within its token's piece.
     """
 
     points: list[float] = field(default_factory=list)

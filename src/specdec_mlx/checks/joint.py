@@ -1,9 +1,8 @@
 """Do texts follow the target's distribution? A chi-square test of the joint of their first tokens.
 
-The texts of a few contexts are sorted into cells: a text whose every token is expected often enough
-at its place has a cell of its own, the others share one for each place that they leave from. The
-exact chance of a cell is a product of the target's own probabilities; the probabilities of a named
-fault give the chance to find that.
+A text whose every token is expected often enough at its place has a cell of its own, the others
+share one for each place that they leave from. Expected counts are products of the target's own
+probabilities; those of a named fault give the chance to find it.
 """
 
 from __future__ import annotations
@@ -55,8 +54,8 @@ Tokens = tuple[int, ...]
 class Texts:
     """Texts of `NUM_TOKENS` tokens after one context.
 
-    The first token of a generation is never drafted. So each begins before the context's last
-    token, which the target then gives with certainty.
+    Each begins before the context's last token, since the first token of a generation is never
+    drafted; the target then gives that one with certainty.
     """
 
     subject: Subject
@@ -155,8 +154,7 @@ class Cells:
     def expected(self, variant: Variant = lossless) -> Counts:
         """Texts expected in each cell, emitted by rounds of up to `NUM_DRAFT` draft tokens.
 
-        Mass arrives at a place by how many draft tokens of the round are yet to verify; at 0 the
-        bonus token is due, and `UNDRAFTED` is a round of the target's own.
+        Mass arrives at a place by draft tokens left to verify; at 0 the bonus token is due.
         """
         chances = dict.fromkeys(self.cells, 0.0)
         arriving: dict[Tokens, dict[int, float]] = {(): {_draft_length(0): 1.0}}
@@ -186,10 +184,7 @@ def _draft_length(num_tokens: int) -> int:
 
 
 def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
-    """Draw texts after some of the places seen, and hold them to the target's distribution.
-
-    `draws` takes the drafter's draws.
-    """
+    """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
     groups: list[Texts] = []
     count = 0
     first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
@@ -218,10 +213,7 @@ def _most_telling(steps: Sequence[Step]) -> list[Step]:
 
 
 def _tells(step: Step) -> float:
-    """Least distance of the named faults' distributions from the target's.
-
-    Of the next token, and of the one after a draft accepted whole as if p and q were the same.
-    """
+    """Least distance of the named faults' distributions from the target's, for two tokens."""
     p, q = step.target_probs, step.draft_probs
     assert q is not None
     return min(

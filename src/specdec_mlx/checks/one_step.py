@@ -39,10 +39,7 @@ class Coins:
     def outcomes(
         self, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
     ) -> Iterator[tuple[int, float, np.ndarray]]:
-        """Number kept of a draft, its chance, and the distribution [V] of the token after.
-
-        target_probs [K+1, V] and probs [K, V], which the draft declares, are float64.
-        """
+        """Number kept of a draft, its chance, and the distribution [V] of the token after."""
         given = target_probs, np.array(tokens, int), probs
         heads = self.rule.accept_probs(*given)
         kept: dict[int, float] = defaultdict(float)
@@ -56,14 +53,10 @@ class Coins:
 class Emitted(NamedTuple):
     """Result of a rule on drafts of one token.
 
-    Attributes:
-        distance: total variation of what is emitted from p; where draft tokens were left out, at
-            least that, and at most their mass more.
-        bonus_distance: the same for the token after a draft accepted whole.
-        left_out: mass of the draft tokens that were not gone through.
-        kept: chance that the draft token is kept.
-        overlap: sum of min(p, q), the largest lossless chance.
-        fault: the named fault that emits the same; None if there is none.
+    distance: total variation of what is emitted from p, at most `left_out` too little.
+    bonus_distance: of the token after a draft accepted whole. left_out: draft mass not gone
+    through. kept: chance that the draft token is kept. overlap: sum of min(p, q), the largest
+    lossless chance. fault: the named fault that emits the same, or None.
     """
 
     distance: float

@@ -23,12 +23,9 @@ SURE = 0.9
 
 @dataclass(frozen=True)
 class Part:
-    """One question of the check, and its answer.
+    """One question of the check, and its answer; "not run" is too little time or data.
 
-    Attributes:
-        status: "not run" is too little time or data.
-        verdict: one line that names what is wrong and what to do next.
-        numbers: what was measured, ready for JSON.
+    verdict: a line that names what is wrong and what to do next. numbers: ready for JSON.
     """
 
     name: str

@@ -1,8 +1,4 @@
-"""The check as a whole: its parts in turn, each with a share of the time.
-
-`texts` compares passes and greedy texts, `one_step`, `joint` and `declared` distributions, `state`
-the drafter with the text.
-"""
+"""The check as a whole: its parts in turn, each with a share of the time."""
 
 from __future__ import annotations
 
@@ -65,15 +61,14 @@ def check(
     Args:
         model: the target.
         tokenizer: the target's; may be None where prompts are token ids.
-        drafter: as for `generate`.
-        draft_model: as for `generate`, instead of a drafter.
-        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers;
-            greedy if None.
+        drafter, draft_model: as for `generate`.
+        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
+            if None.
         rule: as for `speculate`.
         draft_length: tokens a draft.
         prompts: user messages, or token ids; None takes a few of ours.
-        budget: seconds; parts take as many samples as fit and say how many. One that had no time is
-            "not run", and then the whole is not passed.
+        budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
+            then the whole is not passed.
         seed: of all draws.
         progress: show a bar.
 

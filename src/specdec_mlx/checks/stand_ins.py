@@ -1,12 +1,8 @@
-"""Stand-ins for a model or a drafter where a part of the check runs it outside of the loop.
+"""Stand-ins where a part of the check runs a model or a drafter outside of the loop.
 
-Thousands of short texts after one context pass the same few places. There the loop, the drafter's
-session, the rule and the noise run as ever, and only a pass whose outcome is known is looked up:
-`Remembered`.
-
-Other parts ask sessions outside of any generation, where nobody shows them the target's states. So
-each session of a drafter that reads the target feeds its text to the target itself:
-`standing_alone`.
+`Remembered` looks up passes that thousands of short texts have in common; loop, session, rule and
+noise run as ever. `standing_alone` has sessions feed the target the text themselves, where nobody
+shows them its states.
 """
 
 from __future__ import annotations
@@ -45,15 +41,11 @@ IMPOSSIBLE = -1e9
 class Remembered(nn.Module):  # type: ignore[misc]
     """Stands for a model whose texts all begin with the same tokens.
 
-    Its cache holds the tokens that were fed, so that one which was not rolled back leads to
-    another row, as it would with the model's own caches.
+    Its cache holds the tokens fed: one that was not rolled back leads to another row, as it should.
     """
 
     def __init__(self, model: nn.Module, context: list[int], *, gives_last: bool = False) -> None:
-        """context: [n] tokens that all texts begin with, n > 0.
-
-        gives_last: the context but for its last token leads to that one with certainty.
-        """
+        """context: [n > 0] common tokens; gives_last: the others lead to its last for sure."""
         super().__init__()
         self._rows = _Rows(model, tuple(context), gives_last)
 
@@ -138,10 +130,7 @@ class _Rows:
 
 
 def with_remembered_models(drafter: Drafter, context: list[int]) -> Drafter:
-    """The drafter, with each model in its fields, or in those of drafters there, remembered.
-
-    One that keeps a model elsewhere runs it each time, which is as right, and slow.
-    """
+    """The drafter, with each model in its fields, or in those of drafters there, remembered."""
     if not dataclasses.is_dataclass(drafter) or isinstance(drafter, type | ReadsTarget):
         return drafter
     changed = copy.copy(drafter)

@@ -1,8 +1,7 @@
 """Is the drafter's state in step with the text?
 
-A draft cache that was rolled back wrongly changes no text, so no test of the text sees it: only
-fewer drafts are accepted. So a session that has been through rejections is compared with one that
-begins with the same text.
+A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
+through rejections is compared with one that begins with the same text.
 """
 
 from __future__ import annotations
@@ -60,10 +59,7 @@ def check_state(subject: Subject, work: Work) -> Part:
 
 
 def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
-    """Distance between the two sessions' next drafts, None for none; and tokens rejected so far.
-
-    It is the total variation of the first token's distributions, 1 where only one drafts.
-    """
+    """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
     context = subject.context(Noise(subject.seed))
     session = subject.drafter.begin(prompt, context)
     tokens = list(prompt)
@@ -85,10 +81,7 @@ def _compare(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
 
 
 def depends_on_text_alone(drafter: Any) -> bool:
-    """True if a drafter is known to draft the same after the same text.
-
-    So do our look-ups, and whatever has a model among its fields, or in a drafter there.
-    """
+    """True if a drafter is known to draft the same after the same text: look-ups, and models."""
     if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
         return True
     if isinstance(drafter, Reading):

@@ -85,8 +85,7 @@ class Subject:
 class Work:
     """The time that a part may take, until `time.perf_counter` says so, and its progress.
 
-    say: takes the text beside the progress bar. ranks: those that the model is spread over; the
-        first one's clock counts on all.
+    say: takes the text beside the bar. ranks: the first one's clock counts on all.
     """
 
     until: float
@@ -118,8 +117,8 @@ class Work:
 class Step:
     """A place in a text of the target's own, and the draft that was proposed there.
 
-    tokens: [n] those before it. target_probs: [V] distribution of the next one, from a single-token
-        pass. draft_probs: [V] distribution of the first drafted one; None if there is none.
+    tokens: [n] before it. target_probs: [V], from a single-token pass. draft_probs: [V] of the
+    first drafted token, or None.
     """
 
     tokens: list[int]
@@ -149,10 +148,7 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Ite
 
 
 def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
-    """Distribution [V] of a draft's first token, a point mass where none is declared.
-
-    None for an empty draft. Raises DraftError for a token that the target does not have.
-    """
+    """Distribution [V] of a draft's first token, or None; DraftError for a foreign token."""
     if not len(draft):
         return None
     if draft.logprobs is not None:

@@ -1,7 +1,4 @@
-"""Greedy texts against mlx-lm's plain decoding, and passes over several positions against one.
-
-And how a trained head's files were read: what each other reading would accept.
-"""
+"""Greedy texts against plain decoding, wide passes against single ones, a head's readings."""
 
 from __future__ import annotations
 
@@ -70,10 +67,7 @@ def check_widths(model: nn.Module, work: Work) -> tuple[Part, ProbeReport]:
 
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Part:
-    """Every prompt in turn, as far as time goes; at least one.
-
-    probed: differences between passes on this machine; None if that was not measured.
-    """
+    """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     gap = EXCUSED_GAP
     if probed is not None:
         gap = max([gap, *(TIE_FACTOR * row.max_difference for row in probed.rows if row.exact)])
@@ -136,8 +130,7 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
 def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part:
     """Greedy texts with the head as it was read, and read otherwise.
 
-    The text is the target's own in any case, so that the part passes even if another reading would
-    do better; the verdict then says which.
+    The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
     subject = replace(subject, drafter=replace(drafter, greedy=True))
     as_read, texts = _Accepted(), 0

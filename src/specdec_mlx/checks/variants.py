@@ -1,8 +1,7 @@
 """Named faults, and the texts that each would emit: what the tests here can find.
 
-Each gives, for the target's distribution p and the drafter's q after a text, three arrays [V] of
-mass over the next token: drafted and kept; emitted otherwise, after which a new round begins; and
-of the token after a draft that was kept whole.
+Each gives, for p and q after a text, three arrays [V] of mass over the next token: drafted and
+kept; emitted otherwise, where a new round begins; and of the token after a whole draft.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Backends of MLX on Linux: those installed, and an error in words where none loads.
 
-MLX's own wheel has no backend there. The distributions that have one put the same file in the same
-place, `mlx/lib/libmlx.so`, so that only one of them can be installed. This module needs no MLX.
+Their distributions put the same file in the same place, so only one can be installed. Needs no MLX.
 """
 
 from __future__ import annotations
@@ -29,11 +28,7 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
 
 
 def without_mlx(error: ImportError) -> BaseException:
-    """The exception to raise where `mlx.core` cannot be imported.
-
-    MissingBackendError, which says what to install. The command `specdec-mlx`, whose own code is
-    not reached, says so on one line and ends.
-    """
+    """MissingBackendError with what to install; the command `specdec-mlx` prints it and ends."""
     problem = MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
     if not _is_our_command():
         return problem
@@ -60,10 +55,7 @@ def why_mlx_is_missing(error: ImportError) -> str:
 
 
 def reinstall(backends: dict[str, str]) -> str:
-    """The command that leaves one backend, of MLX's own version.
-
-    MLX is installed anew as well, since an uninstalled backend takes files of it along.
-    """
+    """The command that leaves one backend, and MLX anew, of MLX's own version."""
     return (
         f"pip uninstall -y mlx {' '.join(backends)} && "
         f'pip install "specdec-mlx[{EXTRAS[_kept(backends)]}]"'

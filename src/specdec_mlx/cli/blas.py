@@ -1,7 +1,7 @@
 """OpenBLAS for MLX on a Linux CPU: found, given its plain names, and preloaded.
 
-The extra `cpu` brings `scipy-openblas32`, with `scipy_` before its names; a copy without is kept in
-the cache. A command that wants it starts again, on half of the cores or OPENBLAS_NUM_THREADS.
+The extra `cpu` brings `scipy-openblas32`, whose names begin with `scipy_`; a copy without is
+cached.
 """
 
 from __future__ import annotations
@@ -25,10 +25,7 @@ SECTION = "<u4,<u4,<u8,<u8,<u8,<u8,<u4,<u4,<u8,<u8"  # 1: type, 4: offset, 5: si
 
 
 def start_again_with_openblas(command: str) -> str | None:
-    """Replace this process by the same command with OpenBLAS preloaded, where that is faster.
-
-    Returns the library in the new process, elsewhere None.
-    """
+    """Replace this process by one with OpenBLAS preloaded; there, the library, elsewhere None."""
     if library := os.environ.pop(PRELOADED, None):  # what this process starts is to inherit nothing
         if others := os.environ.pop("LD_PRELOAD", "").split()[1:]:
             os.environ["LD_PRELOAD"] = " ".join(others)
@@ -68,8 +65,8 @@ def find_openblas() -> str | None:
 def without_prefix(library: bytes, prefix: bytes) -> bytes:
     """A 64-bit ELF library with the prefix taken off its symbols; ValueError, KeyError for others.
 
-    A name is an offset into a table of strings, and skips the prefix. System V's hash table, which
-    wants no order of symbols, takes the place of GNU's.
+    A name is an offset into a table of strings, and skips the prefix; System V's hash table
+    replaces GNU's, which wants an order of symbols.
     """
     if not library.startswith(b"\x7fELF\x02\x01"):
         raise ValueError(f"It begins with {library[:6]!r}, expected a 64-bit ELF library.")

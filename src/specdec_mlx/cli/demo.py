@@ -1,8 +1,7 @@
 """The demo: the same texts by plain mlx-lm and by speculation, side by side, within a given time.
 
-It shows `draft_length="auto"` where it gains (an edit and a summary, which quote their prompts, and
-a text of the trained pair that ships) and where there is nothing to gain (a chat), and beside it a
-fixed length. All take turns, so that a change in the machine's pace meets all alike.
+It shows `draft_length="auto"` where it gains (an edit, a summary, the trained pair) and where
+nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
 """
 
 from __future__ import annotations
@@ -89,10 +88,9 @@ REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
 
 @dataclass(frozen=True)
 class Show:
-    """The texts that one model writes.
+    """The texts that one model writes, by drafters, the most important first.
 
-    drafters: by name, the most important one first. rehearsal: a further prompt, from which "auto"
-    learns the costs of passes before any is timed. rehearsal_tokens: length of its text.
+    rehearsal: a further prompt of `rehearsal_tokens`, from which "auto" learns the costs of passes.
     """
 
     model: nn.Module
@@ -113,19 +111,11 @@ def run_demo(
     is_default: bool = True,
     preloaded: str | None = None,
 ) -> bool:
-    """Say what is going to happen, run it, and show it.
+    """Say what is going to happen, run it, and show it; True if all texts are plain decoding's.
 
-    Args:
-        model_path: folder or Hugging Face name.
-        max_tokens: most tokens of a text.
-        seconds: most that all generation may take; what does not fit is cut or left out.
-        repeats: most runs of each text.
-        draft_length: beside "auto" stands a fixed one as a contrast.
-        is_default: True to show the pair that ships as well.
-        preloaded: the matrix library that was preloaded for this process.
-
-    Returns:
-        True if all texts are plain decoding's.
+    model_path: folder or Hugging Face name. seconds: of all generation; what does not fit is cut or
+    left out. draft_length: the fixed one beside "auto". is_default: also show the pair that ships.
+    preloaded: the matrix library of this process.
     """
     name = Path(model_path).name
     say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
@@ -289,10 +279,7 @@ def show_live(name: str, responses: Iterator[SpeculativeResponse]) -> None:
 
 
 def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
-    """All texts of a show by all contenders in turns, and again while there is time.
-
-    When it is over, all stop at the same token. Raises ValueError if there was no time at all.
-    """
+    """All texts by all contenders in turns, cut at one token; ValueError for no time at all."""
     samples: list[Sample] = []
     began = budget.spent
     turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)

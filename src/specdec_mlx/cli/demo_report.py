@@ -29,8 +29,8 @@ WIDTH = 100
 class Row:
     """A line of the table: one text by one contender.
 
-    first: its first run. speed: in times plain decoding's, median over the repeats; None where it
-    was too short. verdict: one of `VERDICTS`, the worst of the repeats.
+    speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
+    `VERDICTS`.
     """
 
     first: Sample
@@ -39,13 +39,7 @@ class Row:
 
 
 def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[Row]:
-    """A row for each contender but plain decoding, with which it is compared repeat by repeat.
-
-    Args:
-        model: the target, for the gap of its logits where texts differ.
-        scene: a text.
-        samples: of this text, and others.
-    """
+    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
     own = [sample for sample in samples if sample.id == scene.task.id]
     verdicts = dict.fromkeys((sample.key for sample in own), IDENTICAL)
     for repeat in {sample.repeat for sample in own}:
@@ -89,14 +83,7 @@ def format_table(rows: Sequence[Row]) -> str:
 
 
 def legend(rows: Sequence[Row], model: nn.Module, first: Scene, samples: Sequence[Sample]) -> str:
-    """The outcome, how to read the table, and the machine.
-
-    Args:
-        rows: of the table.
-        model: the target of its first text.
-        first: that text.
-        samples: of that model.
-    """
+    """The outcome, how to read the table, and the machine."""
     paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN and s.id == first.task.id]
     step = statistics.median([pace for pace in paces if pace] or [first.pace.step])
     num_same = sum(row.verdict == IDENTICAL for row in rows)

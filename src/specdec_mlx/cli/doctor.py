@@ -24,10 +24,8 @@ from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_versio
 class Installation:
     """The installation that generates text here.
 
-    runs_on: "metal", "cuda" or "cpu". device: its name. blas: the library that multiplies matrices
-    on a CPU, else None. backends: versions of those installed on Linux, by distribution. openblas:
-    a better library that could be preloaded, or None. refusal: why mlx-lm's own calls cannot be
-    extended, or None.
+    runs_on: "metal", "cuda" or "cpu". blas: of a CPU. backends: versions by distribution on Linux.
+    openblas: a better library to preload. refusal: why mlx-lm's own calls cannot be extended.
     """
 
     runs_on: str

@@ -57,8 +57,8 @@ class Budget:
     def enough_for_turns(self, expected: float) -> Callable[[], bool]:
         """True, when called before each turn of all, if there is time for it.
 
-        The first turns read the prompts and are always taken. The second take `expected` seconds,
-        each later one as long as the one before.
+        The first turns are always taken; the second take `expected` seconds, later ones as the one
+        before.
         """
         asked_at: list[float] = []
 
@@ -83,11 +83,7 @@ class Pace:
 
 @dataclass(frozen=True)
 class Scene:
-    """A text that is written in several ways side by side.
-
-    task: its prompt. contenders: plain decoding, then others, the most important first. max_tokens:
-    most tokens of the text. end_tokens: ids that end it.
-    """
+    """A text that is written in several ways side by side, plain decoding the first."""
 
     task: Task
     contenders: Sequence[Contender]
@@ -112,11 +108,7 @@ class Scene:
 
 
 def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
-    """As much of the scenes as there is time for, if every text may be cut short.
-
-    Where that is not enough, each keeps one contender beside plain decoding; then scenes are left
-    out from the last one on. The first one always stays.
-    """
+    """As many scenes as there is time for: fewer contenders first, then scenes, never none."""
     shown = list(scenes)
     if sum(scene.least_seconds for scene in shown) > seconds:
         shown = [replace(scene, contenders=scene.contenders[:2]) for scene in shown]

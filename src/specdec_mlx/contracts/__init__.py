@@ -1,11 +1,8 @@
 """The contracts between the parts: what a drafter hands over, what a rule returns.
 
-A drafter proposes, the target scores K+1 positions in one pass, a rule decides how many to keep.
-Throughout, K is the number of draft tokens in a round and V the target's vocabulary size.
-
-Who writes a drafter needs `Drafter`, `DraftSession` and `Draft`; who writes a rule,
-`AcceptanceRule`, `TargetRows` and `Verdict`. What either may add stands in `optional`, as protocols
-with their defaults.
+K is the number of draft tokens in a round and V the target's vocabulary size. Who writes a drafter
+needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`, `TargetRows` and
+`Verdict`; what either may add stands in `optional`.
 """
 
 from specdec_mlx.contracts.branching import (

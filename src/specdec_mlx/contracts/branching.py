@@ -1,9 +1,8 @@
 """Draft lengths: the contract, and what drafts that fork need.
 
-Who drafts chains needs none of the latter. A drafter that has a tree of its own hands it over as a
-`Draft` with `parents`; where that costs time its session has `forks`, True while `propose` gives
-trees of as many tokens as it is asked for. A session with `propose_tree(limit, values, may_fork)`
-is asked by it for the chain or the tree that is worth most to `values`, a `ValuesDrafts`.
+A drafter with a tree of its own hands it over as a `Draft` with `parents`; where that costs time
+its session has `forks`. A session with `propose_tree(limit, values, may_fork)` is asked by it for
+the chain or tree that is worth most to `values`, a `ValuesDrafts`.
 """
 
 from __future__ import annotations
@@ -26,28 +25,22 @@ class OffersSeveral(Protocol):
 class DraftLength(Protocol):
     """Chooses the draft length of each round of one generation; learns from the rounds.
 
-    Of a drafter that is made of several, such as `FirstOf`, each part is asked in turn; `part` is
-    the key of the one that is asked, and `RoundRecord.part` of the one whose draft was verified.
+    `part` is the key of the drafter that is asked, one of several under `FirstOf`;
+    `RoundRecord.part` of the one whose draft was verified.
     """
 
     def limit(self, part: str, cheap: bool) -> int:
         """Most tokens to draft now, >= 0; decided before anything is drawn.
 
-        Args:
-            part: key of the drafter that is asked.
-            cheap: whether proposing is free, so that more may be asked for than `cut` will keep.
+        cheap: True if proposing is free, so that more may be asked for than `cut` keeps.
         """
         ...
 
     def cut(self, part: str, draft: Draft) -> int:
         """How many tokens of a point-mass draft to keep, 0 to K.
 
-        A draft that was drawn at random is never shown here: dropping a drawn token because of
-        what it is would change the output law.
-
-        Args:
-            part: key of the drafter that proposed it.
-            draft: what it proposed, within the limit.
+        A drawn draft is never shown here: dropping a token for what it is would change the output
+        law.
         """
         ...
 
@@ -63,13 +56,7 @@ class ValuesDrafts(Protocol):
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """Expect a session; the way to ask it for a draft of at most so many tokens.
-
-        Args:
-            part: key of its drafter.
-            session: is asked what it can do.
-            may_fork: True if the target takes trees now.
-        """
+        """Expect a session; the way to ask it for a draft of at most so many tokens."""
         ...
 
     def limit(self, part: str, cheap: bool) -> int:
@@ -79,8 +66,7 @@ class ValuesDrafts(Protocol):
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, with its drafter's key; empty where none is worth any.
 
-        Args:
-            drafts: point masses of at least one token, each with its drafter's key; at least one.
+        drafts: point masses of at least one token, each with its drafter's key; at least one.
         """
         ...
 
@@ -93,24 +79,15 @@ class ValuesDrafts(Protocol):
     ) -> Draft:
         """The chain or the tree that is worth most, of what several look-ups propose.
 
-        Args:
-            part: key of the drafter that is made of them.
-            drafts: chains of point masses, each with its drafter's key.
-            may_fork: True if the target takes trees now; asked where a tree is worth most.
+        drafts: chains of point masses, each with its drafter's key. may_fork: asked if a tree is
+        best.
         """
         ...
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """Price of more draft tokens in a round, in tokens.
-
-        At the going rate; infinitely much where that is not known and cannot be tried.
-        """
+        """Price of more draft tokens in a round, in tokens; infinite where it cannot be tried."""
         ...
 
     def wants_timing(self, num_drafted: int) -> bool:
-        """True if the seconds of a round that drafted so many tokens are needed now.
-
-        With a caller who is slow with its tokens, what a pass takes is hidden behind that. The loop
-        then waits for the pass before it hands out tokens.
-        """
+        """True if a round's seconds are needed now; the loop then waits before it emits."""
         ...

@@ -26,20 +26,13 @@ Origin = Literal["draft", "correction", "bonus", "plain"]
 
 
 class Evidence(NamedTuple):
-    """Evidence for one draft token, as far as its drafter has any.
+    """Evidence for one draft token; no rule reads it, it only helps to choose how many to draft.
 
-    No acceptance rule reads it; it only helps to choose how many tokens to draft.
-
-    match: how many tokens of the text the draft was found by, or another strength >= 0 of the
-        drafter's own; 0: nothing known.
-    share, places: its share of the votes of places in a text, or of the times that its context was
-        seen, and how many places vote for it, or how often it was seen there; classes out of
-        `drafters.evidence`; 0: nothing known.
-    rank: place among the tokens that its drafter proposes after the same ones.
-    confidence: largest probability in the draft model's distribution at this position; None:
-        nothing known. It is known before the token is drawn, and says nothing about the draw.
-    is_drawn: whether the token is drawn from that distribution, and is not its likeliest one.
-    is_free: whether no step was run for it: what look-up found behind a draft model's tokens.
+    match: length of the match, or another strength >= 0 of the drafter's own; 0: nothing known.
+    share, places: share of the votes, and number of voters, as classes of `drafters.evidence`; 0:
+    nothing known. rank: place among the tokens proposed after the same ones. confidence: largest
+    probability of the draft model here, known before the draw; None: nothing known. is_drawn: it is
+    drawn, and not the likeliest. is_free: no step was run for it.
     """
 
     match: int = 0
@@ -52,11 +45,7 @@ class Evidence(NamedTuple):
 
 
 class Step(Enum):
-    """Decision after a look at the draft's distribution at one position, its draw unseen.
-
-    GO_ON: take this token, and draft another. STOP_AFTER: take it as the last one. STOP_BEFORE: do
-    not take it.
-    """
+    """Decision at one position of a draft, its draw unseen: go on, stop after or before it."""
 
     GO_ON = "go on"
     STOP_AFTER = "stop after"
@@ -71,18 +60,14 @@ GoesOn = Callable[[Sequence[Evidence]], Step]
 class Draft:
     """Proposed continuation of the text, K tokens; an empty one makes the round plain decoding.
 
-    tokens: [K] token ids, a sequence of ints, or an `mx.array` where they are not computed yet.
-    logprobs: [K, V] float32 log-probabilities of the distribution that each token was *drawn
-        from*, captured while drafting and normalised; None for a point mass, that is when the
-        drafter would always propose these very tokens.
-        Among siblings, of a token *given those before it*: the same row for independent draws, a
-        row without the earlier tokens, renormalised, for draws without replacement.
-    evidence: optional [K] what speaks for each token; a plain int is `Evidence.match`. The
-        automatic draft length learns how often tokens with the like of it are accepted; no
-        acceptance rule reads it.
-    parents: None for a chain, where each token follows the one before it. For a tree, [K] index of
-        each token's parent among these tokens, `ROOT` for those that continue the text itself;
-        parents stand before their children.
+    tokens: [K] token ids, a sequence of ints, or an `mx.array` where not computed yet. logprobs:
+    [K, V] float32 log-probabilities of the distribution that each token was *drawn from*, captured
+    while drafting and normalised; None for a point mass, when the drafter would always propose
+    these very tokens. Among siblings, of a token given those before it: the same row for
+    independent draws, a row without the earlier tokens, renormalised, without replacement.
+    evidence: [K] what speaks for each token; an int is `Evidence.match`. parents: None for a chain;
+    for a tree [K] index of each token's parent, `ROOT` for those that continue the text, parents
+    before children.
     """
 
     tokens: Sequence[int] | mx.array = ()
@@ -119,8 +104,8 @@ class Draft:
     def first_chain(self) -> Draft:
         """The chain of first children, for what verifies chains alone; a chain is its own.
 
-        Which tokens are in it does not depend on what they are, so those drawn at random stay
-        distributed as `logprobs` says.
+        Which tokens are in it does not depend on what they are, so drawn ones stay distributed as
+        declared.
         """
         if self.parents is None:
             return self
@@ -142,17 +127,13 @@ NO_DRAFT = Draft()
 class RoundRecord:
     """One round as it happened.
 
-    drafted, accepted, emitted: numbers of tokens; emitted = accepted + 1 unless the round was cut
-        short by max_tokens. tokens: the emitted ones. fed: positions that the pass computed.
-    seconds: from the reading of the round before to this one's, all that the round cost.
-    draft_seconds, verify_seconds: host time spent in proposing, and in launching the pass and
-        waiting for it (a draft model's lazy steps run inside verify).
-    steady: whether the round was launched and read in the same mode, and the caller was not busy
-        with its tokens for most of the time. Only such a round's seconds are those of one pass; at
-        a change of mode some backends count two, and then next to none.
-    ahead: whether it was launched before the round before it was read, in pipelined mode.
-    context: positions on the caches before the pass.
-    part: key of the drafter whose draft it verified, one of several under `FirstOf`; "" for none.
+    drafted, accepted, emitted: tokens; emitted = accepted + 1 unless max_tokens cut the round. fed:
+    positions of the pass. seconds: from the reading of the round before to this one's.
+    draft_seconds, verify_seconds: host time for proposing, and for launching the pass and waiting
+    (a model's lazy steps run inside verify). steady: launched and read in the same mode, the caller
+    not busy for most of it; only then are the seconds those of one pass. ahead: launched before the
+    round before was read. context: positions on the caches before. part: key of the draft's
+    drafter, or "".
     """
 
     drafted: int
@@ -173,18 +154,12 @@ class RoundRecord:
 class DraftContext:
     """The generation that a drafter drafts for, as far as it may know it.
 
-    sampling: the distribution that target tokens are drawn from, or None when the caller gave an
-        opaque sampler. A drafter that draws at random must draw from its logits under this same
-        sampling.
-    noise: the generation's source of randomness, keyed by purpose and position. coupled: whether
-        drafts are to be drawn from the noise of the target's own draws (rule "coupled").
-    logits_processors: the target's processors, in order; (tokens [n], logits [1, V]) -> logits.
-    vocab_size: V.
-    tokenizer: the target's tokenizer where the caller has one, else None.
-    draft_cache: caches for a draft model that the caller wants used and kept in step, or None.
-    prefill_step_size: most positions of the prompt to process at a time.
-    target_caches: what the target has read, for drafters that run layers of its own; None where
-        several texts are written at once.
+    sampling: of the target's tokens, which a drafter that draws must draw under; None for an opaque
+    sampler. noise: randomness, keyed by purpose and position. coupled: drafts are drawn from the
+    noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
+    draft_cache: caches for a draft model that the caller wants kept in step, or None.
+    prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
+    layers of the target; None where several texts are written at once.
     """
 
     sampling: Sampling | None = None
@@ -200,15 +175,11 @@ class DraftContext:
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.
 
-        start: number of tokens emitted before the draft. Keyed by both, so that no later draft is
-        drawn from noise that had a say in an earlier verdict: a `start` that comes again after a
-        verdict biases the text (`check_drafter` sees it). Under the coupled rule, where the draft
-        has no say in what is emitted, it is the target's own noise at that position.
-
-        Of a tree each node has an `index` of its own, siblings too, whatever their depth (coupled:
-        its depth): they are then drawn independently, and each declares the distribution at its
-        place. Siblings that are to differ are the largest few of log q + one row, and declare q
-        without those before.
+        start: tokens emitted before the draft. Keyed by both: a `start` that comes again after a
+        verdict would draw from noise that had a say in it, and bias the text (`check_drafter` sees
+        it). Under the coupled rule it is the target's own noise at that position. In a tree each
+        node has an `index` of its own (coupled: its depth), for independent draws; siblings that
+        are to differ are the largest few of log q + one row, and declare q without those before.
         """
         assert self.noise is not None
         assert self.vocab_size is not None
@@ -230,8 +201,7 @@ class DraftContext:
 class DraftSession(Protocol):
     """All that a drafter changes in the course of one generation.
 
-    What is observed after a proposal begins with the part of it that was accepted. Optional
-    members: `Cheap`, `SessionParts`, `SeesTarget`, `Forks`, `Closes`.
+    What is observed after a proposal begins with the part of it that was accepted.
     """
 
     def propose(self, limit: int) -> Draft:
@@ -245,10 +215,7 @@ class DraftSession(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Frozen configuration of a way to draft; reusable and shareable between generations.
-
-    Optional members: `Keyed`, `Checks`, `DrafterParts`, `RunsModel`, `ReadsTarget`.
-    """
+    """Frozen configuration of a way to draft; reusable and shareable between generations."""
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation after `prompt` [n] token ids, before the target has read it."""

@@ -1,7 +1,4 @@
-"""What drafters and their sessions may have besides their contracts, on one page.
-
-Protocols where something is called, attributes where it is read; each says what holds by default.
-"""
+"""Optional members of drafters and sessions: protocols if called, else attributes; defaults."""
 
 from __future__ import annotations
 
@@ -45,10 +42,9 @@ class SeesTarget(Protocol):
     """
 
     def see(self, features: FeatureRows) -> None:
-        """Take the rows of further positions of the text, before they are observed.
+        """Take the rows of further positions of the text, lazy, before they are observed.
 
-        The prompt's rows come chunk by chunk, later ones after each verdict, if they were kept.
-        They are lazy: evaluate, or drop, those of one chunk before the next.
+        Evaluate, or drop, those of one chunk of the prompt before the next.
         """
         ...
 
@@ -60,8 +56,8 @@ class Stepwise(Protocol):
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
 
-        `goes_on` is asked at each position with the evidence there and before, never with what was
-        drawn: a token that is dropped for what it is would bias the text.
+        `goes_on` is asked at each position with the evidence so far, never with what was drawn: a
+        token dropped for what it is would bias the text.
         """
         ...
 
@@ -70,9 +66,8 @@ class Stepwise(Protocol):
 class SessionGroups(Protocol):
     """A session made of others, asked in its place; default: it is asked itself.
 
-    Of a group's cheap sessions the point mass that is worth most is taken, which reads no draw. A
-    session that costs time is asked, by what is known before anything is drawn, only where it
-    promises more. A cheap session's drawn draft is taken where no other is.
+    Of a group's cheap sessions the point mass worth most is taken. A session that costs time is
+    asked only where it promises more; a cheap session's drawn draft is taken where no other is.
     """
 
     @property

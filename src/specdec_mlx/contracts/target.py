@@ -19,10 +19,9 @@ if TYPE_CHECKING:
 class Features:
     """Features of the target's passes that a drafter wants to read, or gets.
 
-    As a wish (`ReadsTarget.features`): layers: indices of decoder layers whose outputs are wanted.
-    head_input: whether the state after the final norm is. top: how many of the likeliest tokens.
-    caches: indices of the target's caches whose keys and values are wanted, nested ones counted one
-        by one.
+    layers: indices of decoder layers whose outputs are wanted. head_input: the state after the
+    final norm. top: how many of the likeliest tokens. caches: indices of the target's caches,
+    nested ones counted one by one, whose keys and values are wanted.
     """
 
     layers: tuple[int, ...] = ()
@@ -34,8 +33,8 @@ class Features:
 class KeysValues(NamedTuple):
     """Contents of one of the target's caches for the text read so far; all lazy.
 
-    keys, values: [1, heads, n, d], rotated to their positions, of the last n positions in any
-    order: all of them, or those in the window. offset: positions read, and so the next one.
+    keys, values: [1, heads, n, d], rotated, of the last n positions in any order: all, or the
+    window's. offset: positions read.
     """
 
     keys: mx.array
@@ -64,12 +63,10 @@ class TargetCaches(Protocol):
 class FeatureRows:
     """Rows of the target's passes at n positions in the text, one after the other; all lazy.
 
-    layers: index of the layer -> its output, [n, D]; where a layer carries several streams side by
-    side they stand one behind the other, [n, streams * D]. head_input: [n, D], state after the
-    final norm. top_tokens: [n, top] the likeliest next tokens by the raw logits, the likeliest
-    first. keys_values: the way to the caches, None where nobody asked. Call it in `propose`, when
-    the caches hold all of the text but its last token, and keep nothing of what it gives: the next
-    pass would have to copy the cache.
+    layers: index -> output [n, D], several streams of a layer side by side [n, streams * D].
+    head_input: [n, D]. top_tokens: [n, top] by the raw logits, the likeliest first. keys_values:
+    the way to the caches, or None; call it in `propose`, and keep nothing of what it gives, or the
+    next pass has to copy the cache.
     """
 
     layers: Mapping[int, mx.array]
@@ -109,10 +106,7 @@ class FeatureRows:
 
     @classmethod
     def joined(cls, parts: Sequence[FeatureRows]) -> FeatureRows:
-        """Rows of several passes, one behind the other; all of the same features, at least one.
-
-        Of all of them, the caches as they are.
-        """
+        """Rows of several passes of the same features, at least one, one after the other."""
 
         def join(arrays: Sequence[mx.array | None]) -> mx.array | None:
             there = [array for array in arrays if array is not None]
@@ -132,9 +126,9 @@ class FeatureRows:
 class PendingPass(Protocol):
     """A pass of the target that is under way.
 
-    draft: what it verifies. num_fed: positions that are computed. logprobs: [K+1, V] the target's
-    log-probabilities, processed, before temperature and filters, as mlx-lm reports them. features:
-    rows of the fed positions for a drafter that reads the target; None if nobody asked.
+    draft: what it verifies. num_fed: positions computed. logprobs: [K+1, V], processed, before
+    temperature and filters, as mlx-lm reports them. features: rows for a drafter that reads, or
+    None.
     """
 
     draft: Draft
@@ -171,13 +165,9 @@ class Target(Protocol):
         position: int,
         embeddings: mx.array | None = None,
     ) -> PendingPass:
-        """Start a pass over the pending tokens, at least one, and a draft.
+        """Start a pass over the pending tokens, at least one, and a draft, which may be empty.
 
-        Args:
-            pending: tokens of the text that are not in the caches yet.
-            draft: what to verify after them; may be empty.
-            position: index of the next token among those generated.
-            embeddings: of the pending tokens, [S, D], if the caller gave any.
+        position: index of the next token among those generated. embeddings: of the pending, [S, D].
         """
         ...
 

@@ -1,7 +1,4 @@
-"""The shape of a token tree, read off the parents of its nodes.
-
-Row 0 of a pass follows the text, row i + 1 the draft token i, for chains and trees alike.
-"""
+"""Token trees by their nodes' parents; row 0 of a pass follows the text, row i + 1 token i."""
 
 from __future__ import annotations
 

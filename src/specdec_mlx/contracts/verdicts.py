@@ -16,9 +16,8 @@ from specdec_mlx.contracts.drafting import Draft
 class Outcome:
     """Outcome of one round, known to the host.
 
-    kept: indices of the draft tokens that were kept, from the root down; `range(n)` for a chain.
-    tokens: [n + 1] what is emitted, the kept tokens and the one after them; fewer where the loop
-        has cut them at max_tokens.
+    kept: indices of the draft tokens kept, from the root down. tokens: [n + 1] emitted, the one
+    after the kept included; fewer where max_tokens cut them.
     """
 
     kept: Sequence[int]
@@ -34,11 +33,9 @@ class Outcome:
 class Verdict:
     """Decision of a rule about one draft.
 
-    num_accepted: n, how many draft tokens are kept, 0 <= n <= K; scalar int array.
-    next_token: the token after them, drawn from the target (after a whole chain the bonus token,
-        else the correction); scalar int array.
-    nodes: for a tree, [K] ints whose first n are the kept tokens, from the root down; None for a
-        chain, which keeps its first n.
+    num_accepted: n, draft tokens kept, 0 to K; scalar int array. next_token: drawn from the target,
+    the bonus token or the correction; scalar int array. nodes: for a tree, [K] ints whose first n
+    are the kept tokens, from the root down; None for a chain, which keeps its first n.
     """
 
     num_accepted: Integer[mx.array, ""]
@@ -60,11 +57,9 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Verdict of a rule that keeps a chain as far as it equals the target's own tokens.
+    """Verdict of a rule that keeps a chain as far as it equals the target's own draws [K+1].
 
-    The comparison is made on the host: the fewer small operations wait behind a pass, the better.
-
-    target_tokens: [K+1] the target's own draw at each position.
+    It is compared on the host: the fewer small operations follow a pass, the better.
     """
 
     target_tokens: Integer[mx.array, " k+1"]
@@ -85,12 +80,10 @@ class Agreement:
 
 @dataclass(frozen=True)
 class TreeVerdict:
-    """Decision of a rule about a tree: coins and tokens for all its nodes, known together.
+    """Decision about a tree: coins and tokens for all its nodes; the path is found on the host.
 
-    The way through the tree is found on the host, where its shape is known.
-
-    coins: [K] how each draft token's coin fell. after: [K+1] the token that follows if the kept
-        ones end at this row. kept: K coins -> the kept tokens, from the root down.
+    coins: [K] how each token's coin fell. after: [K+1] the token that follows if the kept ones end
+    at this row. kept: K coins -> the kept tokens, from the root down.
     """
 
     coins: Bool[mx.array, " k"]
@@ -109,10 +102,7 @@ class TreeVerdict:
 
 
 class TargetRows(Protocol):
-    """The target at the K+1 positions of a round, as a rule sees it; all of it lazy.
-
-    Row 0 follows the text, row i + 1 the draft token i.
-    """
+    """The target at the K+1 positions of a round, as a rule sees it; all of it lazy."""
 
     @property
     def greedy(self) -> bool:
@@ -156,8 +146,8 @@ class Randomness(Protocol):
 class AcceptanceRule(Protocol):
     """Pure decision about a draft: knows no model, no cache, and holds no state.
 
-    `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` is
-    the simplest rule of all. Optional attributes: see the functions below.
+    `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` the
+    simplest rule. Optional attributes: see the functions below.
     """
 
     @property
@@ -168,13 +158,10 @@ class AcceptanceRule(Protocol):
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> Verdict | Agreement:
-        """Decide about a draft of at least one token.
+        """Decide about a draft of at least one token, which need not be computed yet.
 
-        Args:
-            target: the target at K+1 positions; where it is greedy, `target.probs` is a one-hot,
-                and a rule that is exact answers `Agreement(target.tokens)`.
-            draft: K tokens, as an `mx.array` that need not be computed yet.
-            randomness: all that the rule may draw with.
+        target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is
+        exact answers `Agreement(target.tokens)`. randomness: all that the rule may draw with.
         """
         ...
 

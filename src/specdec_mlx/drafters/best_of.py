@@ -14,15 +14,9 @@ class BestOf(FirstOf):
     """The draft that is worth most: its expected tokens less what its pass costs.
 
     Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    its evidence; with a fixed length the longest match wins. A drafter that costs time is asked
-    where it promises more than the best of the others. All drafts are scored against what came, so
-    that drafters learn from each other's verdicts.
-
-    The text stays the target's own: only drafts that this text would always have led to are
-    compared, and whether a draft model is asked is decided before it draws.
-
-    drafters: at least one; of equal drafts the earlier one's is taken. Those of a `FirstOf` or
-        `BestOf` among them take part one by one. Raises ValueError for none.
+    its evidence; with a fixed length the longest match wins. One that costs time is asked, before
+    it draws, where it promises more than the best of the others. All drafts are scored against what
+    came. drafters: at least one, else ValueError; of equal drafts the earlier one's is taken.
     """
 
     def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:

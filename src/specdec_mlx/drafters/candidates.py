@@ -1,8 +1,4 @@
-"""Report of what can draft for a model: the built-in drafters, and the smaller models here.
-
-Only configurations and tokenizers are loaded; the cost of a step is taken from the size of the
-weights, which all have to be read for a token.
-"""
+"""What can draft for a model here: built-in drafters, and smaller models, read by config alone."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ ACCEPTANCES = (0.6, 0.8)
 class Candidate:
     """A model that is here, as a drafter for another one.
 
-    size: of its weights, bytes. cost: c, seconds of a drafted token over those of a target step, by
-    size. refusal: the reason why it cannot serve, or None. note: anything else.
+    size: of its weights, bytes. cost: c, of a drafted token in target steps, by size. refusal: the
+    reason why it cannot serve, or None.
     """
 
     name: str

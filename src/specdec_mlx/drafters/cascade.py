@@ -1,9 +1,8 @@
 """A horizontal cascade: a model writes the first tokens of a draft, look-up the later ones.
 
-Later tokens of a draft are less likely to be reached, so that an expensive drafter is spent on the
-first ones alone (Chen et al. 2023, "Cascade Speculative Drafting", arXiv 2312.11462). What look-up
-finds follows from the text and the tokens drawn before it: each later token is declared as a point
-mass, given those. The model's tokens are read before the look-up is asked.
+Later tokens are less likely to be reached, so that an expensive drafter is spent on the first ones
+alone (Chen et al. 2023, arXiv 2312.11462). What look-up finds follows from the text and the tokens
+drawn before it: each later token is a point mass, given those.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ NUM_FIRST = 4
 class Cascade:
     """Drafts whose first tokens a model writes, and look-up the later ones where it finds any.
 
-    first: a drafter that costs time, a draft model or a trained head, which drafts chains. then: a
-    look-up that can be asked about a text that may not come (`SuffixDrafter`,
-    `PromptLookupDrafter`), or its name. num_first: most tokens of a draft that `first` writes.
-
-    Raises ValueError for parts that cannot be put together, and for a number below 1.
+    first: a drafter that costs time, which drafts chains. then: a look-up that can be asked about a
+    text that may not come (`SuffixDrafter`, `PromptLookupDrafter`), or its name. num_first: most
+    tokens by `first`. Raises ValueError for parts that cannot be put together, and for a number
+    below 1.
     """
 
     first: Drafter
@@ -118,10 +116,7 @@ def cascade(
     num_first: int = NUM_FIRST,
     **options: Any,
 ) -> Cascade:
-    """The first tokens of a draft by a draft model, the later ones by look-up.
-
-    model: a draft model, or a trained head as a drafter. options: of `ModelDrafter`.
-    """
+    """The first tokens of a draft by a draft model or head, the later ones by look-up."""
     first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
     return Cascade(first, then, num_first)
 
@@ -152,10 +147,7 @@ class CascadeSession:
         return self._continued(draft, limit, goes_on)
 
     def _continued(self, draft: Draft, limit: int, goes_on: GoesOn) -> Draft:
-        """A draft, and what look-up finds after it, as far as that is worth its positions.
-
-        The decisions about later tokens follow from the first ones, which stay.
-        """
+        """A draft, and what look-up finds after it, as far as that is worth its positions."""
         room = limit - len(draft)
         if not len(draft) or not room:
             return draft

@@ -16,12 +16,9 @@ def default_drafter(
 ) -> SuffixDrafter | BestOf | TreeOf:
     """Copies what followed the places that match best, in the text and in a memory.
 
-    Args:
-        memory: as `SuffixDrafter` takes it; None remembers nothing.
-        trees: True to have it, n-grams, and Token Recycling share a tree where that is worth more
-            than a chain.
-        recycling: True to have Token Recycling compete in any case, after one token and after two,
-            with tables that are kept from one generation with this drafter to the next.
+    memory: as `SuffixDrafter` takes it; None remembers nothing. trees: it, n-grams and Token
+    Recycling share a tree where that is worth more than a chain. recycling: Token Recycling
+    competes in any case, with tables kept from generation to generation.
     """
     if not trees and not recycling:
         return SuffixDrafter(memory)

@@ -29,12 +29,7 @@ from specdec_mlx.target.inputs import check_is_drafter
 
 @dataclass(frozen=True)
 class Lighter:
-    """How to make a draft model lighter as it loads; None leaves it as it is.
-
-    Args:
-        bits: bits of a weight.
-        layers: how many layers, from the first one on.
-    """
+    """How to make a draft model lighter as it loads: bits, first layers; None: as it is."""
 
     bits: int | None = None
     layers: int | None = None
@@ -58,11 +53,7 @@ class Lighter:
 
 @dataclass
 class NamedModel:
-    """What Python's `draft_model=` or a command's --draft-model names; a model is loaded once.
-
-    name: folder or Hugging Face name of a draft model, or of a trained head; None for neither.
-    lighter: what is done to it as it loads.
-    """
+    """What Python's `draft_model=` or a command's --draft-model names; a model is loaded once."""
 
     name: str | Path | None = None
     lighter: Lighter = field(default_factory=Lighter)
@@ -83,13 +74,9 @@ class NamedModel:
     def make(self, spec: str, target: nn.Module | None = None, **options: Any) -> Drafter | None:
         """The drafter of NAME or NAME:key=value,..., with this model if it is one that needs one.
 
-        target: the model to draft for, which a trained head needs.
-
-        Raises:
-            ValueError: as `make_drafter`, or options that a head does not take.
-            ModelFolderError: there is no such draft model.
-            HeadError: the head is not known, or does not fit.
-            DraftModelError: a flag that makes it no lighter.
+        target: the model to draft for, which a trained head needs. Raises ValueError as
+        `make_drafter`, and ModelFolderError, HeadError and DraftModelError for what the name or a
+        flag cannot be.
         """
         name = split_spec(spec)[0]
         if name not in WITH_MODEL:
@@ -118,11 +105,9 @@ def choose_drafter(
 ) -> Drafter | None:
     """The drafter that the two arguments name; None for plain decoding.
 
-    Args:
-        drafter: a drafter, or the name of one with options; None for none.
-        draft_model: a model, or the folder or Hugging Face name of one or of a trained head; also
-            what `drafter` takes. With `drafter` as well, that one is asked first.
-        target: the model to draft for, if it is known; trained heads need it.
+    draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
+    `drafter` takes. With `drafter` as well, that one is asked first. target: the model to draft
+    for, which trained heads need.
 
     Raises:
         UnknownNameError: no drafter has this name.

@@ -1,7 +1,6 @@
 """How a draft is written: token by token, each drawn from logits under the target's sampling.
 
-A draft model and a trained head differ in where the logits of the next token come from, a *step*;
-what is drawn from them, and when a draft ends, is common.
+Draft models and trained heads differ in where the next logits come from, a *step*.
 """
 
 from __future__ import annotations
@@ -32,14 +31,9 @@ GOES_ON = 0.75
 class Draws:
     """One draft while it is drawn.
 
-    Args:
-        context: the generation's.
-        sampling: how drafts are drawn; greedy makes a point mass.
-        text: [n] prompt and tokens emitted.
-        num_prompt: tokens of the prompt.
-        at_once: tokens whose noise is drawn together; fewer where the vocabulary is large.
-
-    is_drawn: True if tokens are drawn at random. one_by_one: True if there are processors.
+    sampling: of drafts; greedy makes a point mass. text: [n] prompt of `num_prompt` tokens, and
+    tokens emitted. at_once: tokens whose noise is drawn together. is_drawn: tokens are drawn at
+    random. one_by_one: there are processors.
     """
 
     def __init__(
@@ -144,23 +138,19 @@ def draw_rows(draws: Draws, logits: mx.array) -> Draws:
 
 @dataclass
 class Pace:
-    """Host time to build a step, and time that it is then waited for.
+    """Host time to build a step, and time that it is then waited for, in seconds.
 
-    To build the next step while the evidence of one is awaited saves that wait, or as much of it as
-    building takes, where the draft goes on, and costs a step where it does not. A draft is taken to
-    go on as often as its latest known token is right.
-
-    build, wait: in seconds; wait of a step while no other was built, None before the first.
+    Building the next step while the evidence of one is awaited saves that wait where the draft goes
+    on, and costs a step where it does not.
     """
 
     build: float = 0.0
     wait: float | None = None
 
     def overlaps(self, latest: float | None) -> bool:
-        """True if the next step is to be under way before the evidence of one is read.
+        """True if the next step is to be under way before this one's evidence is read.
 
-        Args:
-            latest: largest probability at the position before it; None for a draft's first.
+        latest: largest probability at the position before it; None for a draft's first.
         """
         if self.wait is None:
             return False
@@ -191,8 +181,7 @@ def _mix(average: float, sample: float) -> float:
 def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pace: Pace) -> Draft:
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
-    A step that `pace` has under way is dropped unread if it was one too many: the decision has seen
-    neither its draw nor its distribution. goes_on: see `contracts.Stepwise`.
+    A step under way is dropped unread if it was one too many: its draw was not seen.
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []
@@ -214,10 +203,7 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
 
 
 def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
-    """As much of a draft that came at once as is worth verifying; confidences are read together.
-
-    Each decision is told the confidences up to its own position, and nothing of the draws.
-    """
+    """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
     if not len(draws):
         return Draft()
     evidence: list[Evidence] = []
@@ -238,10 +224,7 @@ def _kept(draws: Draws, evidence: list[Evidence], decision: Step) -> Draft:
 
 
 def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
-    """Logits [S, V] of a draft model whose vocabulary is padded otherwise than the target's.
-
-    Ids that the target does not have are cut off; ids that only the target has get -inf.
-    """
+    """Logits [S, V] of another padding: foreign ids cut off, ids of the target alone -inf."""
     width = logits.shape[-1]
     if vocab_size is None or width == vocab_size:
         return logits

@@ -32,8 +32,7 @@ def elect(
     """The draft that most weight is for, token by token; places that were outvoted drop out.
 
     voters: the longest match first. last: what they match, the nearest token first. more: tokens
-    that come after the text's end. The evidence of a token is the longest match of its places,
-    their share of the vote, and their number.
+    after the text's end.
     """
     paths = paths_of(voters, last, length, more)
     tokens: list[int] = []

@@ -1,8 +1,4 @@
-"""Classes of shares and of counts, which are a part of a draft token's `Evidence`.
-
-Each class has a weight of its own in what is learned of acceptance: there are few, and they are
-narrow where chances change most.
-"""
+"""Classes of shares and of counts in a draft token's `Evidence`, each with a learned weight."""
 
 from __future__ import annotations
 

@@ -21,13 +21,7 @@ from specdec_mlx.contracts import (
 
 @dataclass(frozen=True)
 class FirstOf:
-    """The draft of the first drafter that has one; each is asked only if those before had none.
-
-    So prompt lookup can copy where there is something to copy, and a draft model, which costs
-    time, is asked elsewhere.
-
-    drafters: at least one. Raises ValueError for none.
-    """
+    """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
 
@@ -74,11 +68,7 @@ class FirstOfSession:
         self.cheap = all(is_cheap(session) for session in sessions)
 
     def propose(self, limit: int) -> Draft:
-        """The first draft that is not empty.
-
-        The sessions after it are not asked: what is observed next begins with the accepted part of
-        this draft, and they would take it for theirs.
-        """
+        """The first draft that is not empty; sessions after it are not asked."""
         for session in self.sessions:
             draft = session.propose(limit)
             if len(draft):

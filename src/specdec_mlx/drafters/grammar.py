@@ -1,7 +1,6 @@
 """Structured output: a logits processor that keeps to a grammar, and a drafter of what it forces.
 
-Where a grammar leaves one token to choose, such as the keys and the punctuation of a JSON schema,
-nothing needs to be computed to know it: it is drafted for free, and always accepted.
+Where a grammar leaves one token to choose, it is drafted for free, and always accepted.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ FORCED = 64
 
 @dataclass(frozen=True)
 class Grammar:
-    """The texts that may be generated.
+    """The texts that may be generated; needs the extra `grammar` (llguidance).
 
-    kind, text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation. Needs
-    the extra `grammar` (llguidance). Raises GrammarError for a text that is none of its kind.
+    kind, text: a JSON schema, a regular expression, or a grammar in Lark's notation; GrammarError
+    for a text that is none of its kind.
     """
 
     kind: Kind
@@ -90,17 +89,10 @@ _begun: WeakKeyDictionary[Grammar, tuple[LLTokenizer, LLMatcher]] = WeakKeyDicti
 class GrammarProcessor:
     """Logits processor that allows only tokens with which the text keeps to a grammar.
 
-    Once the text is complete and cannot go on, the end token is the only one allowed. It follows
-    whatever tokens it is shown, backwards too, so that calls for rows that are rejected do no harm.
-
-    Args:
-        grammar: of the text.
-        tokenizer: the target's.
-        start: number of tokens before the text; None for those of the first call, so make one for
-            each generation.
-
-    Raises:
-        GrammarError: when called, for a grammar that outgrew the matcher's limits.
+    Once the text is complete and cannot go on, only the end token is allowed. It follows whatever
+    tokens it is shown, backwards too, so that calls for rejected rows do no harm. start: tokens
+    before the text; None for those of the first call, so make one for each generation. GrammarError
+    for a grammar that outgrew the matcher's limits.
     """
 
     pure = True
@@ -213,10 +205,7 @@ _compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
 
 
 def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
-    """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form.
-
-    tokenizer: as `mlx_lm.load` gives it, or Hugging Face's.
-    """
+    """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     fast = tokenizer._tokenizer

@@ -1,10 +1,9 @@
 """Drafts that fork, written level by level, all tokens of a level in one pass.
 
-A point-mass tree is grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): a node is
-reached with its parent's chance times its own, the likeliest of each level are continued, and the
-likeliest of all are the draft. Drawn trees have siblings drawn without replacement (Sequoia, Chen
-et al. 2024, arXiv 2402.12374). A token that was drawn must not be dropped for what it is: the
-number of draws at a place is settled before, by the distribution there and by the tokens above.
+A point-mass tree is grown as in EAGLE-2 (Li et al. 2024, arXiv 2406.16858, section 4): the
+likeliest nodes of each level are continued, and the likeliest of all are the draft. Drawn trees
+have siblings without replacement (Sequoia, Chen et al. 2024, arXiv 2402.12374); the number of draws
+at a place is settled by the distribution there and the tokens above, never by what was drawn.
 """
 
 from __future__ import annotations
@@ -106,10 +105,7 @@ class Tree:
 
 @dataclass
 class TreeDraws:
-    """One draft that forks, while it is written; greedy sampling makes point masses.
-
-    text: [n] prompt, of `num_prompt` tokens, and tokens emitted. branches: most at a place.
-    """
+    """One draft that forks, while it is written; greedy sampling makes point masses."""
 
     context: DraftContext
     sampling: Sampling
@@ -223,10 +219,7 @@ def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]
 
 
 def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
-    """Number of draws after each of some nodes, out of `limit` for the `depth` levels to come.
-
-    The likeliest children, as if a chain of the same chance followed the likeliest of each.
-    """
+    """Number of draws after each of some nodes, out of `limit` for the `depth` levels to come."""
     here = [(tree.reaches[node], tree.places[node].chances) for node in nodes]
     values = [[reach * chance for chance in chances] for reach, chances in here]
     deeper = [reach * chances[0] ** k for reach, chances in here for k in range(2, depth + 1)]

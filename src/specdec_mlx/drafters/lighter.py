@@ -1,8 +1,6 @@
-"""Lighter draft models: fewer bits, fewer layers.
+"""Lighter draft models: fewer bits, fewer layers, on the same arrays where they stay the same.
 
-Each function makes another model out of one, on the same arrays where they stay the same; the model
-that was given is left as it was. What is new is lazy, so quantize first and cut then: only the
-layers that are left are ever computed.
+What is new is lazy, so quantize first and cut then.
 """
 
 from __future__ import annotations
@@ -37,14 +35,10 @@ Rounding in 16 bits comes to a few hundredths, a wrong mask to several."""
 
 
 def quantized(model: nn.Module, bits: int) -> nn.Module:
-    """The model with weights of `bits` bits.
+    """The model with weights of `bits` bits, as its own `quant_predicate` has it.
 
-    What the model's own `quant_predicate` says of a layer counts; a layer whose width no group size
-    divides keeps its weights.
-
-    Raises:
-        DraftModelError: a number of bits that there is not, a model that is quantized already, or
-            one most of whose weights do not fit.
+    Raises DraftModelError for a number that there is not, a model that is quantized already, or one
+    most of whose weights do not fit.
     """
     if bits not in BITS:
         known = ", ".join(map(str, BITS))
@@ -87,12 +81,9 @@ def quantized(model: nn.Module, bits: int) -> nn.Module:
 
 
 def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
-    """The model's first layers and its head: an early exit.
+    """The model's first layers and its head: an early exit, checked by two passes.
 
-    Two passes check that it runs without the other layers, and that its caches hold what it needs.
-
-    Raises:
-        DraftModelError: a number of layers that there is not, or a model that cannot be cut.
+    Raises DraftModelError for a number of layers that there is not, or a model that cannot be cut.
     """
     new = _copy(model)
     owner, name = _layer_list(new)
@@ -116,11 +107,7 @@ def first_layers(model: nn.Module, num_layers: int) -> nn.Module:
 
 
 class FirstLayers(nn.Module):  # type: ignore[misc]
-    """A model whose list of layers was cut, with the caches of those that are left.
-
-    Some models make a cache for each layer of their configuration, some look at the cache of a
-    layer that is gone.
-    """
+    """A model whose list of layers was cut, with the caches of those that are left."""
 
     def __init__(self, model: nn.Module, num_places: int) -> None:
         """Take the cut model; its list of caches is filled up with None to so many places."""

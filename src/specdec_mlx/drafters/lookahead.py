@@ -68,8 +68,7 @@ class Pool:
 class Window:
     """The rows: W columns of N - 1 levels of guesses at the text's next tokens.
 
-    levels: [N - 1][W]; level k of column j stands k + j tokens after the text's last one, which is
-    level 0 of column 0.
+    levels: [N - 1][W]; level k of column j stands k + j tokens after the text's last one.
     """
 
     def __init__(self, width: int, num_levels: int, text: Sequence[int]) -> None:
@@ -87,13 +86,7 @@ class Window:
         ]
 
     def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
-        """Drop the first level, and append the target's tokens as the last one.
-
-        Args:
-            said: [W] tokens after each column, None where not computed; without any, levels stay.
-            text: with the tokens emitted.
-            num_emitted: their number; guesses at their places go.
-        """
+        """Drop the first level; the target's tokens [W], None if not computed, are the last."""
         if any(token is not None for token in said):
             last = self.levels[-1]
             new = [last[j] if token is None else token for j, token in enumerate(said)]
@@ -116,16 +109,11 @@ class LookaheadDrafter:
     """Proposes n-grams that the target guessed in parallel, beside the text that it wrote.
 
     With a fixed draft length a draft is a tree of n-grams of the pool, and then of as many columns
-    of the window as there is room for. With the automatic one it is grown from the pool by its
-    chances, and rows are added where a position costs less than `worth`.
-
-    window: columns that are guessed in parallel, W.
-    ngram: tokens of an n-gram, N, its first included.
-    num_candidates: most n-grams of the pool in a draft of a fixed length.
-    worth: tokens that a position of a row is worth, in n-grams of later rounds; 0.016 on SmolLM2's
-        chat, 0.05 on texts that repeat themselves.
-
-    Raises ValueError for numbers that mean nothing.
+    as there is room for; the automatic one grows it by its chances, and adds rows where a position
+    costs less than `worth`. window: columns that are guessed in parallel, W. ngram: tokens of an
+    n-gram, N. num_candidates: most n-grams in a draft of a fixed length. worth: tokens that a
+    position of a row is worth (0.016 on chat, 0.05 on texts that repeat). ValueError for numbers
+    that mean nothing.
     """
 
     window: int = 5

@@ -45,16 +45,16 @@ class ModelDrafter:
         greedy: propose the model's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
         tokenizers: how to draft if they differ. "text" carries drafts over as text, "shared" draws
-            from the common tokens, "any" does so where they are enough and tokens are drawn;
-            "same" raises TokenizerMismatchError with the first difference.
+            from the common tokens, "any" does so where they are enough and tokens are drawn; "same"
+            raises TokenizerMismatchError with the first difference.
         branches: most tokens at a place; with more than one it proposes trees, if it has the
             target's tokenizer; see `drafters.growing`.
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
             default the first does, and sends its distributions.
 
-    Draws come from the draft model's logits under the target's processors, temperature and filters
-    (Leviathan et al. 2023, section 2.2), and each distribution is declared as it was drawn from.
-    With greedy targets and opaque samplers the argmax is proposed.
+    Draws come from its logits under the target's processors, temperature and filters (Leviathan et
+    al. 2023, section 2.2), and are declared as drawn; greedy targets and opaque samplers get the
+    argmax.
     """
 
     model: nn.Module
@@ -116,12 +116,7 @@ class ModelDrafter:
 
 
 class ModelSession(Writes):
-    """The draft model's side of one generation.
-
-    Tokens that are not in its caches yet are fed with the next proposal.
-
-    on_close: is told the text [n], prompt included, when the generation has ended.
-    """
+    """The draft model's side of one generation; on_close is told the text [n] at its end."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         """Start with the prompt as the text and empty caches, or those of the caller."""
@@ -205,11 +200,7 @@ class ModelSession(Writes):
         return other
 
     def catch_up(self) -> None:
-        """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds.
-
-        Those are at most two for caches that cannot be trimmed, which read them again after a
-        rejection.
-        """
+        """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""
         step = self.context.prefill_step_size
         trims = self.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
@@ -223,10 +214,7 @@ class ModelSession(Writes):
         self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
 
     def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
-        """One pass of the draft model over a chain or a tree; logits [S, V], as the target's.
-
-        A token that only the target has is read as another one, since MLX checks no bounds.
-        """
+        """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)

@@ -1,8 +1,7 @@
 """Drafts from counts of what followed the last few tokens (n-gram tables with back-off).
 
-The predictor of akunu, a C++ engine for Apple silicon: count what follows each context of a few
-tokens, in the prompt and in the output alike, and propose the most frequent continuation of the
-longest context that has been seen.
+The predictor of akunu, a C++ engine for Apple silicon: the most frequent continuation of the
+longest context of a few tokens that has been seen, in the prompt or in the output.
 """
 
 from __future__ import annotations
@@ -27,26 +26,17 @@ MAX_ORDER = 8
 class NGramDrafter:
     """Proposes the most frequent continuation of the longest known context (akunu's predictor).
 
-    An n-gram of order n is a context of n - 1 tokens and the token after it. Of equally frequent
-    continuations the most recent one wins. Proposed tokens extend the context of the next proposal;
-    the draft ends where no context is known. The defaults are akunu's.
-
-    max_order, min_order: orders in use, 1 <= min_order <= max_order <= 8. Order 1 is the unigram:
-        no context, the most frequent token of all.
-    num_draft: most tokens in a draft, beside the loop's own limit.
-    stochastic: at a temperature above 0, draw each token from smoothed counts and declare that
-        distribution, a [V] row per token, for the rejection rule.
-    max_entries: most pairs of context and continuation kept per order; beyond them
-        the contexts not seen for longest are forgotten.
-    table: counts that are kept from generation to generation, used where this text's own know no
-        context as long; the generation is counted there at its end. An `NGramTable`, or the path of
-        its file, which is made if there is none and saved when the process ends. Not with
-        `stochastic`.
+    An n-gram of order n is a context of n - 1 tokens and the token after it; of equally frequent
+    ones the most recent wins. The draft ends where no context is known. The defaults are akunu's.
+    max_order, min_order: 1 <= min_order <= max_order <= 8; order 1 is the most frequent token of
+    all. num_draft: most tokens in a draft. stochastic: at a temperature above 0, draw each token
+    from smoothed counts and declare that distribution. max_entries: most pairs of context and
+    continuation per order; the contexts not seen for longest are forgotten. table: counts kept
+    between generations, used where this text's know no context as long: an `NGramTable`, or the
+    path of its file, made if need be and saved when the process ends; not with `stochastic`.
 
     Memory: at most 640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults;
-    in a text that seldom repeats itself 140 bytes a pair, 14 MB at 32,768 tokens.
-
-    Raises ValueError for arguments outside their range.
+    140 bytes a pair, 14 MB for 32,768 tokens that seldom repeat. ValueError out of range.
     """
 
     max_order: int = 4
@@ -152,8 +142,7 @@ class StochasticNGramSession(NGramSession):
     def propose(self, limit: int) -> Draft:
         """Draw up to `limit` tokens; `logprobs` [K, V] are what they were drawn from.
 
-        The draws depend on the noise, the draft's place and the counts alone: proposing twice gives
-        the same draft. A position is drafted or not before its token is drawn.
+        Draws follow from noise, place and counts alone: proposing twice gives the same draft.
         """
         vocab_size = self._generation.vocab_size
         assert vocab_size is not None

@@ -16,10 +16,7 @@ DISCOUNT = 0.75
 
 
 class Continuation(NamedTuple):
-    """The most frequent token after a context.
-
-    width: tokens of the context. seen, total: how often the token followed it, and any.
-    """
+    """The most frequent token after a context of `width` tokens: `seen` of `total` times."""
 
     token: int
     width: int
@@ -48,10 +45,9 @@ class Continuations:
 
 
 class NGramCounts:
-    """Counts for the orders from `min_order` to `max_order`.
+    """Counts for the orders from `min_order` to `max_order`, at most `max_entries` pairs of each.
 
-    Holds at most `max_entries` pairs (context, continuation) of each order; to make room it forgets
-    the contexts that were not seen for longest, whole. Adding and looking up take constant time.
+    To make room it forgets the contexts that were not seen for longest. All takes constant time.
     """
 
     def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:

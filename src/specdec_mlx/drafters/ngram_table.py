@@ -17,10 +17,8 @@ from specdec_mlx.memory.kept import Kept, opened
 class NGramTable(Kept):
     """Counts of what followed each context, for `NGramDrafter(table=...)`; thread-safe.
 
-    max_order, min_order: orders counted; a context is one token shorter.
-    max_entries: most pairs of context and continuation per order; the contexts not seen for longest
-        are forgotten.
-    tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
+    max_order, min_order, max_entries: as there. tokenizer: whose token ids these are, or its
+    fingerprint; None: the first that drafts from it.
     """
 
     kind: ClassVar[str] = "n-grams"

@@ -1,8 +1,4 @@
-"""Drafts copied from an earlier place in the text (prompt lookup, Saxena 2023).
-
-Edits, summaries and code quote their prompt, so that this finds long drafts for microseconds of
-host time and no model.
-"""
+"""Drafts copied from an earlier place in the text (prompt lookup, Saxena 2023)."""
 
 from __future__ import annotations
 
@@ -21,19 +17,13 @@ MAX_MATCH = 64
 class PromptLookupDrafter:
     """Copies what followed the longest earlier match of the last tokens (Saxena 2023).
 
-    max_ngram, min_ngram: longest and shortest match that is looked up, in tokens, 1 to 8. Drafts
-        from a match of a single token are mostly wrong; the automatic length tells them apart, and
-        gains 1% from them.
-    num_draft: most tokens in a draft, beside the loop's own limit; None is no cap of its own.
-    occurrence: which of several equally long matches is continued, the most recent or the earliest
-        one. The most recent is 1 to 4% better on chat, the earliest 2% better on summaries.
+    max_ngram, min_ngram: longest and shortest match that is looked up, in tokens, 1 to 8; matches
+    of a single token are mostly wrong. num_draft: most tokens in a draft, None for no cap of its
+    own. occurrence: which of several equally long matches is continued, the most recent (1 to 4%
+    better on chat) or the earliest (2% better on summaries).
 
-    A match of `max_ngram` tokens may be part of a longer one; which of those is taken is again for
-    `occurrence` to say.
-
-    Memory: at most 200 * (max_ngram - min_ngram + 4) bytes a token: 1.4 kB with the defaults.
-
-    Raises ValueError for arguments outside their range.
+    Memory: at most 200 * (max_ngram - min_ngram + 4) bytes a token, 1.4 kB by default. ValueError
+    out of range.
     """
 
     max_ngram: int = 5
@@ -78,8 +68,8 @@ class PromptLookupSession:
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows the longest match of text and `tokens` together; nothing is noted.
 
-        Matches are looked for in the text alone: a repetition within `tokens` is not seen. The copy
-        is copied again where it reaches the end, as a periodic text goes on.
+        Matches are in the text alone. The copy goes around where it reaches the end, as periodic
+        texts do.
         """
         cap = self._config.num_draft
         length = limit if cap is None else min(limit, cap)

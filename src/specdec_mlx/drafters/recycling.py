@@ -1,8 +1,7 @@
 """Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
 
-At every position that the target computes, those of rejected drafts too, its likeliest next tokens
-are noted under the token there. A draft is a chain of likeliest successors; a tree, as the paper
-has it, branches out to the others (`TreeOf`).
+At every position computed, rejected ones too, the likeliest next tokens are noted. A draft is a
+chain of likeliest successors; a tree, as the paper has it, branches to the others (`TreeOf`).
 """
 
 from __future__ import annotations
@@ -31,8 +30,7 @@ Context = int | tuple[int, ...]
 class Successors:
     """The likeliest tokens after a context, as the target said last.
 
-    steady: how often in a row the first one was the first. right, seen: how often it was the first
-    as the time before, of how many times.
+    steady: how often in a row the first one stayed; right of seen: how often in all.
     """
 
     tokens: list[int]
@@ -78,14 +76,7 @@ class SuccessorTable:
     def drafts(
         self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
     ) -> list[Draft]:
-        """The chains of at most `length` likeliest successors, through each of the first ones.
-
-        Args:
-            tokens: [n] the text, or its end.
-            length: most tokens.
-            width: tokens of a context, 1 or 2.
-            branches: most chains.
-        """
+        """At most `branches` chains of at most `length` successors, by contexts of `width`."""
         found = []
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
@@ -110,15 +101,9 @@ class SuccessorTable:
 class RecyclingDrafter:
     """Proposes what the target itself thought likeliest after the last token, wherever that stood.
 
-    It reads the target's 8 likeliest tokens at every position from the first generated token on,
-    which takes the device one partial sort of the logits a pass.
-
-    num_draft: most tokens in a draft, beside the loop's own limit.
-    table: the table to start from and to add to; None begins anew in each generation.
-    context: tokens that an entry stands for, 1 as in the paper, or 2, which is found less often and
-        right more often.
-
-    Raises ValueError for a number of tokens below 1, and for another context.
+    It reads the target's 8 likeliest tokens at every generated position, a partial sort a pass.
+    num_draft: most tokens in a draft. table: to start from and add to; None begins anew. context:
+    tokens that an entry stands for, 1 as in the paper, or 2. ValueError for other numbers.
     """
 
     num_draft: int = 4

@@ -1,12 +1,12 @@
 """Drafters by name, through the entry-point group `specdec_mlx.drafters`.
 
-The built-in drafters come in by the same door as anybody's: a package that declares
+A package that declares
 
     [project.entry-points."specdec_mlx.drafters"]
     my-drafter = "my_package:MyDrafter"
 
-gives its drafter a name in `make_drafter`, on the command line and in requests to the server. Of
-several with one name a built-in drafter has it, or else the package whose name comes first.
+gives its drafter a name in `make_drafter`, on the command line and in requests to the server. A
+built-in name stays with the built-in drafter, any other with the first package by name.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Draft models with a tokenizer of their own: the text is followed in their tokens.
 
-Where few tokens are common, the model writes its likeliest text, which is encoded with the target's
-tokenizer: a point mass, since it follows from the text before it alone.
-
-Where many are, tokens are drawn from its distribution over the common ones, normalised, which is
-declared (Leviathan et al. 2023, section 2.3). A drawn token is fed as the model's own of the same
-bytes, without a look at it, so that no draw decides whether later positions are drafted.
+Where few tokens are common, the model writes its likeliest text, encoded with the target's
+tokenizer: a point mass. Where many are, tokens are drawn from its distribution over the common
+ones, normalised, which is declared (Leviathan et al. 2023, section 2.3), and fed as its own tokens
+of the same bytes.
 """
 
 from __future__ import annotations
@@ -46,9 +44,7 @@ SHORTER = 1.25
 class DraftText:
     """The target's text in the draft model's tokens.
 
-    Tokens are settled up to the start of a word, so that only the end of the text is encoded again.
-
-    ids: the draft model's tokens. settled: number of them that no longer text changes.
+    settled: number of the `ids` that no longer text changes, up to the start of a word.
     """
 
     def __init__(self, shared: SharedVocabulary) -> None:
@@ -107,10 +103,7 @@ class DraftText:
 
 
 def continuation(target: Spelling, tokens: Sequence[int], text: str) -> list[int]:
-    """`text` in the target's tokens, as they would go on after `tokens`.
-
-    It ends before the first token that does not spell the text.
-    """
+    """`text` in the target's tokens after `tokens`, up to one that does not spell it."""
     last = list(takewhile(target.spelled.__contains__, reversed(tokens[-CONTEXT:])))
     before = b"".join(target.spelled[token] for token in reversed(last)).decode(errors="ignore")
     ids, ends = target.encode(before + text)
@@ -139,11 +132,9 @@ def _readable(data: bytes) -> str:
 class Retokenized:
     """The side of a draft model with another tokenizer in one generation.
 
-    Its caches hold tokens of its own, `fed`, those of the last draft included. The text is encoded
-    again at its end, and the caches go back to the longest common prefix of both. Draft caches of
-    the caller are not used.
-
-    drafts: "text" or "shared", or "any" for the latter where enough tokens are common.
+    Its caches hold tokens of its own, `fed`, and go back to what these have in common with the
+    text, encoded anew at its end. drafts: "text", "shared", or "any" for the latter where it is
+    enough.
     """
 
     def __init__(

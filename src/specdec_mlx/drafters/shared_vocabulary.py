@@ -33,12 +33,9 @@ accepted at 0.37 (a model and its own 4-bit copy at temperature 1); 0.6 of the o
 
 @dataclass(eq=False)
 class SharedVocabulary:
-    """Two tokenizers, and the tokens with the same bytes in both.
+    """Two tokenizers, and the tokens with the same bytes in both; special ones by content or role.
 
-    Special tokens are the same if they have the same content, or else the same role.
-
-    roles: beginnings and ends of texts, target id -> draft id. difference: of the tokenizers, the
-    first, in words. is_logged: True once it was.
+    roles: beginnings and ends of texts, target id -> draft id. difference: the first, in words.
     """
 
     target: Spelling
@@ -81,10 +78,8 @@ class SharedVocabulary:
     def ids(self, vocab_size: int, draft_width: int) -> tuple[mx.array, mx.array]:
         """The common tokens as arrays, for models with logits of these widths.
 
-        Returns:
-            [V] the draft id of each target id, 0 where there is none; and [V], 0 where there is
-            one, else -inf. `logits[..., ids] + floor`, normalised, with or without temperature and
-            filters, is the draft's distribution given that the token is a common one.
+        [V] the draft id of each target id, or 0; and [V] 0 for these, -inf elsewhere. `logits[...,
+        ids] + floor`, normalised, is the draft's distribution given that the token is a common one.
         """
         index = np.zeros(vocab_size, np.uint32)
         floor = np.full(vocab_size, -np.inf, np.float32)

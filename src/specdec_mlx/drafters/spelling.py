@@ -1,8 +1,4 @@
-"""The bytes of a tokenizer's tokens, and text in its tokens.
-
-Two models with different tokenizers have one thing in common: the text. A token may hold half of a
-character, so tokens are compared as bytes.
-"""
+"""The bytes of a tokenizer's tokens, and text in its tokens; a token may be half a character."""
 
 from __future__ import annotations
 
@@ -33,18 +29,13 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 class Spelling:
     """A tokenizer in bytes.
 
-    spelled: bytes of every token that is text, by id. ids_of: the id of those bytes; of several the
-    one that the tokenizer itself writes. special: contents of the tokens that are not text, by id:
-    the special tokens, and those that begin or end a text. prefix: ids that a text begins with.
-    prepends_space: True if a space is put before what is encoded, as sentencepiece does.
+    spelled: bytes of every token that is text, by id. ids_of: the id of those bytes, the one that
+    the tokenizer writes. special: contents of the other tokens, by id. prefix: ids that a text
+    begins with. prepends_space: before what is encoded, as sentencepiece does.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Read the vocabulary of a tokenizer as `mlx_lm.load` gives it; 0.1 s for 50,000 tokens.
-
-        Raises TokenizerMismatchError for a tokenizer that cannot be read, or that does not give
-        back what it encodes.
-        """
+        """Read a vocabulary; TokenizerMismatchError if it does not give back a text."""
         self._backend = backend = _backend_of(tokenizer)
         added = backend.get_added_tokens_decoder()
         self.special = _special_tokens(tokenizer, backend)
@@ -65,14 +56,9 @@ class Spelling:
         self._check_round_trips()
 
     def encode(self, text: str, *, at_start: bool = False) -> tuple[list[int], list[int]]:
-        """Text in tokens, as the tokenizer itself would have them.
+        """Text in the tokenizer's own tokens, at the start of a text or inside.
 
-        Args:
-            text: characters.
-            at_start: True at the beginning of a text, which some tokenizers mark by a space.
-
-        Returns:
-            Ids [n], and where each of them ends among the characters [n], ascending.
+        Returns ids [n], and where each of them ends among the characters [n], ascending.
         """
         anchor = ANCHOR if self.prepends_space and not at_start else ""
         encoding = self._backend.encode(anchor + text, add_special_tokens=False)
@@ -159,10 +145,7 @@ def _byte_level(token: str) -> bytes:
 
 
 def _alphabet() -> dict[int, int]:
-    """Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2).
-
-    Printable bytes stand for themselves, the others are counted on from 256.
-    """
+    """Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}

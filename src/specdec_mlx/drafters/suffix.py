@@ -1,9 +1,8 @@
 """Drafts copied from wherever the text has been before, in this generation or in a memory.
 
-The longest match of the last tokens is found in the text and in everything that a `Memory` holds,
-and the places that match best vote on what follows. Suffix decoding (Oliaro et al. 2024) counts
-continuations in a suffix tree; here the places themselves are kept, so that those whose
-surroundings agree can weigh more than those that only end alike.
+The longest match of the last tokens is found in the text and in a `Memory`, and the places that
+match best vote on what follows. Suffix decoding (Oliaro et al. 2024) counts continuations in a
+suffix tree; here the places are kept, so that those whose surroundings agree weigh more.
 """
 
 from __future__ import annotations
@@ -37,19 +36,16 @@ MEMORY_WEIGHT = 0.3
 class SuffixDrafter:
     """Copies what followed the places that match best, in the text and in a memory.
 
-    Places vote, token by token; those that are outvoted drop out, and the draft ends when none
-    remains. A longer match outweighs shorter ones; of equal ones those in the text itself count
-    more, and of matches of 1 or 2 tokens those that have more tokens in common before them.
+    Places vote, token by token; those outvoted drop out, and the draft ends when none remains. A
+    longer match outweighs shorter ones; of equal ones those in the text itself count more, and of
+    matches of 1 or 2 tokens those that have more tokens in common before them. memory: texts shared
+    between generations: a `Memory`, the path of its file, made if need be and saved when the
+    process ends, or "process" for one of no file; a generation's own text is added at its end. None
+    remembers nothing. num_draft: most tokens in a draft, None for no cap of its own. min_match: the
+    shortest match that is continued.
 
-    memory: texts to be shared between generations: a `Memory`, or the path of its file, which is
-        made if there is none and saved when the process ends, or "process" for an empty one of no
-        file. A generation's own text is added at its end. None remembers nothing.
-    num_draft: most tokens in a draft, beside the loop's own limit; None is no cap of its own.
-    min_match: the shortest match that is continued, in tokens.
-
-    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80.
-
-    Raises ValueError for arguments outside their range.
+    Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80. ValueError out of
+    range.
     """
 
     memory: Memory | str | None = None
@@ -110,10 +106,7 @@ class SuffixSession:
         return self.propose_after((), limit)
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Copy what follows matches of text and `tokens` together; nothing is noted.
-
-        Matches are looked for in text and memory: a repetition within `tokens` is not seen.
-        """
+        """Copy what follows matches of text and `tokens` together; nothing is noted."""
         cap = self._config.num_draft
         length = limit if cap is None else min(limit, cap)
         if length <= 0:

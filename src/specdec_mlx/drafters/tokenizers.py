@@ -44,8 +44,7 @@ class PerPair(Generic[T]):
 def check_same_tokenizer(target: Any, draft: Any) -> None:
     """Raise TokenizerMismatchError, showing the first difference, unless both encode alike.
 
-    Compared are the vocabularies, the special ids and how a few samples are encoded. Unused ids
-    that only one of them has, such as padding at the end of the vocabulary, are allowed.
+    Compared are vocabularies, special ids and how samples are encoded; unused ids may differ.
     """
     difference = difference_between(target, draft)
     if difference:

@@ -21,13 +21,9 @@ from specdec_mlx.token_ids import to_list
 class TreeOf(FirstOf):
     """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
 
-    (Miao et al. 2024, section 3.) With the automatic draft length the tokens are kept that are
-    worth their rows; see `draft_length.auto`. With a fixed length it is what each of them proposes.
-    A model on which trees are not exact gets chains.
-
-    drafters: at least one, the likelier first; each proposes without a model, such as
-        `PromptLookupDrafter` and `NGramDrafter`. Raises ValueError for none, and when it begins
-        for one whose proposals may not be thrown away.
+    (Miao et al. 2024, section 3.) The automatic draft length keeps the tokens that are worth their
+    rows; a fixed one takes what each proposes. A model on which trees are not exact gets chains.
+    drafters: at least one, the likelier first, else ValueError; each proposes without a model.
     """
 
     def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
@@ -69,10 +65,7 @@ class TreeOfSession(FirstOfSession):
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:
-    """Drafts of point masses, at least one, as one tree, in which each text stands once.
-
-    Depth by depth, and at a depth in the order of the drafts. Where it does not fork it is a chain.
-    """
+    """Drafts of point masses, at least one, as one tree, in which each text stands once."""
     texts = dict.fromkeys(text for draft in drafts for text in _texts(draft))
     ordered = sorted(texts, key=len)  # stable: at a length the order of the drafts
     place = {text: node for node, text in enumerate(ordered)}

@@ -18,9 +18,8 @@ from specdec_mlx.sampling.distribution import Sampling
 class Writes:
     """A session that draws its drafts from logits.
 
-    sampling: of the drafts. tokens: the text, prompt included. num_prompt: tokens of the prompt.
-    branches: most tokens at a place of a draft. nodes: chances of those of each rank. tree: the
-    draft that is being verified, if it forked.
+    text: `tokens`, of which `num_prompt` are the prompt. branches: most tokens at a place. nodes:
+    chances by rank. tree: the draft that is being verified, if it forked.
     """
 
     context: DraftContext

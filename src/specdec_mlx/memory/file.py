@@ -49,10 +49,7 @@ def locked(path: Path) -> Iterator[None]:
 def write_file(
     path: Path, kind: str, header: dict[str, Any], arrays: Sequence[Int[np.ndarray, " n"]]
 ) -> str:
-    """Write a file under its lock, and replace the old one when it is on the disk.
-
-    The arrays are int32, the header JSON. Returns the id of this saving.
-    """
+    """Write a JSON header and int32 arrays under a lock, whole or not; the saving's id."""
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
     told = {"kind": kind, "id": identity, "size": len(content), "crc32": zlib.crc32(content)}
@@ -81,12 +78,7 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:
-    """The header of a file and its integers.
-
-    Raises:
-        MemoryFileError: it is no such file, holds another kind, or is damaged.
-        FileNotFoundError: there is none.
-    """
+    """The header of a file and its integers; MemoryFileError for another kind of file."""
     header, start = _header(path)
     if header["kind"] != kind:
         raise other_kind(path, header["kind"], kind)

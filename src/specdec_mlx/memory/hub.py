@@ -136,16 +136,8 @@ def pull(
 ) -> K:
     """Put a memory or a table of the Hub into a file here, new or merged with what stands there.
 
-    Args:
-        repo: OWNER/NAME.
-        path: of the file.
-        tokenizer: of the model that is to be drafted for.
-        kinds: classes that it may be of.
-        endpoint, token: of the Hub; None: those of the environment.
-
-    Raises:
-        MemoryFileError: it is another tokenizer's, or none of these.
-        OSError: the Hub cannot be reached, or has no such repository.
+    kinds: classes that it may be of. Raises MemoryFileError for another tokenizer's or none of
+    these, OSError if the Hub cannot be reached, or has no such repository.
     """
     found = _kind_in(HfApi(endpoint=endpoint, token=token), repo)
     kind = next((kind for kind in kinds if kind.kind == found), None)

@@ -1,8 +1,7 @@
 """Places in texts, sorted by the tokens before them.
 
-A place's key is the twelve tokens before it as one number, the nearest on top, so that keys compare
-as contexts read backwards do. One bisection then finds the longest match, and around it stand the
-places that match shorter. Longer matches are measured on the text.
+A place's key is the twelve tokens before it as one number, the nearest on top: one bisection finds
+the longest match, and around it shorter ones. Longer matches are measured on the text.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ Ring = tuple[int, Sequence[int]]
 
 
 class Context(NamedTuple):
-    """The end of a text.
-
-    key: its last twelve tokens. last: up to 64 of them, the nearest first.
-    """
+    """The end of a text: the last 12 tokens as a `key`, up to 64 as `last`, nearest first."""
 
     key: int
     last: Sequence[int]
@@ -56,8 +52,8 @@ class Context(NamedTuple):
 class ContextIndex:
     """Texts and their places, sorted by their keys, the latest of equal ones first.
 
-    ids: [n] token ids, `SEPARATOR` between texts. ends: [m] indices of tokens in `ids`, sorted by
-    the tokens of the same text before them; None sorts them.
+    ids: [n] token ids, `SEPARATOR` between texts. ends: [m] indices in `ids`, sorted by the tokens
+    of the same text before them; None sorts them.
     """
 
     def __init__(self, ids: Iterable[int], ends: Iterable[int] | None = None) -> None:
@@ -78,14 +74,11 @@ class ContextIndex:
     def nearest(
         self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
     ) -> list[Ring]:
-        """Places with the longest matches, longest first.
+        """Places with the longest matches of a context, longest first.
 
-        Args:
-            context: what they are compared with.
-            most: how many at most; of more that match equally long, a sample in equal steps.
-            within: by how many tokens a match may be shorter than the longest one.
-            least: the shortest match that counts, at least 1.
-            fewer: how many that match shorter than the longest one; None: as many as `most` leaves.
+        most: how many; of more that match equally long, a sample in equal steps. within: by how
+        many tokens a match may be shorter than the longest. least: the shortest that counts. fewer:
+        how many that match shorter than the longest; None: as many as `most` leaves.
         """
         keys, (key, last) = self._keys, context
         if not keys:

@@ -67,12 +67,7 @@ class Kept(ABC):
 
     @classmethod
     def load(cls: type[K], path: Path | str) -> K:
-        """Read a file.
-
-        Raises:
-            MemoryFileError: it is of another kind, damaged, or of a later version.
-            FileNotFoundError: there is no such file.
-        """
+        """Read a file; MemoryFileError for another kind, a damaged or later one."""
         if not isinstance(path, Path | str):
             raise wrong("path", path, "a path of a file")
         path = Path(path)
@@ -105,10 +100,8 @@ class Kept(ABC):
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file; what other processes saved there meanwhile is merged first.
 
-        Args:
-            path: of the file; None: the one that it was loaded from, ValueError if from none.
-
-        Raises MemoryFileError for a file of another kind or tokenizer, or a damaged one.
+        path: None: the one that it was loaded from, else ValueError. Raises MemoryFileError for a
+        file of another kind or tokenizer, or a damaged one.
         """
         path = path or self.path
         if path is None:
@@ -144,10 +137,9 @@ class Kept(ABC):
 
 
 def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
-    """Load a file, or make an empty one, once in a process.
+    """Load a file, or make an empty one, once in a process; saved each minute and at the end.
 
-    It is saved once a minute, and when the process ends. Raises MemoryFileError for a file of
-    another kind, a damaged one, and a folder that is not there.
+    Raises MemoryFileError for another kind, a damaged file, and a folder that is not there.
     """
     path = Path(path).expanduser().absolute()
     check_folder_of(path)

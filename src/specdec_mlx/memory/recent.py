@@ -32,11 +32,7 @@ class GrowingIndex(ContextIndex):
         return Context(self._key, self.ids[: -MAX_MATCH - 1 : -1])
 
     def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
-        """The `length` tokens from a place on, of the text and `more`, over and over.
-
-        So a match at distance d from the end repeats the last d tokens, which is what a periodic
-        text does.
-        """
+        """The `length` tokens from a place on, of the text and `more`, around and around."""
         known = tuple(self.ids[place : place + length])
         if more:
             known = (*known, *more)[:length]

@@ -36,13 +36,9 @@ class Update:
 def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Update:
     """Bring a memory up to date with files and folders: only what has changed is tokenized.
 
-    A file is one text. One that has changed since it was read, or is gone from a folder that is
-    read now, is forgotten first. Of a folder hidden files, large ones, what is not UTF-8, and
-    folders of what others wrote are skipped.
-
-    Raises:
-        FileNotFoundError: a path does not exist.
-        TokenizerMismatchError: the memory is another tokenizer's.
+    A file is one text; one that has changed, or is gone from a folder, is forgotten first. Of a
+    folder hidden and large files, what is not UTF-8, and folders of what others wrote are skipped.
+    Raises FileNotFoundError, and TokenizerMismatchError for another tokenizer's memory.
     """
     memory.check_tokenizer(tokenizer)
     roots = [Path(path).expanduser().absolute() for path in paths]
@@ -68,10 +64,7 @@ def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Updat
 
 
 def texts_of(paths: Sequence[Path | str], tokenizer: Any) -> Iterator[list[int] | None]:
-    """The token ids of each file, as `update` reads them; None for one that is skipped.
-
-    Raises FileNotFoundError for a path that does not exist.
-    """
+    """Token ids of each file, as `update` reads them; None for one that is skipped."""
     for path in paths:
         for file in _files(Path(path).expanduser().absolute()):
             yield _tokens(str(file), tokenizer)

@@ -30,15 +30,12 @@ KEPT = 15 / 16
 class Memory(Kept):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
-    They stand in a few immutable indexes, oldest first. A new text joins the youngest one, which is
-    merged with the one before it once it has grown as large: a token is sorted, and an index asked,
-    a logarithmic number of times.
-
-    max_tokens, max_bytes: bounds, of which the smaller holds; the oldest texts go first. A token
-        takes 80 bytes.
-    tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts from it.
-    remember_prompts: True to keep a generation's prompt beside what it wrote.
-    sources: files that `specdec-mlx memory build` has read, by name. path: of its file.
+    They stand in a few immutable indexes, oldest first; a new text joins the youngest one, which is
+    merged with the one before once as large, so that a token is sorted a logarithmic number of
+    times. max_tokens, max_bytes: the smaller holds; the oldest texts go first. A token takes 80
+    bytes. tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts
+    from it. remember_prompts: keep a generation's prompt beside what it wrote. sources: files that
+    `specdec-mlx memory build` has read. path: of its file.
     """
 
     kind: ClassVar[str] = "texts"
@@ -94,10 +91,7 @@ class Memory(Kept):
         return max((int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR)
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Remember a text [n]; nothing where n < 2, since nothing follows a single token.
-
-        Raises ValueError for what is no token id.
-        """
+        """Remember a text [n], nothing where n < 2; ValueError for what is no token id."""
         text = _checked(tokens)
         if len(text) >= 2:
             with self._lock:
@@ -105,11 +99,7 @@ class Memory(Kept):
                 self.save_now_and_then()
 
     def _merge(self, other: Memory) -> None:
-        """Take over the texts that this one lacks, as the younger ones.
-
-        A text that both hold n and m times is held max(n, m) times afterwards, so that merging
-        again changes nothing.
-        """
+        """Take over the texts that this one lacks, as the younger ones; again changes nothing."""
         theirs = other.texts()
         with self._lock:
             held = Counter(map(text_digest, self.texts()))
@@ -186,10 +176,7 @@ PROCESS = "process"
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
-    """The memory that is named: itself, that of a file (see `opened`), or for `PROCESS` a new one.
-
-    None stays None.
-    """
+    """The memory that is named: itself, a file's (`opened`), a new one, or None."""
     if memory is None or isinstance(memory, Memory):
         return memory
     return Memory() if memory == PROCESS else opened(memory, Memory, Memory)

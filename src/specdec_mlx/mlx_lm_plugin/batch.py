@@ -1,7 +1,7 @@
 """`SpeculatingBatch`: rows of one batch, each with drafts of its own, for mlx-lm's server.
 
-`SpeculatingBatch` has the methods of mlx-lm's `BatchGenerator` that the server calls. Prompts are
-read between the rounds of the others, a part at a time.
+It has the methods of mlx-lm's `BatchGenerator` that the server calls, and reads prompts in parts,
+between rounds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Served:
     """A request in the batch.
 
     reading: of its prompt, which others may share. ends: positions of the prompt at which mlx-lm
-    keeps the caches. begun: position at which reading began. tokens: prompt and text so far.
+    keeps the caches. begun: where reading began. tokens: prompt and text so far.
     """
 
     uid: int
@@ -134,10 +134,7 @@ class SpeculatingBatch:
         logits_processors: Sequence[Sequence[LogitsProcessor]],
         stop_sequences: Sequence[Any],
     ) -> list[int]:
-        """Put a request in, and return its uid; as in mlx-lm, with one entry in each argument.
-
-        segments: of the prompt after the tokens `all_tokens` on the caches.
-        """
+        """Put a request in, and return its uid; as in mlx-lm, with one entry in each argument."""
         incoming, uid = self.incoming(), self._num_inserted
         self._num_inserted += 1
         prompt = [*all_tokens[0], *(token for part in segments[0] for token in part)]

@@ -35,10 +35,9 @@ class Continuation:
 class Channel:
     """A client's queue, which takes a context, progress (tuples), responses, and None at the end.
 
-    context: the client's, by which it says stop. tokens: all that was said, num_before of them
-    before the current service. pausing: True if the request goes on after it. is_watched: True on
-    several ranks, where mlx-lm cannot stop a request that is served alone, and must not see a stop.
-    is_alone: True if it is served alone.
+    context: by which the client says stop. tokens: all that was said, num_before of them before the
+    current service. pausing: the request goes on after it. is_watched: on several ranks, where
+    mlx-lm cannot stop a request that is served alone, and must not see a stop.
     """
 
     queue: Any
@@ -71,10 +70,7 @@ class Channel:
             served.stop()
 
     def resume(self, detokenizer: Any, matcher: Any) -> None:
-        """Begin the next service, with a new detokenizer and matcher of stop sequences.
-
-        They are told what was said, since a word or a stop sequence may lie across the seam.
-        """
+        """Begin the next service; its new detokenizer and stop matcher are told what was said."""
         self.pausing = self.is_alone = False
         self.num_before = len(self.tokens)
         for token in self.tokens:

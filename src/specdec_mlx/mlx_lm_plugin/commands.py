@@ -27,11 +27,7 @@ from specdec_mlx.models import explained, load_on_ranks
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
-    """Run mlx-lm's command of that name, one of `COMMANDS`.
-
-    Raises MlxLmVersionError; SystemExit for wrong arguments; ValueError, OSError and RuntimeError
-    for what they name and is not there.
-    """
+    """Run mlx-lm's command of that name, one of `COMMANDS`; raises what it may raise."""
     check_version()
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
@@ -41,10 +37,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 class Command:
-    """A command of mlx-lm, of the name of its module, that generates with one drafter.
-
-    takes_grammar: True if it has the flags for the structure of the text.
-    """
+    """A command of mlx-lm with one drafter; takes_grammar: it has flags for structure."""
 
     takes_grammar = False
 

@@ -1,7 +1,7 @@
 """What drafters may draw on besides a prompt: the turns before it, and a prediction.
 
-mlx-lm gives a generation the new tokens and the caches of the old ones, which is all that a target
-needs. Drafters need the old tokens too; they are kept here for as long as the caches live.
+mlx-lm gives a generation the new tokens and the caches of the old ones. Drafters need the old
+tokens too; they are kept here for as long as the caches live.
 """
 
 from __future__ import annotations
@@ -115,10 +115,7 @@ class WrappedSession:
 
 @dataclass(frozen=True)
 class Continued(Wrapper):
-    """A drafter that is shown the earlier turns, [n] tokens on the target's caches, as well.
-
-    Not a draft model whose caches the caller keeps: it has read them.
-    """
+    """A drafter that is shown the earlier turns, [n] tokens, too."""
 
     drafter: Drafter
     earlier: Sequence[int]
@@ -149,8 +146,8 @@ def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None
 class Predicted(Wrapper):
     """A look-up that may also copy from a text that the answer is expected to resemble.
 
-    It reads a copy of the prompt's last tokens, the prediction, and the prompt, so that the first
-    tokens of an answer find the prediction.
+    It reads the prompt's last tokens, the prediction, and the prompt, so that an answer's first
+    tokens find it.
     """
 
     drafter: PromptLookupDrafter
@@ -186,10 +183,7 @@ def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
 
 @dataclass(frozen=True)
 class Kept(Wrapper):
-    """A draft model whose caches are kept from turn to turn in mlx-lm's `LRUPromptCache`.
-
-    Not where it has another tokenizer: caches are found by the target's tokens.
-    """
+    """A draft model with the target's tokenizer, its caches kept in mlx-lm's `LRUPromptCache`."""
 
     drafter: ModelDrafter
     store: Any

@@ -19,8 +19,8 @@ class _Terminated(KeyboardInterrupt):
 def terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt in this block, and end the process if nobody caught it.
 
-    Only in the main thread, where SIGTERM has no other handler, and on one rank: of several, one
-    that waits for the others in the middle of a pass would never come to raise it.
+    Only in the main thread, without another handler, and on one rank: one of several would not come
+    to it.
     """
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1

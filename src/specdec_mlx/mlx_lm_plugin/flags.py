@@ -1,8 +1,7 @@
 """Our flags on mlx-lm's own parsers.
 
-Every command of mlx-lm makes an `argparse.ArgumentParser` and calls `parse_args`. Under the name
-`argparse` its module is given a parser that adds our flags there and takes them out again: all of
-mlx-lm's flags stay, those of later releases too, and its `main` sees none of ours.
+Every command of mlx-lm makes an `argparse.ArgumentParser`. Under the name `argparse` its module is
+given a parser that adds our flags and takes their values out again, so that all of mlx-lm's stay.
 """
 
 from __future__ import annotations
@@ -51,11 +50,7 @@ EVERYBODY, USER, KEY = "all", "user", "key"
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags.
-
-    drafters: names with options; empty for the default. draft_model: path or name. asked: True if
-    any of our flags was given. memory: a file, or "process".
-    """
+    """Values of our flags; asked: True if any was given. memory: a file, or "process"."""
 
     drafters: Sequence[str] = ()
     draft_model: str | None = None
@@ -105,13 +100,7 @@ class Flags:
     def make(
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
-        """The drafter of a name with options; raises as `NamedModel.make`.
-
-        Args:
-            spec: NAME or NAME:key=value,...
-            target: needed by trained heads and with --online.
-            memory: for drafters that remember; None for that of the flags.
-        """
+        """The drafter of NAME or NAME:key=value,..., for a target; raises as `NamedModel.make`."""
         if self.waits_for_target and name_in(spec) in WITH_MODEL:
             if target is None:
                 raise ValueError(
@@ -233,10 +222,7 @@ def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
-    """Our flags; mlx-lm's `main`, which compares tokenizers by size alone, sees no draft model.
-
-    Raises ValueError and OSError for what cannot be done.
-    """
+    """Our flags out of the arguments; ValueError and OSError for what cannot be done."""
     check_numbers(namespace)
     check_files(namespace)
     if namespace.memory_for != EVERYBODY and namespace.memory != PROCESS:
@@ -322,10 +308,8 @@ def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: Ad
 def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
     """A stand-in for the module `argparse` whose parsers take our flags.
 
-    Args:
-        on_flags: called with the parsed arguments and our flags before `main` goes on. What it
-            raises as ValueError or OSError ends the command like any wrong argument.
-        more: add further flags of a command.
+    on_flags: called with arguments and flags before `main` goes on; its ValueError or OSError ends
+    the command as a wrong argument. more: adds further flags of a command.
     """
 
     class Parser(argparse.ArgumentParser):

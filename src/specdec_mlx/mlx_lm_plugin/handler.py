@@ -1,7 +1,7 @@
 """A connection to the server: requests, answers, several choices of one, and errors.
 
-Each choice is answered by a copy of the connection's handler, in a thread. What the copies write
-comes together: a stream's chunks as they come, or one reply with all choices.
+Each choice is answered by a copy of the handler in a thread; chunks of a stream come as they are
+written, else one reply has all choices.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ class ChoiceEndedError(ConnectionError):
 class Choice:
     """One of several choices, and the file that its handler writes to.
 
-    counts: tokens of the prompt, of the text, and of the prompt from a cache. reply: if it is not a
-    stream.
+    counts: tokens of the prompt, of the text, and of the prompt from a cache.
     """
 
     choices: Choices
@@ -168,10 +167,7 @@ class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer tha
 
 
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
-    """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form.
-
-    Where a stream has begun, an error is its last event before [DONE].
-    """
+    """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form."""
 
     speculation: Requested | None = None
     replying = False

@@ -1,8 +1,7 @@
 """mlx-lm's own calls speculate: `install()`, `uninstall()`, `with installed():`.
 
-Two names of the module `mlx_lm.generate` are replaced, `generate_step` and
-`speculative_generate_step`. `mlx_lm.generate` and `mlx_lm.stream_generate` look them up there when
-they run, so these speculate, wherever they were imported.
+`generate_step` and `speculative_generate_step` of `mlx_lm.generate` are replaced. `mlx_lm.generate`
+and `mlx_lm.stream_generate` look them up when they run, wherever they were imported.
 """
 
 from __future__ import annotations
@@ -41,13 +40,8 @@ DEFAULT_MAX_TOKENS = 256
 class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
 
-    Args:
-        drafter: None for plain decoding.
-        draft_length: as in `speculate`.
-        rule: as in `speculate`.
-        tokenizer: the target's, for drafters that compare it with their own.
-        grammar: of each text, for which the tokenizer must be known; None for any text.
-        stats: of the generation that emitted a token last, None before the first.
+    drafter, draft_length, rule, tokenizer: as in `speculate`. grammar: of each text, for which the
+    tokenizer must be known, or None. stats: of the latest generation, None before the first.
     """
 
     drafter: Drafter | None
@@ -68,10 +62,7 @@ class Speculation:
         prompt_cache: list[Any] | None = None,
         **options: Any,
     ) -> Generator[Token, None, None]:
-        """Tokens of one generation, with arguments of `speculate`; a draft length None for our own.
-
-        Drafters see the earlier turns on the prompt cache as well.
-        """
+        """Tokens of one generation, with arguments of `speculate`; drafters see earlier turns."""
         if self.grammar is not None:
             processor = GrammarProcessor(self.grammar, self.tokenizer)
             options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
@@ -128,11 +119,7 @@ class _InForce:
             self.stack.append(speculation)
 
     def remove(self, speculation: Speculation) -> None:
-        """Take out, wherever it stands; the last one restores the names.
-
-        A name that others have replaced since stays theirs: they may call our step, which does what
-        mlx-lm's does while nothing is in force.
-        """
+        """Take out, wherever it stands; the last one restores names that are still ours."""
         with self.lock:
             self.stack = [s for s in self.stack if s is not speculation]
             for name, ours in self.replacements.items() if not self.stack else ():
@@ -225,10 +212,7 @@ def _showing_last(
     history: list[int],
     max_tokens: int,
 ) -> Generator[Token, None, None]:
-    """Call the processors once more, with the last of `max_tokens` tokens in their history.
-
-    A processor that remembers has seen all of the text then, as in mlx-lm, which is a step ahead.
-    """
+    """Call the processors once more with the last token, since mlx-lm's are a step ahead."""
     with closing(tokens):
         for n, token in enumerate(tokens, start=1):
             history.append(token.token)
@@ -294,8 +278,7 @@ def installed(
 ) -> Iterator[Speculation]:
     """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
 
-    Blocks may be nested, and may overlap in threads: the one entered last counts, everywhere, for
-    generations that begin while it does.
+    Blocks may be nested, and overlap in threads: the one entered last counts for new generations.
     """
     with in_force(make_speculation(drafter, **options)) as speculation:
         yield speculation

@@ -132,10 +132,7 @@ def _text_in(part: Any) -> str | None:
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
-    """The body of a request, checked, without fields that are null; raises RequestError.
-
-    An integer `logprobs`, as completions have it, becomes mlx-lm's boolean and number.
-    """
+    """The body of a request, checked, without null fields; raises RequestError."""
     try:
         body = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:

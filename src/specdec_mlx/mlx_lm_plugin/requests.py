@@ -55,9 +55,8 @@ MOST_MEMORIES = 64
 class Requested:
     """How one request is to be served, and how it was.
 
-    name: the drafter's in the reply. prediction: a text that the answer is expected to resemble.
-    batched: True if it was served with others, also if only at its end. error: why it cannot be
-    served. check_client: raises ConnectionError if the client has gone.
+    name: the drafter's. prediction: expected text. batched: served with others at its end at least.
+    error: why it cannot be served. check_client: raises ConnectionError if the client has gone.
     """
 
     drafter: Drafter | None
@@ -123,8 +122,8 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 class Access:
     """What requests may bring along.
 
-    given: names that were given at the start, by field. limited: fields that may hold no others.
-    refused: names that `chat_template_kwargs` may not hold.
+    given: names from the start, by field. limited: fields that may hold no others. refused: names
+    that `chat_template_kwargs` may not hold.
     """
 
     given: Mapping[str, Sequence[str | None]]
@@ -197,12 +196,7 @@ class Menu:
             drafter.check(DraftContext(tokenizer=tokenizer))
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
-        """How a request is to be served; raises ValueError and MissingPackageError.
-
-        Args:
-            body: JSON.
-            api_key: whose request it is, "" if it does not say.
-        """
+        """How a request is to be served; raises ValueError and MissingPackageError."""
         names = _names(body.get("drafter"))
         self.access.check(body)
         own_model = body.get("draft_model", DEFAULT_MODEL) != DEFAULT_MODEL

@@ -1,9 +1,9 @@
 """`specdec-mlx server`: mlx-lm's OpenAI-compatible server, with drafters.
 
-A request that is alone is served with speculation. When others arrive it goes on as a row of one
-batch, in which each is drafted for. Models whose texts cannot be rows, and models on several ranks,
-are batched by mlx-lm, without drafts; requests with a seed or a grammar are served alone there.
-Quantized caches and images always are.
+A request that is alone is served with speculation; when others arrive it goes on as a row of one
+batch, in which each is drafted for. mlx-lm batches, without drafts, models whose texts cannot be
+rows and those on several ranks; there seeds and grammars, and always quantized caches and images,
+are served alone.
 """
 
 from __future__ import annotations
@@ -86,10 +86,7 @@ def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
 
 
 def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
-    """Replacements for names that `main` of mlx-lm's server uses.
-
-    kept: saves tunings when it closes; None to keep none. stack: ends the thread that generates.
-    """
+    """Replacements for names that `main` of mlx-lm's server uses; kept saves tunings at the end."""
     load_processor, scan = module.load_processor, module.scan_cache_dir
 
     def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:

@@ -1,7 +1,4 @@
-"""Canvas of all plots: no background and grey lettering, for light and for dark pages.
-
-No pyplot, no global state; axes that the caller gives keep the caller's style.
-"""
+"""Canvas of all plots: no background, grey lettering, no pyplot; a caller's style stays."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Figures of runs, costs, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
 
-Each function returns a `Plot`, a matplotlib figure that notebooks show by itself, or draws into the
-axes `ax` that it is given. Figures of benchmarks are in `bench.plots`.
+Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`. Figures of
+benchmarks are in `bench.plots`.
 """
 
 from __future__ import annotations
@@ -94,11 +94,8 @@ def cost_curve(
 ) -> Figure:
     """c(m), a pass over m positions in plain steps, and the draft length that pays best on it.
 
-    Args:
-        cost: a `bench.cost.CostCurve`.
-        acceptance: α; None draws the curve alone.
-        draft_cost: of one draft token, in plain steps.
-        ax: where to draw; a new plot if None.
+    cost: a `bench.cost.CostCurve`. acceptance: α; None draws the curve alone. draft_cost: of one
+    draft token, in plain steps.
     """
     ax = canvas.axes_or_new(ax)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
@@ -158,10 +155,10 @@ def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
 
 
 def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
-    """How rejection comes to the target's distribution p [V] from the drafter's q [V].
+    """How rejection comes to the target's p [V] from the drafter's q [V].
 
-    Blue: drawn from q and kept, min(p, q). Orange: drawn after a rejection, max(0, p - q). Together
-    they are p; the outline is q.
+    Blue: drawn from q and kept, min(p, q). Orange: drawn after a rejection, max(0, p - q). The
+    outline is q.
     """
     ax = canvas.axes_or_new(None)
     tokens = range(len(target_probs))

@@ -1,8 +1,6 @@
 """HTML of texts, stats and tables for notebooks: what the results' `_repr_html_` return.
 
-Colours are translucent inline styles, for light and dark themes. Each origin of a token also has an
-HTML element of its own, for viewers that drop styles; none underlines, since in code an underlined
-space looks like an underscore. All text is escaped.
+Colours are translucent, for light and dark themes; each origin has an HTML element of its own too.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ HARDLY = 0.1
 class Round:
     """A pass under way, and the host time that it took to get there, in seconds.
 
-    num_drafted: tokens of the draft that it verifies. is_ahead: whether it was launched before the
-    round before it was read. part: key of the drafter whose draft it verifies.
+    num_drafted: tokens that it verifies. is_ahead: launched before the round before it was read.
     """
 
     under_way: PendingPass
@@ -41,8 +40,7 @@ class Round:
 class RoundClock:
     """Host time of rounds, in seconds.
 
-    seconds: of the latest round, from the reading of the one before to its own. waited: what
-    reading it waited. away: how long the caller was busy with the tokens before it.
+    seconds: of the latest round, reading to reading. waited: for its reading. away: the caller's.
     """
 
     seconds: float = 0.0
@@ -88,11 +86,7 @@ class RoundClock:
 
     @property
     def was_undisturbed(self) -> bool:
-        """True if its seconds are the round's own: the caller was away for less than was waited.
-
-        Or hardly at all. Where a launch takes as long as the pass, as on a CPU, nothing is left to
-        be waited for, and the caller's time comes on top.
-        """
+        """True if its seconds are the round's own: the caller was away for less than waited."""
         return self.away < max(self.waited, HARDLY * self.seconds)
 
     def record(
@@ -100,11 +94,8 @@ class RoundClock:
     ) -> RoundRecord:
         """The account of the round that was just read.
 
-        Args:
-            current: the round.
-            outcome: what it brought, cut at max_tokens.
-            ahead: the pass that was launched before it was read, if any.
-            context: positions on the caches before it.
+        outcome: cut at max_tokens. ahead: the pass launched before it was read. context: on the
+        caches.
         """
         return RoundRecord(
             drafted=current.num_drafted,
@@ -126,12 +117,7 @@ class RoundClock:
         return perf_counter() - self._resumed_at - self.waited - self._launching
 
     def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
-        """Wait for the pass under way, where a slow caller hides seconds that are needed.
-
-        Args:
-            following: that pass, if there is one.
-            values: the draft length, which says whether it needs them.
-        """
+        """Wait for the pass under way, where a slow caller hides seconds that `values` needs."""
         if following is not None and values.wants_timing(following.num_drafted):
             if self.was_undisturbed:
                 return

@@ -45,11 +45,10 @@ NOTHING: _Proposal = "", NO_DRAFT
 class Drafting:
     """Asks a drafter's session for drafts that are worth verifying.
 
-    drafter: None for plain decoding. keeps_cache: True if the caller keeps the target's caches,
-    which then end with the last token. session: None before `begin`. part: key of the drafter of
-    the latest draft; "" if there was none. features: what the session reads of the target. values:
-    the draft length where it values drafts, once a session has begun. is_shared: True if several
-    ranks draft together. is_under_way: True once the pass of the latest draft is launched.
+    keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
+    the latest draft's drafter, or "". features: what the session reads of the target. values: the
+    draft length where it values drafts. is_shared: ranks draft together. is_under_way: the pass of
+    the latest draft is launched.
     """
 
     is_shared: ClassVar[bool] = False

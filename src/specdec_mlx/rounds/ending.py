@@ -13,10 +13,7 @@ from specdec_mlx.target.rollback import refuse
 
 
 def close_all(*closings: Callable[[], None]) -> None:
-    """Run all of these, whatever they raise, after a generation that may be ending by an exception.
-
-    What they raise is raised, or noted on the exception that ended the generation.
-    """
+    """Run all of these, whatever they raise; raise that, or note it on the exception under way."""
     error = sys.exception()
     failures: list[BaseException] = []
     for close in closings:
@@ -37,18 +34,9 @@ def bring_caches_to(
     callers_cache: list[Any] | None,
     feed: Callable[[int], None],
 ) -> None:
-    """Bring the caller's caches to exactly the first `end` tokens of the text.
+    """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 
-    Caches that nobody sees are left alone.
-
-    Args:
-        end: how many tokens they are to hold.
-        target: whose caches they are.
-        callers_cache: the list that is to hold them.
-        feed: feeds the next so many tokens of the text.
-
-    Raises:
-        CacheRollbackError: they cannot be brought there, and are refused from now on.
+    Raises CacheRollbackError: they cannot be brought there, and are refused from now on.
     """
     if callers_cache is None:
         return

@@ -29,12 +29,8 @@ from specdec_mlx.token_ids import to_list
 class FeatureFeed:
     """The way of the target's states to sessions: each position of the text once, in order.
 
-    Args:
-        readers: the sessions that read, each with what it wants to see.
-        target: what they read.
-
-    at_once: whether what is shown of the prompt is computed there and then. On several ranks it has
-        to be: computing it may take all of them, at the same place of what they do.
+    readers: sessions, each with what it wants. at_once: the prompt's states are computed there and
+    then, as on several ranks, since all may have to take part.
     """
 
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
@@ -51,14 +47,8 @@ class FeatureFeed:
     def between(cls, drafter: Drafter, session: DraftSession, target: Target) -> FeatureFeed | None:
         """The way from a target to those of a session's parts that read it; None if none does.
 
-        Args:
-            drafter: the drafter, which may be made of others.
-            session: its session.
-            target: is tapped for all that any of them wants.
-
-        Raises:
-            DraftError: the target cannot be read, or the session has no `see`.
-            UnreadableError: the target does not show what is wanted.
+        Raises DraftError for a session without `see`, UnreadableError for what the target does not
+        show.
         """
         wishes = {
             key_of(part): part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)
@@ -84,12 +74,7 @@ class FeatureFeed:
 
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
-        """The feed where the sessions are on another rank: this one computes as much.
-
-        Args:
-            drafter: the drafter, or None.
-            target: is tapped for all that any part wants.
-        """
+        """The feed where the sessions are on another rank: this one computes as much."""
         wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
         if not wishes or not isinstance(target, Tappable):
             return None
@@ -128,14 +113,7 @@ class FeatureFeed:
                 session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
-        """Show rows whose positions are `start` and those after it, but for those already shown.
-
-        Args:
-            rows: of a pass.
-            num_rows: how many there are.
-            start: position of the first of those named.
-            indices: which are of the text, ascending.
-        """
+        """Show new rows from position `start` on, by ascending `indices` of those of the text."""
         new = indices[max(0, self._num_shown - start) :]
         if new:
             shown = rows if len(new) == num_rows else rows.rows(new)

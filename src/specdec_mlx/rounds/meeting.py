@@ -22,10 +22,9 @@ class State(IntEnum):
 class Said:
     """One rank's message when the ranks meet.
 
-    state: whether it goes on. end: prompt + tokens that its caller has. checksum: of its text.
-    num_tokens, is_drawn, is_tree: of the draft, on rank 0. part: which of the parts that draft
-        on every rank has drawn it, counted from 1; 0 where its distribution is sent. tokens: of
-        the draft, as far as they fit.
+    end: prompt + tokens that its caller has. checksum: of its text. num_tokens, is_drawn, is_tree,
+    tokens: of rank 0's draft. part: which of the parts that draft on every rank has drawn it, from
+    1; 0 where its distribution is sent.
     """
 
     state: State

@@ -1,8 +1,7 @@
-"""Pipelined mode: what keeps the loop as fast as plain decoding where nothing is drafted.
+"""Pipelined mode: as fast as plain decoding where nothing is drafted.
 
-With nothing worth drafting the loop runs like mlx-lm's own: the next pass is launched on a token
-that the host has not seen yet, so that the device never waits for Python. Who wants the algorithm
-alone may skip this file: without it the text is the same.
+The next pass is launched on a token that the host has not seen, as in mlx-lm, so that the device
+never waits for Python. Who wants the algorithm alone may skip this file: the text is the same.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ begin one token later loses about 0.6 of one."""
 
 @dataclass
 class Pipeline:
-    """Whether the next pass may start before this one's token is known.
+    """Whether the next pass may start before this one's token is known: little chance of a draft.
 
-    A pass that was launched ahead leaves no room for a draft before its token, which costs the
-    first token of the next draft; waiting costs the overlap. So: pipelined while there is no draft,
-    and little chance of one after the next token.
-
-    is_on: the mode. draft_hit_rate: share of the rounds lately that kept something of a draft.
+    A pass launched ahead costs the first token of the next draft; waiting costs the overlap.
+    draft_hit_rate: share of the rounds lately that kept something of a draft.
     """
 
     target: Target
@@ -47,12 +43,7 @@ class Pipeline:
     draft_hit_rate: float = FIRST_HIT_RATE
 
     def choose(self, found: bool, has_cheap_drafter: bool) -> None:
-        """Choose the mode of the next round.
-
-        Args:
-            found: whether there is a draft for it.
-            has_cheap_drafter: whether looking for one is free.
-        """
+        """Choose the mode of the next round: is there a draft, and is looking for one free?"""
         may_wait = self.draft_hit_rate >= LOW_HIT_RATE and has_cheap_drafter
         self.is_on = not found and not may_wait
 

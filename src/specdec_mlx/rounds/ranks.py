@@ -1,11 +1,9 @@
 """One generation on several ranks of `mx.distributed`: all of them launch the same passes.
 
-What the target computes is equal on all ranks. Whatever a clock, a file, a memory or a random seed
-decides is not, so rank 0 alone drafts, and once a round the ranks meet: one small collective
-carries its draft and every rank's state. A rank that fails or leaves says so at the next meeting,
-and all end there.
-
-Rank 0's caller counts: the others get the tokens that it has taken, and caches end where it ended.
+What a clock, a file, a memory or a seed decides may differ, so rank 0 alone drafts, and once a
+round one small collective carries its draft and every rank's state. A rank that fails or leaves
+says so at the next meeting, and all end there. Rank 0's caller counts: the others get the tokens
+that it has taken.
 """
 
 from __future__ import annotations
@@ -52,11 +50,7 @@ T = TypeVar("T")
 
 @dataclass
 class Ranks:
-    """The ranks that one generation runs on, and what they send each other.
-
-    group: of `mx.distributed`. stream: MLX's stream of the passes; everything is sent on it, in one
-    order on all ranks.
-    """
+    """The ranks that one generation runs on; all is sent on `stream`, in one order."""
 
     group: mx.distributed.Group
     stream: Any
@@ -116,12 +110,10 @@ def check_drafts_alone(drafter: Drafter | None) -> None:
 class SharedDrafting(Drafting):
     """Drafting on rank 0, for all ranks; the others have no policy of their own, and no session.
 
-    A part that drafts on every rank has one on each. There rank 0 says how many tokens it has
-    drawn, and the others draw them anew for their distribution: all draw with the same noise.
-
-    is_over: True once a rank was seen to leave or to fail; all end then. failure: what to raise
-    here, for another rank's failure or this one's. first_end: prompt + tokens that rank 0's caller
-    has. is_alike: True if all ranks have the same text. is_lost: True if they cannot be reached.
+    A part that drafts on every rank has one on each: there the others draw what rank 0 has drawn
+    anew, with the same noise. is_over: a rank was seen to leave or fail. failure: what to raise
+    here. first_end: prompt + tokens that rank 0's caller has. is_alike: all have the same text.
+    is_lost: they cannot be reached.
     """
 
     is_shared = True

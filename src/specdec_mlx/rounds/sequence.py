@@ -12,10 +12,8 @@ import mlx.core as mx
 class SequenceState:
     """The text of one generation, prompt included.
 
-    tokens: prompt + generated tokens that are known to the host. prompt_length: tokens of the
-    prompt. max_tokens: most tokens to generate, -1 for no limit. embeddings: [prompt_length, D] to
-    feed in place of the prompt's tokens, or None. num_handed_out: generated tokens that the caller
-    has.
+    tokens: known to the host. embeddings: [prompt_length, D] in place of the prompt's tokens, or
+    None. num_handed_out: generated tokens that the caller has.
     """
 
     tokens: list[int]

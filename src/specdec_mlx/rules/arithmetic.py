@@ -1,8 +1,7 @@
 """The arithmetic that acceptance rules share: pure functions over distributions.
 
-They run on MLX in float32 inside the loop and on NumPy in float64 in the exact tests. In the maths
-p is the target's distribution and q the one that the draft was drawn from; in the code they are
-`target_probs` [K+1, V] and `draft_probs` [K, V].
+MLX in float32 inside the loop, NumPy in float64 in the exact tests. p, the target's, is
+`target_probs` [K+1, V], and q, that of the draft, `draft_probs` [K, V].
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ def acceptance_probability(
 ) -> Float[Array, " k"]:
     r"""Chance that each draft token is kept, $\min(1, p(x) / q(x))$; [K].
 
-    target_probs, draft_probs: [K, V] probabilities; tokens: [K] (Leviathan et al. 2023,
-    Algorithm 1). A token with q(x) = 0 cannot have been drawn; its chance is 0 where p(x) = 0 and
-    1 elsewhere.
+    target_probs, draft_probs: [K, V]; tokens: [K] (Leviathan et al. 2023, Algorithm 1). Where q(x)
+    = 0 it is 0 if p(x) = 0, else 1.
     """
     return capped_ratio(at(target_probs, tokens), at(draft_probs, tokens))
 
@@ -54,9 +52,8 @@ def residual(
 ) -> Float[Array, "*batch vocab"]:
     r"""Distribution of the token after a rejection, $\mathrm{norm}(\max(0, w p - q))$; [..., V].
 
-    p is the target, q the draft, and w = 1 but for block verification (Leviathan et al. 2023,
-    Algorithm 1). Where p = q the excess has no mass, rejection cannot happen, and p itself is
-    returned.
+    w = 1 but for block verification (Leviathan et al. 2023, Algorithm 1). Where p = q the excess
+    has no mass, rejection cannot happen, and p itself is returned.
     """
     xp = namespace_of(target_probs)
     excess = xp.maximum(weight * target_probs - draft_probs, 0)

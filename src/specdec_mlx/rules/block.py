@@ -27,10 +27,9 @@ from specdec_mlx.rules.coins import CoinRule
 class Block(CoinRule):
     r"""The draft as a whole (Sun et al. 2024, arXiv 2403.10444).
 
-    The kept tokens end at the last heads, not at the first tails: a token that fell short is saved
-    by those after it. In expectation it keeps at least as many as `Rejection`, and as many at
-    K = 1 and for point masses. The coins weigh $p_i = \min(1, p_{i-1} p(x_i) / q(x_i))$, $p_0 = 1$,
-    the chance that at least the first i tokens are kept, given those.
+    The kept tokens end at the last heads: a token that fell short is saved by those after it. In
+    expectation it keeps at least as many as `Rejection`. The coins weigh $p_i = \min(1, p_{i-1}
+    p(x_i) / q(x_i))$, $p_0 = 1$, the chance that at least the first i tokens are kept, given those.
     """
 
     name = "block"
@@ -39,8 +38,7 @@ class Block(CoinRule):
     def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
         r"""$h_i = s_i / (s_i + 1 - p_i)$, $s_i$ the mass of $\max(0, p_i p - q)$ after x_i; [K].
 
-        Nothing is excluded after the last token: $s_K = h_K = p_K$. 0/0 means that x_i is sure to
-        be kept and that p = q after it, and so is the next token; 1 is taken.
+        $s_K = h_K = p_K$. 0/0 means that x_i is sure to be kept and p = q after it; 1 is taken.
         """
         return self.weigh(target_probs, draft_tokens, draft_probs)[0]
 
@@ -89,8 +87,7 @@ def running_weights(
     r"""p_0 ... p_K of `Block`; [K+1].
 
     Unrolled, $p_i$ is the smallest product of the ratios $p(x_l) / q(x_l)$ of any run of tokens
-    that ends with x_i, the empty run's 1 included. All runs at once are a few operations, however
-    long the draft; a product that overflowed before a 0 is 0.
+    that ends with x_i, the empty run's 1 included; a product that overflowed before a 0 is 0.
     """
     xp = namespace_of(target_probs)
     ratios = ratio(at(target_probs[:-1], draft_tokens), at(draft_probs, draft_tokens))

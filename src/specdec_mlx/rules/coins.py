@@ -27,12 +27,10 @@ from specdec_mlx.token_ids import to_ids
 class CoinRule(ABC):
     """A rule for chains whose round follows from three functions of p, q and the draft.
 
-    `accept_probs` gives the chance that each position's coin shows heads, `num_accepted` turns the
-    K coins into n, `next_probs` is the distribution of the token after. All three take NumPy arrays
-    too, so that tests can enumerate every outcome in float64.
-
-    matches_greedy: True if, with a greedy target, the rule comes down to exact match, which is then
-        what is computed. Every lossless rule does. Else the functions are applied to a one-hot.
+    `accept_probs` gives the chance of each coin's heads, `num_accepted` turns the K coins into n,
+    `next_probs` is the distribution of the token after; all three take NumPy arrays too, to be
+    enumerated in float64. matches_greedy: with a greedy target the rule comes down to exact match,
+    which is then computed, as every lossless rule does.
     """
 
     name: str

@@ -29,17 +29,14 @@ from specdec_mlx.token_ids import to_ids
 
 @dataclass(frozen=True)
 class Lenient(Rejection):
-    r"""Changes the target's distribution: accepts more than is due.
-
-    (Leviathan et al. 2023, appendix A.5.)
+    r"""Changes the target's distribution: accepts more than is due (Leviathan et al. A.5).
 
     lenience: l in (0, 1]; a draft token is kept with chance $\min(1, p(x) / (l q(x)))$, or, where
     the target is greedy, if $p(x) \ge l \max p$, p before the temperature. l = 1 is `Rejection`.
 
-    No token is emitted with a chance above p(x) / l, nor above p(x) if q(x) <= p(x), given the text
-    before it. After a rejection the residual is that of `Rejection`; of all that could be drawn
-    from there it leaves the smallest distance to p, the sum of min(q, p/l) - p over q > p. With a
-    greedy target, no token emitted is less than l times as likely as the likeliest.
+    No token is emitted with a chance above p(x) / l, nor above p(x) if q(x) <= p(x). After a
+    rejection the residual is that of `Rejection`, which leaves the smallest distance to p, the sum
+    of min(q, p/l) - p over q > p.
     """
 
     name = "lenient"
@@ -75,17 +72,12 @@ class Lenient(Rejection):
 
 @dataclass(frozen=True)
 class Typical(CoinRule):
-    r"""Changes the target's distribution: keeps what is typical of it.
-
-    (Medusa, Cai et al. 2024, section 2.3.1.)
+    r"""Changes the target's distribution: keeps what is typical of it (Cai et al. 2024, 2.3.1).
 
     A draft token is kept iff $p(x) > \min(\epsilon, \delta e^{-H(p)})$, H the entropy in nats,
-    however it was drawn; the token after the last one kept is drawn from p. With a greedy target,
-    whose distribution is a one-hot, that is exact match.
-
-    A token at or below the threshold is never kept from a draft, and is
-    emitted with a chance of at most p(x); one above it, with less than p(x) / threshold. The
-    target's likeliest token is always kept.
+    however it was drawn; the token after is drawn from p. With a greedy target that is exact match.
+    A token at or below the threshold is emitted with a chance of at most p(x); one above it, with
+    less than p(x) / threshold.
     """
 
     name = "typical"

@@ -5,8 +5,8 @@ A package that declares
     [project.entry-points."specdec_mlx.rules"]
     my-rule = "my_package:MyRule"
 
-gives its rule a name in `rule=` and on the command line. A built-in name stays with the built-in
-rule, any other with the package whose name comes first.
+gives its rule a name in `rule=` and on the command line. Built-in names stay, others go to the
+first package by name.
 """
 
 from __future__ import annotations
@@ -37,11 +37,7 @@ from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 
 @dataclass(frozen=True)
 class Auto:
-    """Match for point masses, greedy targets and samplers that can only be called, else block.
-
-    For point masses match accepts as often as any rule can; for drafts drawn at random block
-    verification does.
-    """
+    """Match for point masses, greedy targets and opaque samplers, else block."""
 
     name = "auto"
     needs_distribution = False
@@ -104,11 +100,7 @@ def rule_names() -> list[str]:
 
 
 def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
-    """The rule that a caller passed as `rule`.
-
-    Args:
-        choice: a rule, or NAME or NAME:key=value,..., such as "lenient:lenience=0.5" and
-            "typical:epsilon=0.09,delta=0.3".
+    """The rule that a caller passed: one, or NAME:key=value,... as "lenient:lenience=0.5".
 
     Raises:
         UnknownNameError: no rule has this name.

@@ -1,11 +1,10 @@
-r"""Rules on trees: which path of a draft is kept, and what follows.
+"""Rules on trees: which path of a draft is kept, and what follows.
 
-The draft tokens that continue one text are *siblings*; they are tried in the draft's order, which
-must not depend on the target. A rule gives each token a coin, and each row what follows if the kept
-tokens end there. `walk` reads the coins from the root down, `climb` takes the leaves first.
-
-Where a tree does not fork, each rule is its chain rule bit by bit. The functions are pure, as in
-`arithmetic`. In the code `left` is what earlier siblings have left of the target's distribution.
+*Siblings*, which continue one text, are tried in the draft's order, which must not depend on the
+target. A rule gives each token a coin, and each row what follows if the kept tokens end there.
+`walk` reads the coins from the root down, `climb` takes the leaves first. Where a tree does not
+fork, each rule is its chain rule bit by bit. `left` is what earlier siblings have left of the
+target's p.
 """
 
 from __future__ import annotations
@@ -71,19 +70,13 @@ class TreeRule(Protocol):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """The path that is kept of a tree of at least one token, and what follows.
-
-        target: at K+1 rows; row 0 follows the text, row i + 1 the draft token i.
-        """
+        """The path that is kept of a tree, at least one token, and what follows."""
         ...
 
 
 @dataclass(frozen=True)
 class OwnTokens:
-    """Match: draw the target's own token at the row, go on to the child that carries it.
-
-    For point masses no rule keeps more. It needs no distribution.
-    """
+    """Match: draw the target's own token at the row, go on to the child that carries it."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
         """Compare with the target's own draws."""
@@ -100,8 +93,7 @@ class TreeCoinRule(ABC):
     def judge(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
     ) -> tuple[Chances, Rows]:
-        """Chance that each token's coin shows heads [K], and the distribution of the token that
-        follows if the kept ones end at a row [K+1, V].
+        """Chance of each token's heads [K], and the distribution after each row [K+1, V].
 
         draft_probs: [K, V], of each given its earlier siblings. parents: [K], see `Draft.parents`.
         """
@@ -111,10 +103,7 @@ class TreeCoinRule(ABC):
         """The tokens that K coins keep, from the root down."""
 
     def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
-        """Toss the coins and draw what follows; see `TreeRule.decide_tree`.
-
-        One noise serves all rows: the kept tokens end at one of them, chosen by the coins alone.
-        """
+        """Toss the coins and draw what follows; one noise serves all rows, as coins choose one."""
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
         parents, tokens, p = _parents(draft), to_ids(draft.tokens), target.probs
@@ -128,8 +117,8 @@ class TreeCoinRule(ABC):
 def remaining_laws(target_probs: Array, draft_probs: Array) -> Array:
     r"""What is left of the target's distribution after k rejections, $p_k$; [C + 1, V].
 
-    $p_0 = p$ and $p_k = \mathrm{norm}(\max(0, p_{k-1} - q_k))$. Where nothing is left,
-    $p_{k-1} = q_k$, candidate k is kept for sure and $p_{k-1}$ stands.
+    $p_0 = p$ and $p_k = \mathrm{norm}(\max(0, p_{k-1} - q_k))$; where nothing is left $p_{k-1}$
+    stands.
     """
     left = [target_probs]
     for row in draft_probs:
@@ -141,8 +130,7 @@ def remaining_laws(target_probs: Array, draft_probs: Array) -> Array:
 class MultiRound(TreeCoinRule):
     """Children tried in turn, each against what those before it have left of the target.
 
-    (SpecInfer, Miao et al. 2024, algorithm 2; for draws without replacement Sequoia, Chen et al.
-    2024, algorithm 2: the draft's rows then leave out the earlier siblings.)
+    (SpecInfer, Miao et al. 2024, algorithm 2; without replacement Sequoia, Chen et al. 2024.)
     """
 
     def judge(
@@ -182,10 +170,10 @@ class MultiRound(TreeCoinRule):
 class KSequential(MultiRound, Rejection):
     r"""SpecTr's k-sequential selection (Sun et al. 2023, arXiv 2310.15141, algorithm 3).
 
-    C independent draws from one distribution are each kept with chance
-    $\min(1, p(x) / (\rho q(x)))$, all against the same p. With $\beta$ the chance that one draw is
-    kept, $\rho$ is the least factor with $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows
-    differ go to `MultiRound`, and a chain is `Rejection`.
+    C independent draws from one distribution are each kept with chance $\min(1, p(x) / (\rho
+    q(x)))$, all against the same p. With $\beta$ the chance that one draw is kept, $\rho$ is the
+    least factor with $1 - (1 - \beta)^C \le \rho \beta$. Siblings whose rows differ go to
+    `MultiRound`.
     """
 
     name = "k-sequential"
@@ -216,13 +204,11 @@ class KSequential(MultiRound, Rejection):
 class Traversal(TreeCoinRule):
     r"""From the leaves up, so that a token that fell short is saved by those after it.
 
-    (Traversal verification, Weng et al. 2025, arXiv 2505.12398; on a chain `Block`.) Each row has a
-    weight w, at the root 1, and below it $\min(1, w p(x) / q(x))$ of the row above. When a child
-    is rejected, with all that continues it, its parent's p becomes
-    $\mathrm{norm}(\max(0, w p - q))$ and its w $s / (s + 1 - w)$, s the mass of that excess. A
-    token's coin weighs the w that it has when its last child is rejected. It mostly keeps more than
-    `MultiRound`, but less where a later sibling goes deeper than those before it: give the deepest
-    branch first.
+    (Traversal verification, Weng et al. 2025, arXiv 2505.12398; on a chain `Block`.) The root's
+    weight w is 1, and below it $\min(1, w p(x) / q(x))$. When a child is rejected, with all that
+    continues it, its parent's p becomes $\mathrm{norm}(\max(0, w p - q))$ and its w $s / (s + 1 -
+    w)$, s the mass of that excess. A token's coin weighs the w that it has when its last child is
+    rejected. Give the deepest branch first.
     """
 
     def judge(

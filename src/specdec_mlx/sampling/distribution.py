@@ -1,9 +1,8 @@
 """Logits to the distribution of the next token, as `mlx_lm.sample_utils.make_sampler` has it.
 
-Acceptance, residual and bonus token must all use the same (Leviathan et al. 2023, section 2.2), so
-temperature and filters are turned into it once, here, with mlx-lm's own filter functions in
-mlx-lm's order: top-p, min-p, XTC, top-k on log-probabilities at temperature 1, the temperature
-last.
+Acceptance, residual and bonus token must use the same (Leviathan et al. 2023, section 2.2), so it
+is made once, here, by mlx-lm's own filters in mlx-lm's order: top-p, min-p, XTC, top-k on
+log-probabilities at temperature 1, the temperature last.
 """
 
 from __future__ import annotations
@@ -26,10 +25,9 @@ Sampler = Callable[[mx.array], mx.array]
 class Sampling:
     """How to draw a token, as a distribution and as a sampler.
 
-    The arguments are those of `mlx_lm.sample_utils.make_sampler`; temp = 0 puts all mass on the
-    argmax. An instance is itself a mlx-lm sampler, which draws from MLX's global random state.
-
-    Raises ValueError for arguments outside their range.
+    The arguments are those of `mlx_lm.sample_utils.make_sampler`, ValueError outside their range;
+    temp = 0 is the argmax. An instance is a mlx-lm sampler, which draws from MLX's global random
+    state.
     """
 
     temp: float = 0.0
@@ -65,8 +63,8 @@ class Sampling:
     ) -> Float[mx.array, "*batch vocab"]:
         """Log-probabilities of the next token, float32 and normalised; -inf where filtered out.
 
-        logprobs: [..., V] log-probabilities or logits of the model. At temp = 0 the mass is on the
-        first argmax, as in mlx-lm. XTC tosses a coin at each position; this is the mixture over it.
+        logprobs: [..., V] log-probabilities or logits. At temp = 0 the mass is on the first argmax.
+        XTC tosses a coin at each position; this is the mixture over it.
         """
         if self.greedy:
             return _point_mass(logprobs)
@@ -100,10 +98,7 @@ class Sampling:
         logprobs: Float[mx.array, "*batch vocab"],
         gumbel: Float[mx.array, "*batch vocab"] | None,
     ) -> Integer[mx.array, "*batch"]:
-        """Token ids [...] drawn with given standard Gumbel noise [..., V]; greedy needs none.
-
-        Greedy takes the argmax in the dtype given, as mlx-lm does, so that ties fall alike.
-        """
+        """Token ids [...] drawn with Gumbel noise [..., V]; greedy takes the argmax as given."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
         assert gumbel is not None

@@ -1,7 +1,6 @@
-"""The arguments of mlx-lm's samplers, and how far its penalties look back.
+"""The arguments of mlx-lm's samplers, which stand in their closures' cells, and penalties' windows.
 
-mlx-lm's samplers are closures, and their arguments stand in their cells. To see that they were read
-rightly, the sampler is made again and the two are compared, code by code and cell by cell.
+To see that they were read rightly, the sampler is made again and the two are compared.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ BIAS_CELLS = {"indices", "values"}
 
 
 def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
-    """The `Sampling` of a sampler: one of ours, of mlx-lm's own, or None, which is greedy.
-
-    None for any other callable, and for arguments that `Sampling` refuses.
-    """
+    """The `Sampling` of one of our samplers or mlx-lm's, or None (greedy); else None."""
     if isinstance(sampler, Sampling):
         return sampler
     if sampler is None or sampler is greedy_sampler:
@@ -41,10 +37,7 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
 
 
 def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
-    """How many of the last tokens are enough for all of these, at least 1; None for all tokens.
-
-    mlx-lm's penalties say in a cell how far they look back; its bias does not.
-    """
+    """How many of the last tokens are enough for all of these, at least 1; None for all tokens."""
     windows = [_window(processor) for processor in processors]
     known = [window for window in windows if window is not None]
     return max(1, *known) if known and len(known) == len(windows) else None

@@ -1,11 +1,10 @@
 """Randomness as a pure function of seed, purpose and position.
 
-Nothing here reads or moves MLX's global random state: with one seed, the target's own draws are the
-same with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978).
-
-The drafts and the coins of a round are keyed by the round's first position and an index, never by
-the absolute position of the token alone: a rejected draft has already had its say in the verdict,
-so drawing its successor from the same numbers would bias the distribution.
+MLX's global random state is neither read nor moved: with one seed, the target's own draws are the
+same with any drafter and any draft length (Daliri et al. 2024, arXiv 2408.07978). Drafts and coins
+are keyed by the round's first position and an index, never by the token's position alone: a
+rejected draft has had its say in the verdict, and its successor must not be drawn from the same
+numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ MOST_NUMBERS = 1 << 17
 class Noise:
     """Source of random numbers for one generation.
 
-    seed: any int. purpose: what the draw is for ("target", "draft", "accept", ...); draws for two
-    purposes are independent. position: index of the token among those generated, from 0.
+    purpose: what the draw is for ("target", "draft", "accept", ...); two are independent. position:
+    index of the token among those generated.
     """
 
     seed: int
@@ -79,8 +78,7 @@ class Noise:
 class GumbelRows:
     """Gumbel noise of one purpose at positions that are asked for in order.
 
-    Many rows take as many operations as one, so that more are drawn each time, up to `MOST_ROWS`;
-    the first time those asked for, so that the first token waits for no other. A row follows from
+    More are drawn each time, up to `MOST_ROWS`, the first time those asked for; a row follows from
     its position alone.
     """
 

@@ -24,24 +24,14 @@ class SpeculationStats(Rows):
     It counts whole rounds. Identities: `emitted + cut = accepted + target_passes`, and the
     histogram sums to `target_passes`.
 
-    Attributes:
-        target_passes: passes of the target after the prefill, one a round.
-        ahead: passes launched before the token before them was read.
-        fed: positions that the passes computed.
-        replayed: of these, computed a second time, since a recurrent cache was rolled back.
-        drafted: draft tokens proposed.
-        accepted: draft tokens kept by the rule.
-        cut: tokens verified but beyond max_tokens.
-        rounds: (drafted, accepted) of every round.
-        by_drafter: drafter's key -> [drafted, accepted], under `FirstOf` or `BestOf`.
-        decode_seconds: of all rounds but the first, which waits for the prompt too.
-        plain_seconds: of those without a draft whose time is that of one pass.
-        num_plain: number of those.
-        prefill_seconds: host time for reading the prompt.
-        draft_seconds: host time for proposing; lazy steps count where they are verified.
-        verify_seconds: host time for launching the passes and waiting for them.
-        other_seconds: host time of the rest of the loop, without the caller's.
-        counterfactual: what each rule would have accepted, if asked for.
+    target_passes: after the prefill, one a round; ahead of them launched before the token before
+    was read. fed: positions computed; replayed: of these, a second time, for recurrent caches.
+    drafted, accepted: tokens; cut: verified beyond max_tokens. rounds: (drafted, accepted) of each.
+    by_drafter: key -> [drafted, accepted]. decode_seconds: of all rounds but the first.
+    plain_seconds, num_plain: of rounds without a draft that took one pass. prefill_seconds,
+    draft_seconds, verify_seconds, other_seconds: host time for the prompt, proposing, launching and
+    waiting (lazy draft steps too), and the rest, without the caller's. counterfactual: what each
+    rule would have accepted, if asked for.
     """
 
     target_passes: int = 0
@@ -114,10 +104,7 @@ class SpeculationStats(Rows):
 
     @property
     def acceptance_rate(self) -> float:
-        """Likeliest α (Leviathan et al. 2023, definition 3.1), 0 without a draft.
-
-        Accepted draft tokens over those that were judged: none after a rejected one.
-        """
+        """Likeliest α (Leviathan et al. 2023, definition 3.1): accepted of judged tokens."""
         rejections = sum(accepted < drafted for drafted, accepted in self.rounds)
         return acceptance_from_counts(self.accepted, rejections)
 
@@ -138,10 +125,7 @@ class SpeculationStats(Rows):
 
     @property
     def expected_speedup(self) -> float | None:
-        """Speedup if draft tokens were accepted with chance α, independently of each other.
-
-        Far from the observed one, predictable and unpredictable stretches of text take turns.
-        """
+        """Speedup if draft tokens were accepted with chance α, independently of each other."""
         alpha = self.acceptance_rate
         return self._speedup([expected_tokens(alpha, drafted) for drafted, _ in self.rounds[1:]])
 

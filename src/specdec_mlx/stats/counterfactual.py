@@ -5,15 +5,14 @@ Two estimates, from the distributions p and q at the positions of each draft:
 - *By position*: the chance of each rule to accept a token drawn at position i, over the drafts
   whose first i tokens were accepted. It is sum min(p, q) for rejection, sum c(x) for shared noise
   (see `coupled_probs`), sum p q for match, p(argmax q) for a greedy draft.
-- *By round*: the draft tokens that each rule would keep. All K tokens were drawn from q, so with
-  a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an unbiased estimate
-  of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, c(x)/q(x) for shared noise,
-  p(x) for match, and p(x)/q(x) at x = argmax q, else 0, for a greedy draft. Block verification
-  keeps i tokens or more with chance w_i = min(1, w_(i-1) p/q), w_0 = 1 (Sun et al. 2024); averaged
-  over the token at position i, that is sum min(w_(i-1) p, q).
 
-Another rule would have begun its rounds elsewhere in the text. For point-mass drafts q is a
-one-hot.
+- *By round*: with a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an
+  unbiased estimate of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, c(x)/q(x) for
+  shared noise, p(x) for match, and p(x)/q(x) at x = argmax q, else 0, for a greedy draft. Block
+  verification keeps i tokens or more with chance w_i = min(1, w_(i-1) p/q), w_0 = 1 (Sun et al.
+  2024); averaged over the token at position i, that is sum min(w_(i-1) p, q).
+
+Another rule would have begun its rounds elsewhere. For point-mass drafts q is a one-hot.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ COLUMNS = 2 * len(BY_TOKEN) + 1
 def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
     """Chances of a draft [K] with p [K+1, V] and q [K, V].
 
-    Returns [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here; for
-    each the chance to accept this token; the chance that block verification keeps the position.
+    [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here, and this
+    token; and the chance that block verification keeps the position.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs[:-1], draft_probs
@@ -67,8 +66,7 @@ def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Arr
 def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
     r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
 
-    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums: sorted by q/p,
-    the maximum is the first of the two up to x and the second after it.
+    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums over q/p sorted.
     """
     xp = namespace_of(target_probs)
     p, q = target_probs, draft_probs

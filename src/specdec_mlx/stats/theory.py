@@ -1,7 +1,7 @@
 """Gains of speculative decoding, in formulas (Leviathan, Kalman, Matias 2023).
 
-α is the chance that a draft token is accepted, independent and equal at every position; K the
-number of draft tokens a round (the paper's γ). Numbers outside their range raise ValueError.
+α: chance that a draft token is accepted, independent and equal at every position; K: draft tokens a
+round (the paper's γ). ValueError out of range.
 """
 
 from __future__ import annotations
@@ -34,18 +34,12 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
 
 
 def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
-    r"""Expected walltime improvement, expected tokens over $K c + 1$ (theorem 3.8).
-
-    draft_cost is c, one step of the drafter over one pass of the target; all passes cost the same.
-    """
+    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8); c: draft_cost."""
     return expected_speedup_on_curve(acceptance, draft_length, lambda _: 1.0, draft_cost)
 
 
 def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
-    """Expected factor by which arithmetic operations grow (theorem 3.11).
-
-    draft_share is ĉ, operations per token of the drafter over those of the target.
-    """
+    """Expected factor of operations (theorem 3.11); draft_share: ĉ, a draft token's."""
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
     return operations / expected_tokens(acceptance, draft_length)
@@ -59,10 +53,7 @@ def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -
 def expected_speedup_on_curve(
     acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
 ) -> float:
-    """Expected speedup where wider passes cost more: theorem 3.8 with c(m) measured.
-
-    draft_cost is that of one draft token, in the unit of `cost`.
-    """
+    """Expected speedup where wider passes cost more: theorem 3.8 with c(m) as measured."""
     _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
     round_cost = cost(draft_length + 1) + draft_length * draft_cost
     return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
@@ -71,11 +62,7 @@ def expected_speedup_on_curve(
 def best_draft_length_on_curve(
     acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
 ) -> int:
-    """The shortest K from 0 to `longest` of the greatest expected speedup on a measured curve.
-
-    All lengths are tried, since curves have steps: a kernel that reads the weights once for 5 rows
-    makes K = 4 better than 3 and 5.
-    """
+    """The shortest K from 0 to `longest` of the greatest expected speedup on a curve."""
     speedups = [
         expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in range(longest + 1)
     ]
@@ -85,8 +72,7 @@ def best_draft_length_on_curve(
 def chances_of(parents: Sequence[int], acceptance: Ranks) -> list[float]:
     """Chances [K] of the nodes of a tree: the parent's, times the acceptance of the node's rank.
 
-    parents [K] are as in `Draft.parents`, siblings ranked in their order. The last depth's
-    acceptance stands for all below it too.
+    parents [K] as in `Draft.parents`. The last depth's acceptance stands for all below it.
     """
     chances: list[float] = []
     num_children = [0] * (len(parents) + 1)
@@ -107,14 +93,10 @@ def expected_tree_tokens(parents: Sequence[int], acceptance: Ranks) -> float:
 def best_first(
     acceptance: Ranks, size: int, cost: Cost | None = None
 ) -> tuple[list[int], list[int]]:
-    """The tree grown node by node, each time by the one of the greatest chance.
+    """The tree grown node by node, by the greatest chance each time: parents, ranks [K].
 
-    Chances fall from parent to child and from rank to rank, so of all trees of its size it has the
-    greatest expected tokens. Nothing is added below the last depth of `acceptance`. With a cost
-    c(m) the tree is cut where expected tokens over c(K + 1) are greatest.
-
-    Returns:
-        Parents [K], and ranks [K].
+    Of all trees of its size it has the greatest expected tokens. With a cost c(m) it is cut where
+    expected tokens over c(K + 1) are greatest.
     """
     parents: list[int] = []
     ranks: list[int] = []

@@ -1,9 +1,7 @@
 """Passes over a token tree whose branches are rows of a batch, for models that take no mask.
 
-Recurrent layers, learned positions and masks of a model's own know one order of tokens. So each
-leaf's path is a row, padded on the right, on caches that are repeated for the pass and dropped
-after it: what was kept of a tree is fed again with the next pass, and the model's own caches never
-hold a token that was not.
+Each leaf's path is a row, padded on the right, on repeated caches that are dropped after it: what
+was kept is fed again, and the model's own caches never hold another token.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from specdec_mlx.contracts.trees import ROOT, children_of, path_to
 class BranchRows(NamedTuple):
     """A tree as a batch of its paths.
 
-    paths: nodes from the root to each leaf, R lists. places: row and column of each node's logits,
-    K + 1 pairs; the first is that of the token before the tree, which is column 0 of every row.
+    paths: nodes from the root to each leaf. places: row and column of each node's logits, K + 1
+    pairs, the first for the token before the tree.
     """
 
     paths: list[list[int]]
@@ -53,11 +51,7 @@ def tree_logits(
 ) -> mx.array:
     """Logits [K+1, V] of the last token of a text and of a tree after it, lazy.
 
-    Args:
-        model: any mlx-lm model.
-        caches: of the text but for its last token; they are left alone.
-        tokens: [1 + K] that token and the tree's.
-        parents: [K] of the tree.
+    caches: of the text but for that token; left alone. tokens: [1 + K] that token and the tree's.
     """
     rows = BranchRows.of(parents)
     logits = model(rows.fed(tokens), cache=[repeated(cache, len(rows.paths)) for cache in caches])

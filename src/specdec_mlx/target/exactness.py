@@ -1,8 +1,7 @@
 """Does a pass over m positions give the logits of m single passes?
 
-Lossless decoding stands on that, and a mask that is one too wide breaks it. It is measured once for
-each loaded model: at its start, past its window, and across the positions that its configuration
-names, once a text comes near them.
+Lossless decoding stands on that. It is measured once for each loaded model: at its start, past its
+window, and across positions that its configuration names, once a text comes near them.
 """
 
 from __future__ import annotations
@@ -53,9 +52,8 @@ ROWS_AT_MOST = 1.1
 class WidthReport:
     """Passes over `width` positions after `context` others, against single ones.
 
-    max_difference: largest difference of a logit. spread: standard deviation of the logits.
-    argmax_flips: positions whose most likely token differs. bitwise: True if all logits are equal.
-    exact: True if rounding explains the difference.
+    max_difference: of a logit; spread: their standard deviation. argmax_flips: positions whose
+    likeliest token differs. bitwise: all equal. exact: rounding explains the difference.
     """
 
     width: int
@@ -99,8 +97,7 @@ def probe(
 ) -> ProbeReport:
     """Compare passes over several positions with single ones, wherever a model may change.
 
-    widths: positions a pass, each >= 1. Costs about 20 passes for each place and, if the model has
-    a window and `past_window` is set, a prefill of it.
+    widths: positions a pass. About 20 passes for each place, and a prefill of the window, if any.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _compare(model, place, widths, seed)]
@@ -114,7 +111,7 @@ def probe(
 class Place:
     """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
 
-    start: first position that this tells of. exact: verdicts, by whether a pass is over a tree.
+    start: first position that this tells of. exact: verdicts, by "a pass over a tree".
     """
 
     start: int
@@ -144,10 +141,7 @@ places_of = PerModel(_places)
 
 
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
-    """Position that passes from this one on may not go beyond; None for any, and for trees.
-
-    Places near it are measured, once, with a warning where chains are not exact.
-    """
+    """Position that passes from this one on may not go beyond, or None: chains, trees."""
     for place in places_of(model):
         if place.start > position + MARGIN:
             return None if on_trees else place.start
@@ -234,8 +228,7 @@ def tree_report(
 ) -> WidthReport:
     """`TREE` after `context` tokens and one more, in one pass, against each of its paths alone.
 
-    by_rows: with its branches as rows of a batch; else all caches need a view, see `tree_passes`.
-    shift: positions that the caches claim to hold besides.
+    by_rows: with branches as rows of a batch. shift: positions that the caches claim besides.
     """
     size = len(TREE)
     tokens = _random_tokens(model, context + 1 + size, seed=0)

@@ -122,9 +122,8 @@ def split_cache(
 ) -> tuple[list[Any], list[Any] | None]:
     """The target's caches and, if the caller's list is longer, the draft model's.
 
-    Raises:
-        ValueError: for fewer caches than the model needs, and what MLX cannot quantize them to.
-        CacheRollbackError: for caches that an interrupted generation could not bring in order.
+    Raises ValueError for fewer than needed and what MLX cannot quantize so, CacheRollbackError for
+    those that an interrupted generation could not bring in order.
     """
     fresh = make_prompt_cache(model, max_kv_size=options.max_kv_size)
     if options.kv_bits is not None:
@@ -186,8 +185,7 @@ def check_fits(drafter: Drafter | None, context: DraftContext) -> None:
 def check_draft(draft: Draft, vocab_size: int) -> None:
     """Raise DraftError for a draft that can be seen to be wrong before anything is computed.
 
-    Its tokens are to be ids of the target, its distribution [K, V], its parents a tree. Ids that
-    are not computed yet are not waited for; `check_drafted` sees them with the verdict.
+    Ids of the target, a distribution [K, V], a tree. `check_drafted` sees ids not computed yet.
     """
     tokens, parents = draft.tokens, draft.parents
     if isinstance(tokens, mx.array):

@@ -17,11 +17,7 @@ READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
 
 
 def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
-    """Contents of a cache as slices of its own buffers; quantized ones are unpacked.
-
-    index: nested caches are counted one by one. Raises UnreadableError if there is no such cache,
-    or it holds something else.
-    """
+    """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
     cache = check_readable(caches, index)
     keys, values = cache.keys_and_values()
     if isinstance(cache, QuantizedKVCache):

@@ -35,9 +35,9 @@ vocab_size_of = PerModel(_vocab_size)
 class ModelPass:
     """The target model and its caches.
 
-    options: when they are quantized. probe: True to measure, once, if the model is exact for
-    several positions at once. taps: reads states of its passes, None for nothing. by_rows: True if
-    the branches of a tree are rows of a batch.
+    options: when they are quantized. probe: measure once if the model is exact for several
+    positions at once. taps: reads states of its passes, or None. by_rows: branches of a tree are
+    rows.
     """
 
     model: nn.Module
@@ -79,15 +79,9 @@ class ModelPass:
         embeddings: mx.array | None = None,
         parents: Sequence[int] | None = None,
     ) -> mx.array:
-        """One pass.
+        """One pass over tokens [S], or embeddings [S, D] in their place; logits [S, V], lazy.
 
-        Args:
-            tokens: [S] token ids.
-            embeddings: [S, D] what to feed in their place.
-            parents: [K] of the last K tokens, where they are a tree.
-
-        Returns:
-            Logits [S, V], lazy.
+        parents: [K] of the last K tokens, where they are a tree.
         """
         if self.options.kv_bits is not None:
             self.quantize()
@@ -128,7 +122,7 @@ class ModelPass:
     def widest(self) -> int | None:
         """Most positions that the next pass may have, as measured; None for any number.
 
-        Plain decoding quantizes caches after `quantized_kv_start`: no pass may reach across it.
+        No pass may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
         """
         limits = [self.rollback.widest_pass(), self._widest_exact()]
         if self.options.kv_bits is not None:

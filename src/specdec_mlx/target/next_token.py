@@ -21,9 +21,8 @@ from specdec_mlx.token_ids import to_ids
 class NextToken:
     """Turns the target's logits into a distribution, and draws tokens.
 
-    sampling: the distribution of the next token, also read back from mlx-lm's `make_sampler`; None
-    if only a sampler is known. by_row: True if rows have to be drawn one by one, as plain decoding
-    would, since a sampler or processor of the caller's may remember what it saw.
+    sampling: also read back from mlx-lm's `make_sampler`; None if only a sampler is known. by_row:
+    rows are drawn one by one, since a sampler or processor of the caller's may remember.
     """
 
     def __init__(
@@ -71,10 +70,7 @@ class NextToken:
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
     ) -> mx.array:
-        """The target's own token [K+1] at each row [K+1, V].
-
-        position: of row 0 among the tokens generated. Rows of one depth of a tree share a noise.
-        """
+        """The target's own token [K+1] at each row [K+1, V]; rows of one depth share noise."""
         if self.sampling is None:
             ids = [self.sampler(row[None]) for row in logprobs]  # any ints
             ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
@@ -168,8 +164,7 @@ class RoundNoise:
 def is_pure(f: Any) -> bool:
     """True if calling `f` on a row that is thrown away afterwards does no harm.
 
-    True for `Sampling`, for what mlx-lm's `make_sampler` and `make_logits_processors` return, and
-    for callables that say so themselves with a true attribute `pure`.
+    So for `Sampling`, mlx-lm's own samplers and processors, and callables with a true `pure`.
     """
     known = getattr(f, "__module__", None) == "mlx_lm.sample_utils"
     return isinstance(f, Sampling) or known or bool(getattr(f, "pure", False))

@@ -11,11 +11,7 @@ from specdec_mlx.per_model import PerModel
 
 
 def _group_of(model: nn.Module) -> mx.distributed.Group | None:
-    """The group of a tensor-parallel or pipelined model; None for one that is whole on each rank.
-
-    mlx-lm's `shard` leaves its group with the layers that it has split, and its `pipeline` works on
-    the global group.
-    """
+    """The group of a tensor-parallel or pipelined model; None for one whole on each rank."""
     for module in model.modules():
         for group in (getattr(module, "group", None), getattr(module, "sharding_group", None)):
             if isinstance(group, mx.distributed.Group) and group.size() > 1:

@@ -48,7 +48,7 @@ class Recurrence(NamedTuple):
     """A function of mlx-lm with a parameter `state` that returns outputs and the new state.
 
     sequences: parameters [B, S, ...] with a row for each position. idle: parameters that have to be
-    None, such as masks. in_steps: True if several positions at once round otherwise than single.
+    None. in_steps: several positions at once round otherwise than single.
     """
 
     function: Callable[..., tuple[mx.array, mx.array]]
@@ -140,8 +140,7 @@ class KeptStates(Snapshot):
 class RecurrentStates:
     """The calls of a model's passes that give the states after each position.
 
-    places: of the recurrences. sources: index among all caches -> for each of its slots the number
-    of a call. kinds: types of the calls of a pass.
+    sources: index among all caches -> for each slot the number of a call. kinds: types of calls.
     """
 
     places: list[tuple[ModuleType, str]]
@@ -152,11 +151,7 @@ class RecurrentStates:
     def run(
         self, run: Callable[[], mx.array], caches: Sequence[Any], width: int
     ) -> tuple[mx.array, dict[int, Strategy]]:
-        """Run a pass over `width` positions on these caches, nested ones resolved.
-
-        Returns:
-            Its logits, and ways back by index of a cache; none if it was not as the measured one.
-        """
+        """Run a pass over `width` positions; logits, and ways back by cache, as measured."""
         if not all(type(caches[i]) is ArraysCache for i in self.sources):
             return run(), {}
         with _recording(self.places, self.convolutions) as calls:

@@ -1,8 +1,7 @@
 """Going back: a model's caches as one, with a position that can be moved back.
 
-How each class of cache drops rejected entries stands in `strategies`. All caches move together or
-not at all: an exception in the middle of a pass or of a rewind, Ctrl-C included, leaves them where
-they were.
+How each class of cache drops rejected entries stands in `strategies`. All move together or not at
+all: an exception in the middle, Ctrl-C included, leaves them where they were.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ T = TypeVar("T")
 class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
-    caches: the caller's own list, whose entries may be replaced (kv_bits does). broken: why a cache
-    is not where the others are, None if all are. states: how recurrent states are had after a short
-    pass with a draft; None where the kept positions are fed again.
+    caches: the caller's own list, whose entries may be replaced (kv_bits does). broken: why one is
+    not where the others are. states: how recurrent states are had after a short pass, or None.
     """
 
     caches: list[Any]
@@ -48,11 +46,7 @@ class Rollback:
     def forward(
         self, model: nn.Module, tokens: mx.array, tree: TreeRows | None = None, **inputs: Any
     ) -> mx.array:
-        """One pass of a model over tokens [S], a chain or a tree; see `takes_trees`.
-
-        Returns:
-            Logits [S, V], lazy. After an exception the caches are as before.
-        """
+        """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache."""
         width = tokens.shape[0]
 
         def run() -> mx.array:
@@ -110,8 +104,8 @@ class Rollback:
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep some positions of a draft that began at `position`; see `rewind_to`.
 
-        kept: their indices in the draft, ascending: `range(n)` for a chain, a path from the root
-        for a tree. Raises CacheRollbackError if a cache cannot drop rows from between others.
+        kept: ascending indices, `range(n)` or a path; CacheRollbackError if rows between cannot be
+        dropped.
         """
         if self.position <= position:  # the pass was made on copies
             return self.position
@@ -134,11 +128,8 @@ class Rollback:
     def rewind_to(self, position: int) -> int:
         """Go back to `position`, or to the last checkpoint before it if a cache cannot stop there.
 
-        Returns:
-            The position reached; what lies between has to be fed again.
-
-        Raises:
-            CacheRollbackError: a cache cannot go back. All caches are then as before.
+        Returns the position reached; what lies between has to be fed again. Raises
+        CacheRollbackError, all caches as before, if one cannot go back.
         """
         back = self.position - position
         if back <= 0:

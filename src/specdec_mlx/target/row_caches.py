@@ -2,11 +2,9 @@
 
 A pass appends the same number of slots to each row. A slot holds a position of its row's text, or
 nothing: padding, or a rejected token. Rotary positions are given per row, and the mask lets a query
-see the slots of its own row and window. So rows go back by different numbers of positions without
-moving a key or a value, and the empty slots are dropped when they have become many.
-
-Recurrent states have no slots. A row that goes back gets the state from before the pass, and what
-was kept of it is fed again with the row's next pass.
+see the slots of its own row and window, so that rows go back without moving a key or a value; empty
+slots are dropped when they are many. A row with recurrent states gets the state from before the
+pass, and what was kept is fed again.
 """
 
 from __future__ import annotations
@@ -38,10 +36,7 @@ MOST_EMPTY = 64
 
 @dataclass
 class Slots:
-    """The position of its row's text in each slot; one for all caches of the same window.
-
-    window: positions that a query sees, its own included; None for all. positions: [rows, slots].
-    """
+    """Position of its row's text in each slot [rows, slots]; one for caches of a window."""
 
     window: int | None
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
@@ -65,10 +60,7 @@ class Slots:
         self._masks.clear()
 
     def mask(self, num_queries: int, window: int | None) -> mx.array:
-        """Slots that each query of the latest pass sees; boolean [rows, 1, S, slots].
-
-        Raises ValueError for a model that masks anything but the tokens that it was given.
-        """
+        """Slots that each query sees, [rows, 1, S, slots]; ValueError for a model's own mask."""
         if num_queries != self._queries.shape[1]:
             raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
         window = window or self.window
@@ -83,9 +75,8 @@ class Slots:
     def tidy(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
         """Empty the slots from each row's end on, and those that its next position cannot see.
 
-        Returns:
-            How many slots were dropped at the back, where all rows are empty, and the indices of
-            those [rows, n] to keep of the others, None for all.
+        Returns how many were dropped at the back, where all rows are empty, and the indices [rows,
+        n] to keep of the others, None for all.
         """
         next_ones = np.array(ends, np.int32)[:, None]
         self.positions[self.positions >= next_ones] = EMPTY
@@ -172,10 +163,7 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
 
 @dataclass
 class RowCaches:
-    """The caches of a model for several texts at once, one row each.
-
-    caches: what the model is called with. ends: positions that each row holds of its text.
-    """
+    """The caches of a model for several texts at once, a row each with `ends` positions."""
 
     caches: list[Any]
     ends: list[int] = field(default_factory=list)
@@ -209,10 +197,7 @@ class RowCaches:
         return sum(int(cache.nbytes) for cache in self.caches)
 
     def add(self, caches: Sequence[Any], num_positions: int) -> None:
-        """Add a text after the others, with the caches that hold its first positions.
-
-        Where that raises, the others are as they were.
-        """
+        """Add a text after the others, with its caches; an exception changes nothing."""
         parts = (*self._slots.values(), *leaves(self.caches))
         before = [(part, {**vars(part)}) for part in parts]
         try:
@@ -281,11 +266,7 @@ class RowCaches:
         self.ends = [end + n for end, n in zip(self.ends, widths, strict=True)]
 
     def go_back(self, ends: Sequence[int]) -> list[int]:
-        """Go back to these ends after a pass, or to before it in rows with recurrent states.
-
-        Returns:
-            The ends that were reached; what lies between is to be fed again.
-        """
+        """Go back to these ends, or before the pass (recurrent); the ends reached."""
         is_back = [wanted < end for wanted, end in zip(ends, self.ends, strict=True)]
         if any(is_back):
             for cache, before in self._before:
@@ -332,10 +313,7 @@ def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) ->
 
 
 def _held(array: mx.array, num_rows: int, num_held: int, num_slots: int) -> mx.array:
-    """Keys or values [rows, heads, slots, d] of rows that hold `num_held`, with room after them.
-
-    Where nothing is held, another cache's array tells their shape.
-    """
+    """Keys or values [rows, heads, slots, d] of rows that hold `num_held`, with room after them."""
     if num_held == 0:
         return mx.zeros((num_rows, array.shape[1], num_slots, array.shape[3]), array.dtype)
     room = num_slots - num_held

@@ -42,11 +42,7 @@ class RowPlace(Rollback):
 
 
 class ToVerify(NamedTuple):
-    """One row of a pass.
-
-    pending: its tokens that are not in the caches yet, at least one. draft: to verify after them.
-    position: index of the next token among those generated.
-    """
+    """One row of a pass: pending tokens, at least one, and a draft after them, at its position."""
 
     pending: Sequence[int] | mx.array
     draft: Draft

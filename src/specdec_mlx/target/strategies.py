@@ -24,9 +24,8 @@ from specdec_mlx.errors import CacheRollbackError
 class Strategy:
     """How one class of cache goes back; as it is, by the cache's own `trim`.
 
-    name: for reports. must_restore: True if going back may need what `save` took before the pass;
-    it is then kept until the verdict, else only while the pass is being built. `back` is a number
-    of positions, always > 0.
+    must_restore: going back may need what `save` took before the pass, which is kept until the
+    verdict. `back` is a number of positions > 0.
     """
 
     name = "trim"
@@ -91,10 +90,7 @@ class TrimRows(Trim):
 
 
 class SavedBuffers(Trim):
-    """Trim where that is enough; else put the buffers from before the pass back.
-
-    A full window makes a new buffer for each pass anyway; before that, saving costs one copy.
-    """
+    """Trim where that is enough; else put the buffers from before the pass back."""
 
     must_restore = True
 
@@ -108,8 +104,8 @@ class SavedBuffers(Trim):
 class Window(SavedBuffers, TrimToPath):
     """A rotating window: in temporal order after a pass over several positions, so sliced then.
 
-    With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full,
-    so a pass may only fill it up, and single tokens follow.
+    With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full:
+    a pass may only fill it up.
     """
 
     name = "window"
@@ -146,10 +142,7 @@ class Chunks(SavedBuffers):
 
 
 class Snapshot(SavedBuffers):
-    """Put back recurrent state from before the pass; kept tokens are fed again with the next one.
-
-    After a short pass `recurrent_states` may know a way that feeds nothing again.
-    """
+    """Put back recurrent state from before the pass; kept tokens may have to be fed again."""
 
     name = "snapshot and replay"
 

@@ -1,8 +1,7 @@
 """Taps: what a drafter reads of the target's passes, off mlx-lm's own modules.
 
-Where to read is found by watching one short pass, whose numbers are never computed: the *head* is
-the last module that turns states into logits, `lm_head` or tied embeddings, and its input is the
-state after the final norm. A model may be quantized or given adapters between two generations.
+The *head* is the last module of a watched pass that turns states into logits; its input is the
+state after the final norm.
 """
 
 from __future__ import annotations
@@ -40,10 +39,7 @@ class _Tap(NamedTuple):
 
 
 class Taps:
-    """The places where a model's passes are read; UnreadableError for what it does not show.
-
-    features: rows of the latest pass, None before the first. num_rows: how many it has.
-    """
+    """The places where a model's passes are read; UnreadableError for what it does not show."""
 
     def __init__(
         self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None

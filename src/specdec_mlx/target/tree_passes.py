@@ -1,10 +1,9 @@
 """Passes over a token tree: each row attends to its own path, at the position of its depth.
 
-The mask comes from the caches that the model is called with. For the pass each is replaced by a
-*view*, an object of a subclass that shares its state, whose mask lets a row see the text and its
-ancestors. Rope modules, and attention that is given a scale by position, get a class that reads
-depths while its thread is in a pass over a tree, and changes nothing else. Rotary embeddings take
-one offset for each row of a batch, so the rows are made a batch for that one operation.
+For the pass each cache is replaced by a *view*, an object of a subclass that shares its state,
+whose mask lets a row see the text and its ancestors. Rope modules, and attention scaled by
+position, get a class that reads depths while its thread is in such a pass. Rotary embeddings take
+one offset for each row of a batch, so the rows are made a batch for that.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ from specdec_mlx.per_model import PerModel
 class TreeRows:
     """Pending tokens and the tree after them: E rows on the caches already, T rows of a pass.
 
-    depths: [E + T] position of each row, from that of the first. sees: [T, E + T] True where a row
-    of the pass sees another one: itself and its ancestors.
+    depths: [E + T] position of each row, from the first's. sees: [T, E + T] itself and its
+    ancestors.
     """
 
     depths: mx.array
@@ -61,10 +60,9 @@ class TreeRows:
         return self.depths[self.num_fed :] - self.num_fed
 
     def mask(self, start: int, num_past: int, window: int | None) -> mx.array:
-        """The rows of a cache that each row sees, [T, num_past + T] booleans.
+        """Rows of a cache that each row sees in its window (None: all), [T, num_past + T].
 
-        The cache holds the last `num_past` positions before `start`, that of the first row. window:
-        positions that a row sees, itself included; None for all.
+        The cache holds the last `num_past` positions before `start`, that of the first row.
         """
         own = self.sees
         if window is not None:
@@ -160,8 +158,7 @@ def view_of(cache: Any, rows: TreeRows) -> Any:
 def chooses_blocks(model: nn.Module) -> bool:
     """True if a layer attends to blocks of rows that it chooses by their scores (MiniMax M3).
 
-    Siblings shift the rows of a block. That shows only once a text is longer than the chosen
-    blocks, so it is read off the modules: no short measurement would find it.
+    Siblings shift a block's rows, which shows only in long texts, so it is read off the modules.
     """
     return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 

@@ -1,8 +1,8 @@
 """The target's side of a round: one pass over the pending tokens and the draft, and its verdict.
 
-With pure callables (ours and mlx-lm's own) a round is one lazy graph, read by one host
-synchronisation. A sampler or logits processor of the caller's may remember what it saw, so it is
-called row by row, as plain decoding would, and no further than the first rejected token.
+With pure callables a round is one lazy graph, read by one host synchronisation. A sampler or
+processor of the caller's may remember what it saw, so it is called row by row, as plain decoding
+would, no further than the first rejected token.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ MASS_TOLERANCE = 1e-3
 class LazyPass:
     """A round as one graph; see `contracts.PendingPass`.
 
-    verdict: the rule's answer. results: the small arrays that `read` waits for. is_sampled: True if
-    a sampler of the caller's drew the tokens, which may be any ids.
+    results: the small arrays that `read` waits for. is_sampled: by the caller's sampler: any ids.
     """
 
     draft: Draft
@@ -102,10 +101,7 @@ class LazyPass:
 
 @dataclass
 class RowByRowPass:
-    """A round whose rows go through callables of the caller's one at a time, in order.
-
-    logprobs: raw logits until it is read. position: of the round's first token in the text.
-    """
+    """A round whose rows go through callables of the caller's one at a time, in order."""
 
     draft: Draft
     num_fed: int
@@ -161,8 +157,8 @@ class RowByRowPass:
 class Verifier:
     """The target of a generation: see `contracts.Target`.
 
-    rule: by name or as an object. counterfactual: an account to keep of the drafts that each rule
-    would have accepted. Raises ValueError if one of them needs a distribution and there is none.
+    counterfactual: an account of what each rule would have accepted. Raises ValueError if the rule
+    needs a distribution and there is none.
     """
 
     def __init__(
@@ -216,8 +212,7 @@ class Verifier:
     ) -> PendingPass:
         """Start a round: feed the pending tokens and the draft, and let the device run.
 
-        A tree that cannot be verified here is cut to a chain; the pass says what it verifies.
-        Raises DraftError, before anything is fed, for what cannot be a draft for this target.
+        A tree that cannot be verified here is cut to a chain. DraftError, before anything is fed.
         """
         if num_drafted := len(draft.tokens):
             check_draft(draft, self.vocab_size())
@@ -247,10 +242,7 @@ class Verifier:
     def judge(
         self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
     ) -> LazyPass | RowByRowPass:
-        """The round of a pass that was made, all of it lazy.
-
-        logits: [K+1, V], of the last pending token and the draft. drafted: [K] ids that were fed.
-        """
+        """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         if self.distribution.by_row:
             return RowByRowPass(draft, num_fed, logits, self.distribution, position)
         processed = self.distribution.process(logits, drafted, draft.parents)

@@ -1,9 +1,8 @@
 """Seeing a model at work during one pass, with nothing of mlx-lm edited or copied.
 
-While a pass is built the watched modules are instances of a subclass of their own class, which
-reports calls; functions that a model's file looks up as globals are replaced in the same way. A
-context variable says who started the pass, so that generations on one model, in other threads too,
-do not see each other's calls. The last pass to end puts everything back.
+While a pass is built the watched modules are instances of a subclass that reports calls, and
+functions that a model's file looks up are replaced. A context variable says who started the pass,
+so that other generations do not see it. The last pass to end puts everything back.
 """
 
 from __future__ import annotations

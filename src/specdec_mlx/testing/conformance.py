@@ -8,10 +8,7 @@ from typing import ClassVar, NoReturn
 
 
 class Conformance:
-    """The test of a contract: each property is a method that returns what it found.
-
-    properties: name -> next step where it is broken, unless a failure says something better.
-    """
+    """The test of a contract: each property, name -> next step, is a method."""
 
     properties: ClassVar[dict[str, str]]
 
@@ -34,10 +31,7 @@ class Conformance:
     def fail(self, what: str, next_step: str = "", part: str = "") -> NoReturn:
         """Raise AssertionError: whose fault, which property, what happened, what to do.
 
-        Args:
-            what: what happened and what was expected, a sentence.
-            next_step: what to do, without the full stop; by default the property's own.
-            part: the property, if not the one that is being checked.
+        what: a sentence. next_step: without the full stop; by default the property's own.
         """
         kind = self.subject if isinstance(self.subject, type) else type(self.subject)
         part = part or self.part

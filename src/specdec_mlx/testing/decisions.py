@@ -1,7 +1,6 @@
 """Questions to a rule in its conformance test, and what it may answer; and texts drawn under it.
 
-The target's rows and the randomness are the loop's own; only the logits are made up. Texts are
-written in rounds, many at once, with noise that is keyed by purpose and position.
+The target's rows and the randomness are the loop's own; only the logits are made up.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class AnswerError(Exception):
 class Question:
     """A draft, and the target at its positions.
 
-    target_probs: [K+1, V]. tokens: [K]. draft_probs: [K, V], None for a point mass.
-    sampler: how the target draws; a callable that is no `Sampling` gives no distribution.
-    seed: of all noise. is_extreme: True if a distribution excludes tokens or equals another.
+    target_probs: [K+1, V]. tokens: [K]. draft_probs: [K, V], None for a point mass. sampler: one
+    that is no `Sampling` gives no distribution. is_extreme: a distribution excludes tokens or
+    equals another.
     """
 
     target_probs: np.ndarray
@@ -135,7 +134,7 @@ def outcome_of(
     tokens: tuple[int, ...],
     possible: np.ndarray,
 ) -> Outcome:
-    """The outcome of an answer whose arrays were read; raises AnswerError if it cannot be.
+    """The outcome of an answer that was read; AnswerError if it cannot be.
 
     tokens: [K] of the draft. possible: [K+1, V] tokens that the target may draw.
     """
@@ -188,10 +187,7 @@ def log(probs: np.ndarray) -> mx.array:
 
 
 def sampled(rule: AcceptanceRule, num_texts: int) -> Iterator[tuple[Comparison, float, float]]:
-    """So many texts of drawn drafts, and of point masses: both distributions, chi-square, limit.
-
-    Raises AnswerError if the rule does what it may not.
-    """
+    """Texts of drawn drafts, and of point masses: distributions, chi-square, limit."""
     target, draft = sources(VOCAB_SIZE, 1)
     own = continued(target, {(): 1.0}, LENGTH)
     for source, kind in ((draft, "drawn"), (None, "point masses")):
@@ -243,10 +239,9 @@ class _KeyedNoise(Noise):
 
 @dataclass(eq=False)
 class _Round:
-    """A round of a text, which MLX can trace: the draft, and the rule's answer.
+    """A round of a text, which MLX can trace: the draft, and the rule's answers of each trace.
 
-    position: tokens of the text. target, draft: log-probabilities by state, [NUM_STATES, V]; no
-        draft is a point mass. answers: the rule's, of each trace.
+    target, draft: log-probabilities by state, [NUM_STATES, V]; no draft is a point mass.
     """
 
     rule: AcceptanceRule

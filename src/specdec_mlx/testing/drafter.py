@@ -1,12 +1,9 @@
-"""Does a drafter keep its contract? One call for anybody's test suite.
+"""Does a drafter keep its contract? One call for anybody's test suite, without a model.
 
-    from specdec_mlx.testing import check_drafter
+from specdec_mlx.testing import check_drafter
 
-    def test_my_drafter_keeps_the_contract():
-        check_drafter(MyDrafter())
-
-No model is needed: a scripted verdict stands in for the target's, and every number of accepted
-tokens occurs.
+def test_my_drafter_keeps_the_contract():
+    check_drafter(MyDrafter())
 """
 
 from __future__ import annotations
@@ -78,16 +75,14 @@ def check_drafter(
         tokenizer: the target's, if it asks for one.
         prompts: texts to draft after, as token ids below V; give some where it finds something to
             propose, since a drafter that proposes nothing passes.
-        num_draws: drafts drawn at random whose tokens are held against the distributions that they
-            declare, by chi-square, with a false alarm in 1e6. With 1,500 one is found to be wrong
-            where it is off by a total variation of about 0.1 over a few dozen tokens.
+        num_draws: drafts whose tokens are held against the distributions that they declare, by
+            chi-square, with a false alarm in 1e6. 1,500 find a total variation of about 0.1 over a
+            few dozen tokens.
         learns: True if proposals may depend on rejected proposals.
-        remembers: True if they may depend on earlier generations. Both are allowed where they are
-            meant, and most often they are a mistake.
+        remembers: True if they may depend on earlier generations. Most often both are a mistake.
 
     Returns:
-        A line for each property that was checked: protocol, empty drafts, sessions, rewinds,
-        distribution, memory, threads.
+        A line for each property that was checked.
 
     Raises:
         AssertionError: it broke one; says which, what happened and what to do.
@@ -120,10 +115,7 @@ class NotedNoise(Noise):
 
 @dataclass
 class ScriptedGeneration:
-    """A session, and what it has seen; `num_decided` draws of its noise are of decided drafts.
-
-    given: prompt + emitted, a list that grows under the session as the loop's does.
-    """
+    """A session, and what it has seen; `num_decided` draws of its noise are of decided drafts."""
 
     session: DraftSession
     given: list[int]
@@ -135,10 +127,7 @@ class ScriptedGeneration:
 
 @dataclass
 class DrafterConformance(Conformance):
-    """One drafter under test: what the loop does with it, played from a script.
-
-    is_same_again: True if generations have to propose the same again.
-    """
+    """One drafter under test: what the loop does with it, played from a script."""
 
     properties = {  # noqa: RUF012
         "protocol": "See Drafter, DraftSession and Draft in specdec_mlx.contracts",
@@ -225,11 +214,7 @@ class DrafterConformance(Conformance):
         return f"{compared} proposals are those of a session that never drafted"
 
     def distribution(self) -> str:
-        """Tokens drawn at random follow the distribution that was declared for them.
-
-        Where it differs from draw to draw the statistic is smaller than chi-square's, so that the
-        limit errs on the drafter's side.
-        """
+        """Tokens drawn at random follow the distribution that was declared for them."""
         drawn, declared = np.zeros(self.vocab_size), np.zeros(self.vocab_size)
         firsts: dict[int, mx.array] = {}
         for seed in range(self.num_draws):

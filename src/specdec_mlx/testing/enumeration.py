@@ -1,7 +1,6 @@
 """Exact distributions of speculative rounds, by going through every outcome in float64.
 
-No sampling: every draft path, every outcome of the coins and every next token, weighted by its
-probability. The functions that decide are those that the loop runs.
+The functions that decide are those that the loop runs.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ def moved_on(state: Any, token: Any) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A language model: the distribution of the next token by the text's state, [NUM_STATES, V].
-
-    So distributions depend on the whole past.
-    """
+    """A language model: the distribution of the next token by the text's state, [NUM_STATES, V]."""
 
     probs: np.ndarray
 
@@ -83,10 +79,7 @@ class ByRule:
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
-    """Distribution [V, ..., V] of texts that a source continues to a length.
-
-    begun: chance of each text so far.
-    """
+    """Distribution [V, ..., V] of texts that a source continues to a length."""
     vocab = np.arange(source.vocab_size)
     joint, states = np.zeros(()), np.zeros((), int)
     for size in range(length + 1):
@@ -101,10 +94,7 @@ def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.nda
 
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The first tokens of a text under a rule, beside the target's own.
-
-    got, own: [V, ..., V] joint distributions. how: what was drafted, in words.
-    """
+    """The first tokens of a text under a rule, beside the target's own; [V, ..., V] both."""
 
     got: np.ndarray
     own: np.ndarray
@@ -126,10 +116,7 @@ class Comparison:
 
 
 def enumerated(rule: CoinRule) -> Iterator[Comparison]:
-    """Every outcome of a round on small vocabularies, with distributions that change with the text.
-
-    Target and draft are unrelated, equal, or exclude tokens; drafts are drawn and point masses.
-    """
+    """Every outcome of a round on small vocabularies; distributions change with the text."""
     deciding = ByRule(rule)
     for vocab_size, num_draft in SHAPES:
         target, draft = sources(vocab_size, vocab_size + num_draft)

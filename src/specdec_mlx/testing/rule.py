@@ -1,12 +1,9 @@
-"""Does an acceptance rule keep its contract? One call for anybody's test suite.
+"""Does an acceptance rule keep its contract? One call for anybody's test suite, without a model.
 
-    from specdec_mlx.testing import check_rule
+from specdec_mlx.testing import check_rule
 
-    def test_my_rule_keeps_the_contract():
-        check_rule(MyRule())
-
-No model is needed. Whether the target's distribution is left alone is found by enumeration where
-the rule decides by coins, else by chi-square.
+def test_my_rule_keeps_the_contract():
+    check_rule(MyRule())
 """
 
 from __future__ import annotations
@@ -54,16 +51,15 @@ def check_rule(
 
     Args:
         rule: an instance.
-        lossless: True if it says that it leaves the target's distribution alone. A rule by coins
-            is then enumerated in float64: rounds over vocabularies of 2 to 5 tokens, K up to 3,
-            with distributions that change with the text. With any other rule texts are drawn.
-        num_texts: texts of three tokens that are drawn, with fixed seeds, for drawn drafts and for
-            point masses. Chi-square raises a false alarm for one rule in 500,000; with 20,000 texts
-            it finds a rule that is off by a total variation of 0.05 with a chance above 0.99.
+        lossless: True if it says that it leaves the target's distribution alone. A rule by coins is
+            then enumerated in float64, with vocabularies of 2 to 5 tokens and K up to 3; of others
+            texts are drawn.
+        num_texts: texts of three tokens, with fixed seeds, for drawn drafts and for point masses.
+            One rule in 500,000 is a false alarm; 20,000 texts find a total variation of 0.05 with a
+            chance above 0.99.
 
     Returns:
-        A line for each property that was checked: protocol, purity, greedy, samplers, coins,
-        distribution.
+        A line for each property that was checked.
 
     Raises:
         AssertionError: it broke one; says which, what happened and what to do.
@@ -190,10 +186,7 @@ class RuleConformance(Conformance):
         self.require(is_same, what)
 
     def distribution(self) -> str:
-        """The tokens emitted have the target's own distribution, jointly.
-
-        Enumeration says it all where coins decide, since these and the draft are independent.
-        """
+        """The tokens emitted have the target's own distribution, jointly."""
         if not isinstance(self.rule, CoinRule):
             return self._sampled()
         if shares_noise(self.rule):

@@ -1,12 +1,11 @@
-"""Does a rollback strategy keep its contract? One call for anybody's test suite.
+"""Does a rollback strategy keep its contract? One call for anybody's test suite, without a model.
 
     from specdec_mlx.testing import check_strategy
 
     def test_my_strategy_keeps_the_contract():
         check_strategy(MyStrategy(), MyCache)
 
-No model is needed. Passes are drafted on and rolled back by the loop's own `Rollback`, and what
-later passes compute is compared with a cache that was only given the tokens kept, one at a time.
+What later passes compute is compared with a cache that was only given the tokens kept, one by one.
 """
 
 from __future__ import annotations
@@ -59,10 +58,7 @@ REJECTED = 1000
 
 
 def attend(cache: Any, tokens: mx.array) -> mx.array:
-    """A layer of attention over a cache with `update_and_fetch`; rows [S, D + 1].
-
-    Keys and values follow from a token alone, and the last column is its position.
-    """
+    """A layer of attention over a cache; rows [S, D + 1], the last column the position."""
     states = _states()[tokens % MANY_TOKENS][None, None]
     mask = create_attention_mask(states[0], cache, return_array=True)
     positions = cache.offset + mx.arange(tokens.shape[0], dtype=mx.float32)
@@ -91,16 +87,15 @@ def check_strategy(
     Args:
         strategy: an instance; it need not be registered.
         make_cache: makes an empty cache of the class that the strategy is for.
-        feed: (cache, tokens [S]) -> rows [S, D], one pass over S positions, as a model's layer
-            makes it; rows follow from what the cache then holds. By default a layer of attention,
-            for classes with `update_and_fetch`. Of a strategy that gathers rows, what a position
-            leaves in the cache has to follow from its token alone.
+        feed: (cache, tokens [S]) -> rows [S, D], one pass as a model's layer makes it; rows follow
+            from what the cache then holds. By default attention, for classes with
+            `update_and_fetch`. Of a strategy that gathers rows, what a position leaves in the cache
+            has to follow from its token alone.
         window: positions after which the cache forgets, where it does not say so itself; best a
-            small one, of 8 say.
+            small one.
 
     Returns:
-        A line for each property that was checked: protocol, widths, restore, interrupt,
-        rollback, gather.
+        A line for each property that was checked.
 
     Raises:
         AssertionError: it broke one; says which, what happened and what to do.
@@ -176,10 +171,7 @@ class StrategyConformance(Conformance):
         return f"wide passes are what single tokens are, at {len(self.lengths)} lengths"
 
     def restore(self) -> str:
-        """`restore` puts a cache back exactly as it was at `save`, more than once.
-
-        A strategy may refuse, if it lets passes have one position only.
-        """
+        """`restore` puts a cache back as it was at `save`, again and again, or refuses."""
         cache = self.make_cache()
         try:
             self.strategy.restore(cache, self.strategy.save(cache))
@@ -240,8 +232,7 @@ class StrategyConformance(Conformance):
     def _draft_and_roll_back(self, length: int, width: int, kept: int, is_beside: bool) -> None:
         """One history: `length` tokens, and a pass over `width` of which `kept` stay.
 
-        is_beside: another cache of the model cannot be trimmed, so that all of them return to the
-            checkpoint; a further pass is then taken back in the same way.
+        is_beside: another cache cannot be trimmed, so that all return to the checkpoint.
         """
         caches = [self.make_cache(), *([ArraysCache(1)] if is_beside else [])]
         rollback = Rollback(caches)

@@ -21,9 +21,9 @@ LARGEST = float(np.finfo(np.float16).max)
 
 @dataclass(frozen=True)
 class Batch:
-    """Windows of text, and what the target showed of them; all begin with [batch, window].
+    """Windows of text, and what the target showed of them, float32; all begin with [batch, window].
 
-    features: float32. answered: True for tokens that are learnt. best: likeliest next token.
+    answered: True for tokens that are learnt. best: likeliest next token.
     """
 
     tokens: mx.array
@@ -39,10 +39,7 @@ class Batch:
 
 
 class FeatureStore:
-    """The target's features of windows [n, window, 2], see `texts`, in files of a folder.
-
-    They have the layers of `wanted` and the head's input, up to the last learnt token of each.
-    """
+    """The target's features of windows [n, window, 2], up to the last learnt token, in files."""
 
     def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
         """Nothing is computed yet."""

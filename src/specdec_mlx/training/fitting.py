@@ -42,11 +42,7 @@ MEASUREMENTS = 8
 
 @dataclass(frozen=True)
 class Schedule:
-    """How a drafter is trained.
-
-    steps: updates. minutes: in place of `steps`, the target's work included. batch: windows of an
-    update. learning_rate: its peak. loss: a key of `losses.LOSSES`.
-    """
+    """How a drafter is trained: updates or minutes, windows of an update, peak rate."""
 
     steps: int = 2000
     batch: int = 4
@@ -74,11 +70,7 @@ def fit(
     work: Path,
     clock: Clock,
 ) -> tuple[list[dict[str, Any]], Acceptance, Acceptance]:
-    """Train in place, from the last checkpoint in the folder `work` on.
-
-    Returns:
-        The curve, and the acceptance at the end, on held-out text and on what it is trained on.
-    """
+    """Train in place, from the last checkpoint in `work` on; the curve, and acceptances."""
     optimizer = optim.AdamW(0.0, betas=[0.9, 0.95], weight_decay=0.01)
     optimizer.init(trainee.module.trainable_parameters())
     progress = resume(work / CHECKPOINT, trainee.module, optimizer)
@@ -155,10 +147,7 @@ def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -
 def memory_of_updates(
     trainee: Trainee, trained: FeatureStore, compare: Divergence
 ) -> tuple[int, int]:
-    """Bytes in use for an update of the longest window, and for each further one, as measured.
-
-    The latter by updates with one token to learn, since logits are not held for all rows.
-    """
+    """Bytes in use for an update of the longest window, and for each further one, as measured."""
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
     one, two = (trained.batch((longest * 2)[:count]) for count in (1, 2))
     last = np.arange(one.answered.shape[1]) == one.answered.shape[1] - 1
@@ -216,8 +205,7 @@ def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progres
 class Acceptance:
     """Share of the drafts whose token at each position, and all before it, was kept.
 
-    Drafts follow each other along the learnt part of a text as in greedy drafting, compared with
-    the target's likeliest token at each place.
+    Drafts follow each other along the learnt part of a text, against the target's likeliest tokens.
     """
 
     greedy: tuple[float, ...]

@@ -1,7 +1,4 @@
-"""Losses: how far a drafter's distribution q is from the target's p, and their gradients.
-
-DistillSpec (Zhou et al. 2023, arXiv 2310.08461, section 3) compares them for draft models.
-"""
+"""Losses: how far a drafter's q is from the target's p (DistillSpec, Zhou et al. 2023)."""
 
 from __future__ import annotations
 
@@ -50,11 +47,7 @@ LOSSES: dict[str, Divergence] = {
 
 
 def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
-    """Mean divergence of each draft position, weighted by DECAY, and its gradients.
-
-    Logits, many times as wide as states, are made for a few rows at a time, and with them the
-    gradients of their states; from there on all rows go together.
-    """
+    """Mean divergence of each draft position, weighted by DECAY, and its gradients."""
     module, own = trainee.module, trainee.module.trainable_parameters()
     head = {name: own[name] for name in trainee.head_names if name in own}
     states, inside = zip(*drafted(trainee, batch), strict=True)

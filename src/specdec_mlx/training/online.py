@@ -1,8 +1,7 @@
 """Learning on while a drafter is used: after each generation, from what the target just wrote.
 
-Online speculative decoding (Liu et al. 2023, arXiv 2310.07177). The emitted text keeps the target's
-distribution: weights change between generations, and each draft comes with the distribution that it
-was drawn from.
+Online speculative decoding (Liu et al. 2023, arXiv 2310.07177). The text keeps the target's
+distribution: weights change between generations, and drafts declare what they were drawn from.
 """
 
 from __future__ import annotations
@@ -49,11 +48,7 @@ LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits of learning.
-
-    updates: after a generation, each with a pass of the target over one window. window: its tokens.
-    windows: that are remembered. learning_rate: constant.
-    """
+    """Limits of learning: updates after a generation, tokens and number of windows."""
 
     updates: int = 4
     window: int = 256
@@ -64,8 +59,7 @@ class Bounds:
 class OnlineTrainer:
     """Improves a drafter's weights in place, from the last texts of its target.
 
-    num_updates: made so far. under_way: generations that have not ended or been dropped, during
-    which the weights stay, since cached keys and values were computed with them.
+    under_way: generations that have not ended, during which the weights stay, as cached keys need.
     """
 
     def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
@@ -123,10 +117,7 @@ class Lesson:
 
 @dataclass(eq=False)
 class OnlineDrafter:
-    """A drafter that learns from each text when it has ended, before the next one begins.
-
-    folder: that the weights were loaded from, and are saved in. dtype: of the weights in the file.
-    """
+    """A drafter that learns from each text when it has ended; `folder` has its weights."""
 
     drafter: Any
     trainer: OnlineTrainer
@@ -188,12 +179,7 @@ class OnlineHead(OnlineDrafter):
 
 
 class OnlineDraftModel(OnlineDrafter):
-    """A draft model that learns on.
-
-    It drafts in the type of its file; a copy in float32 is trained, in which small updates are not
-    lost. Draft caches that a caller keeps hold keys and values of earlier weights, which may cost
-    acceptance; the server keeps none.
-    """
+    """A draft model that learns on, by a float32 copy, in which small updates are not lost."""
 
     def learn(self) -> None:
         """Make the updates of one generation, and draft with the result."""

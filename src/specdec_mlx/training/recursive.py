@@ -1,8 +1,7 @@
 """Trainees that draft on from their own states: multi-token prediction and EAGLE-3.
 
-While such a head drafts, its own last state takes the place of the target's. So it is trained for
-several steps on its own states (EAGLE-3's training-time test, Li et al. 2025, arXiv 2503.01840,
-section 3.2): each position of a window begins a draft, whose tokens are those of the text.
+They are trained for several steps on these states (EAGLE-3's training-time test, Li et al. 2025,
+arXiv 2503.01840, section 3.2): each position of a window begins a draft of the text's tokens.
 """
 
 from __future__ import annotations
@@ -29,8 +28,8 @@ DRAFT_VOCAB = 32_000
 class StepCache:
     """Keys and values of the steps of drafts that begin at every position of a window.
 
-    Row t of step k is the k-th token of the draft that began at row t - k + 1. It sees entries of
-    the first step up to there, and of each later step the one of its own draft.
+    Row t of step k, the k-th token of the draft begun at row t - k + 1, sees the first step up to
+    there, and of later steps its own draft's.
     """
 
     offset = 0

@@ -56,8 +56,7 @@ class Plan:
     """Settings of a training.
 
     model: name or folder of the target. kind: a key of KINDS. num_steps: tokens of a recursive
-    head's drafts. init: draft model, or folder of a head of this kind and size, to begin with.
-    dtype: of the weights in the file.
+    head's drafts. init: draft model or folder of such a head to begin with. dtype: in the file.
     """
 
     model: str
@@ -83,12 +82,10 @@ def train(
 
     Args:
         plan: settings.
-        target: the loaded model.
-        tokenizer: its tokenizer, as mlx-lm loads it.
+        target, tokenizer: as mlx-lm loads them.
         out: folder for the result, with the curve and the acceptance in `training.json`.
         work: folder for tokens and features, `out`/work if None; trainings on the same data may
-            share it.
-        keep_work: True to leave it there.
+            share it. keep_work: leave it there.
 
     Returns:
         The acceptance on held-out text; for a training that has ended, the stored one.
@@ -189,10 +186,7 @@ def _of_prompts(
 
 
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
-    """Give a head the weights of another, of a folder or a Hugging Face name.
-
-    Raises TrainingError or HeadError if the other is of another kind or size, or another target's.
-    """
+    """Give a head the weights of another; TrainingError for another kind, size or target."""
     loaded: Any = load_head(folder, target)
     before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
     theirs = dict(tree_flatten(before.parameters()))

@@ -1,8 +1,7 @@
 """Texts to train on: files, or the target's answers, as documents and as windows of token ids.
 
-Beside each token stands 1 if it is learnt, else 0: what a user or a system said is only read. So
-windows are int32 [n, window, 2]. A drafter has to agree with the target on the target's own text,
-which differs from what people write (Zhou et al. 2023, arXiv 2310.08461, section 3).
+Beside each token stands 1 if it is learnt, else 0: windows are int32 [n, window, 2]. A drafter has
+to agree with the target on the target's own text (Zhou et al. 2023, arXiv 2310.08461, section 3).
 """
 
 from __future__ import annotations
@@ -40,9 +39,8 @@ Document = list[tuple[int, int]]
 def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
     """The tokens of each document; raises TrainingError for files that cannot be read.
 
-    A `.jsonl` file has one in each line, in mlx-lm's formats for fine-tuning: `text`, `prompt` and
-    `completion`, of which the latter is learnt, or `messages`, of which the last is. Any other file
-    is one document.
+    A `.jsonl` file has one a line, in mlx-lm's formats: `text`, `prompt` and `completion`, of which
+    the latter is learnt, or `messages`, of which the last is. Any other file is one document.
     """
     for path in map(Path, paths):
         if path.suffix == ".jsonl":
@@ -54,8 +52,8 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
 def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
     """Token ids of each prompt in the chat template; raises TrainingError as `read_documents` does.
 
-    A `.jsonl` file has objects with `turns`, of which the first is taken, with `messages`, less an
-    answer at their end, or with `prompt`. Any other file has a question a line.
+    A `.jsonl` file has `turns`, of which the first is taken, `messages`, less an answer at their
+    end, or `prompt`; any other file a question a line.
     """
     prompts = []
     for where, line in (found for path in paths for found in _lines(Path(path))):
@@ -117,10 +115,7 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 
 def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
-    """Windows, `stride` tokens apart, of all documents, with an end-of-text token before each.
-
-    Windows without a token to learn are left out.
-    """
+    """Windows of all documents, `stride` tokens apart, each document after an end-of-text token."""
     end = tokenizer.eos_token_id
     before = [] if end is None else [(end, 1)]
     documents = read_documents(paths, tokenizer)
@@ -151,15 +146,9 @@ def answers(
     path: Path,
     is_time: Callable[[], bool],
 ) -> dict[Turn, list[int]]:
-    """Answers to prompts, each with its end-of-text token if that is in the window.
+    """Answers to prompts shorter than the window, to their end or the window's; kept in `path`.
 
-    Args:
-        target, tokenizer: as mlx-lm loads them.
-        prompts: token ids, each shorter than the window.
-        window: tokens of a prompt and its answer.
-        todo: turns to answer.
-        path: file of the answers, a line each; those in it are kept.
-        is_time: True if no more answers are to be begun.
+    todo: turns to answer. is_time: True if no more answers are to be begun.
     """
     found = stored(path)
     under_way: dict[int, tuple[Turn, list[int]]] = {}

@@ -45,9 +45,8 @@ TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 class Size:
     """Size of something new; None for a default that fits the target.
 
-    width: of the states, for EAGLE-3 and draft models. mlp: width. heads, kv_heads, head_dim: of
-    attention. layers: that EAGLE-3 reads, from 0; as a number, the layer of an early exit, or the
-    depth of a draft model. draft_vocab: tokens to propose. guesses: Medusa heads.
+    layers: that EAGLE-3 reads, from 0; as a number, the layer of an early exit, or the depth of a
+    draft model. draft_vocab: tokens to propose. guesses: Medusa heads.
     """
 
     width: int | None = None
@@ -80,11 +79,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ingredients of a trainee.
-
-    num_steps: tokens of a recursive head's drafts. tokens: [n] counted for a draft vocabulary.
-    tokenizer: the target's. init: draft model to begin with.
-    """
+    """Ingredients: a recursive head's steps, tokens [n] counted, tokenizer, draft model."""
 
     target: nn.Module
     size: Size = Size()
@@ -103,12 +98,11 @@ class Recipe:
 class Trainee:
     """A drafter in training, for one target.
 
-    module: its weights, trained in float32. features: that it reads. predictions: of the first,
-    second, ... token of drafts. num_steps: tokens of drafts. reads_text: True if it reads draft
-    tokens like any others, so that one prediction stands for all. vocabulary: ids [Vd] of its
-    logits, None for all. draft_logits: [..., Vd] of states, None for the target's head. head_names:
-    parameters that `draft_logits` uses. rename: parameter -> name in the file. ids: more tensors of
-    the file. tokenizer: saved beside them. rows_at_once: states whose logits are made together.
+    module: its weights, float32. features: that it reads. predictions: of the first, second, ...
+    token of drafts. reads_text: it reads draft tokens like any others, so one prediction stands for
+    all. vocabulary: ids [Vd] of its logits, None for all. draft_logits: [..., Vd] of states, None
+    for the target's head; head_names: its parameters. rename: parameter -> name in the file. ids:
+    more tensors of the file. rows_at_once: states whose logits are made together.
     """
 
     module: Any

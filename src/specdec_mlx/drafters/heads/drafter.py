@@ -25,9 +25,8 @@ from specdec_mlx.sampling.drafts import check_draft_temp
 class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and how they are run.
 
-    grows_trees: True if it can draft trees. levels: its layers, where it drafts token by token.
-    vocabulary: tokens that its logits are over, None for the target's. pre_norm: True if it reads
-    the target's state before the final norm, not after it.
+    grows_trees: it can draft trees. levels: its layers, where it drafts token by token. vocabulary:
+    tokens of its logits, None for the target's. pre_norm: it reads the state before the final norm.
     """
 
     kind = ""
@@ -80,8 +79,8 @@ class Head(nn.Module):  # type: ignore[misc]
 class RecurrentHead(Head):
     """A head that drafts token by token from its own states, or one of its layers.
 
-    moves_on: True if its one layer drafts any number of tokens. chained: True if a layer reads the
-    states of the layer before it, not the target's.
+    moves_on: its one layer drafts any number of tokens. chained: a layer reads the states of the
+    layer before it, not the target's.
     """
 
     width: int
@@ -107,8 +106,7 @@ class RecurrentHead(Head):
 class Variation:
     """Another reading of a head's files, which `check` compares by acceptance.
 
-    advice: for the user, if it does better. changes: attributes of the head and its layers.
-    norm_shift: added to the scales of all norms.
+    advice: for the user, if it does better. changes: attributes. norm_shift: added to all norms.
     """
 
     head: Head
@@ -147,17 +145,11 @@ def is_norm(name: str, value: mx.array) -> bool:
 class HeadDrafter:
     """Draft with a trained head, which reads the states of the target that it was loaded for.
 
-    Greedy targets and opaque samplers get the head's argmax; others get draws from its logits under
-    the target's own sampling (Leviathan et al. 2023, section 2.2), with the distribution of each.
-
-    Args:
-        head: as `load_head` makes it.
-        greedy: propose the argmax, a point mass, whatever the target's sampling.
-        draft_temp: temperature of the drafts, None for the target's own.
-        name: folder or repository.
-        vocab_size: of its target, None for any.
-        branches: most tokens at a place; with more than one it proposes trees.
-        on_every_rank: see `ModelDrafter`.
+    Greedy targets and opaque samplers get the argmax; others draws from its logits under the
+    target's own sampling (Leviathan et al. 2023, section 2.2), with the distribution of each.
+    greedy: always the argmax. draft_temp: of the drafts, None for the target's. name: folder or
+    repository. vocab_size: of its target, None for any. branches: most tokens at a place; more than
+    one makes trees. on_every_rank: see `ModelDrafter`.
     """
 
     head: Head

@@ -1,9 +1,8 @@
 """EAGLE heads: one decoder layer over the target's states and the embeddings of the next tokens.
 
-EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses the outputs of three layers of the target, its
-layer attends over [embedding, state], and it has a head of its own over a part of the vocabulary.
-EAGLE-1 and 2 (2401.15077, 2406.16858) read the state after the final norm, fuse it with the
-embedding, and use the target's head.
+EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses three layers of the target, attends over
+[embedding, state], and has a head of its own over a part of the vocabulary. EAGLE-1 and 2
+(2401.15077, 2406.16858) fuse the state after the final norm, and use the target's head.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 @dataclass(frozen=True)
 class LayersConfig:
-    """Config of a head that fuses the outputs of several layers of the target.
+    """Config of a head that fuses the outputs of several layers of the target, from 0.
 
-    layer: config of its own layers, in Hugging Face's words. layers: of the target, from 0.
-    windows: positions that each of its own layers sees, None for all; empty for no windows.
+    layer: of its own layers, in Hugging Face's words. windows: positions that each of them sees,
+    None for all; empty for no windows.
     """
 
     layer: Mapping[str, Any]
@@ -75,8 +74,8 @@ class Eagle3Config(LayersConfig):
 def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
     """Layers whose outputs are meant, from 0.
 
-    Stored ids are "output of", which begin with 1 by default, or "input of", the output of the
-    layer before, which begin with 2 (sglang#25454). A wrong guess costs about 0.1 tokens a pass.
+    Stored ids are "output of", from 1 by default, or "input of", from 2 (sglang#25454). A wrong
+    guess costs about 0.1 tokens a pass.
     """
     back = 0 if ids[0] == 1 else 1
     return tuple(i - back for i in ids)

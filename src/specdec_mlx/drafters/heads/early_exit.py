@@ -1,9 +1,8 @@
 """Early exit: the target's own first layers, final norm and head draft for it.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others may get a trained
-exit in place of the final norm: a causal convolution over the last few states, an MLP and a norm.
-(Kangaroo, arXiv 2404.18911, has the attention of a layer there; a convolution takes a third of the
-operations.) The first layers have caches of their own, filled from the target's where possible.
+exit in place of the final norm: a causal convolution over the last states, an MLP and a norm (cf.
+Kangaroo, arXiv 2404.18911). Their caches are filled from the target's where possible.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _cache: ContextVar[Any] = ContextVar("cache", default=None)
 
 @dataclass(frozen=True, eq=False)
 class ExitDrafter(ModelDrafter):
-    """The target's first layers, with a trained exit or without.
-
-    copies: True if its caches may be filled from the target's.
-    """
+    """The target's first layers, maybe with a trained exit; copies: the target's caches."""
 
     name: str = ""
     exit: Exit | None = None
@@ -65,10 +61,7 @@ class ExitSession(ModelSession):
         self.attended = 0 if drafter.exit is None else drafter.exit.window - 1
 
     def catch_up(self) -> None:
-        """Copy what was missed, with earlier turns into new caches; feed what cannot be copied.
-
-        Nothing is copied if its caches began elsewhere, or the target's forget.
-        """
+        """Copy what was missed from the target's caches, and feed what cannot be copied."""
         held, own = self.context.target_caches, self.rollback.caches[: len(self.model.layers)]
         missed = 0 if held is None else held.position - self.rollback.position
         if held is not None and missed >= 2 + self.attended:
@@ -96,11 +89,7 @@ def early_exit(
 ) -> ModelDrafter:
     """A drafter of the first layers of a loaded target, fewer than it has.
 
-    greedy, draft_temp: see `ModelDrafter`.
-
-    Raises:
-        HeadError: the target has not so many layers.
-        DraftModelError: they cannot be run alone.
+    Raises HeadError for too many layers, DraftModelError where they cannot be run alone.
     """
     model = first_layers(target, num_layers)
     copies = fills_alike(target, model)

@@ -136,10 +136,7 @@ class HeadFiles:
 
 
 def _read_torch(path: Path) -> dict[str, mx.array]:
-    """Tensors of a dictionary that `torch.save` wrote, floating point as float32.
-
-    Before torch 2.6 `weights_only` could be circumvented (CVE-2025-32434).
-    """
+    """Tensors that `torch.save` wrote, as float32, by torch >= 2.6 (CVE-2025-32434)."""
     torch: Any = importlib.import_module("torch")
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
         raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")

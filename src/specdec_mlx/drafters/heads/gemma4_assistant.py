@@ -110,10 +110,7 @@ class Gemma4Assistant(Head):
     def step(
         self, state: mx.array, token: mx.array, read: Mapping[str, KeysValues]
     ) -> tuple[mx.array, mx.array]:
-        """Logits [1, V] of what follows a state [1, D] and a token [1], and the next state [1, D].
-
-        read: kind of attention -> keys and values of the target.
-        """
+        """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
         embedded = self.ends.embed(token) * self.ends.width**0.5
         h: mx.array = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
         for layer in self.layers:

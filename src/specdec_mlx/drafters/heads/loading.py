@@ -88,9 +88,9 @@ class Source(NamedTuple):
 class Format:
     """A way in which heads are published.
 
-    label: its name for people. told_by: pattern of a config's model types and keys, each key with a
-    "=" after it. build: makes a head with random weights. renamed: patterns of the checkpoint's
-    names -> ours. loads: False where it is recognised only.
+    told_by: pattern of a config's model types and keys, each key with a "=" after it. build: makes
+    a head with random weights. renamed: patterns of the checkpoint's names -> ours. loads: False
+    where it is recognised only.
     """
 
     label: str
@@ -291,15 +291,15 @@ def load_head(
     """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
 
     Args:
-        path_or_repo: a folder or a Hugging Face name, of a head or of the original repository of
-            a target with a multi-token prediction layer. Only files that hold the head are fetched.
+        path_or_repo: folder or Hugging Face name, of a head or of the original repository of a
+            target with a multi-token prediction layer. Only files that hold the head are fetched.
         target: the model to draft for, which lends it embeddings and head.
         draft_bits: quantize the head's matrices to so many bits.
-        greedy: propose the head's argmax, a point mass, whatever the target's sampling.
+        greedy: propose the argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own.
         branches: most tokens at a place; with more than one its drafts are trees.
         layers: of the target, from 0, whose outputs it reads, where its config is wrong.
-        pre_norm: it reads the target's state before the final norm; None: its family's default.
+        pre_norm: it reads the state before the final norm; None: its family's default.
         norms_less_one: its norms are stored as w - 1; None: its family's default.
         torch_files: read files of `torch.save`, by torch, where there are no safetensors.
 
@@ -362,11 +362,7 @@ def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
 def named_head(
     spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
 ) -> Drafter:
-    """`load_head` with options that were typed: NAME or NAME:key=value,..., as `model:branches=4`.
-
-    Raises:
-        ValueError: an option that `load_head` does not take.
-    """
+    """`load_head` with typed options, as `model:branches=4`; ValueError for unknown ones."""
     name, options = split_spec(spec)
     load = partial(load_head, path_or_repo, target)
     return make_with("drafter", name, load, {"draft_bits": draft_bits} | options)

@@ -4,9 +4,8 @@
     s(t)  = norm(decoder_layer(in(t))),  logits of x_{t+2} = head(s(t))
 
 (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm;
-s(t) takes its place when the layer drafts further. The decoder layer is a model of mlx-lm's with
-one layer and no embedding. mlx-lm drops these tensors when it loads a model, so they are read from
-the original repository, or from one that has nothing else.
+s(t) takes its place further on. The decoder layer is a model of mlx-lm's with one layer. mlx-lm
+drops these tensors, so they are read from the original repository.
 """
 
 from __future__ import annotations
@@ -250,8 +249,7 @@ def _model_types(config: Mapping[str, Any]) -> list[str]:
 class MTPHead(RecurrentHead):
     """A multi-token prediction layer, with those of further tokens.
 
-    config: of the target, as in the original repository. depth: such layers before it. num_layers:
-    such layers from it on.
+    config: of the target, as in the original repository. depth: such layers before it.
     """
 
     kind = "multi-token prediction"
@@ -362,10 +360,10 @@ def mtp_weights(
     *,
     add_one: bool,
 ) -> dict[str, mx.array]:
-    """A layer's weights by the names of `MTPHead`; add_one: True if norms are stored as w - 1.
+    """A layer's weights by the names of `MTPHead`; add_one: norms are stored as w - 1.
 
-    mlx-lm's own conversion splits and stacks what the decoder layer needs. Norms do not go through
-    it: some conversions add one to those that they know, and a norm must get its one exactly once.
+    mlx-lm's own conversion takes the decoder layer; norms go around it, since some conversions add
+    one.
     """
     shell, inside = one_layer_model(family, config), f"body.{family.here}"
     last = len(getattr(shell, family.body).layers) - 1

@@ -1,11 +1,9 @@
 """Heads that draft in one pass: DFlash and Medusa.
 
 DFlash (z-lab, arXiv 2602.06036) is a small diffusion model that fills a block of masks after the
-text's last token. Its layers attend to the block in both directions and to the context: outputs of
-several layers of the target, fused and projected to keys and values only.
-
-Medusa (arXiv 2401.10774) has a small head for each of the next tokens, all from one state: head i
-guesses the token i + 2 positions after it by x + silu(W x + b) and a matrix over the vocabulary.
+text's last token, attending to the block in both directions and to fused outputs of several layers
+of the target, projected to keys and values only. Medusa (arXiv 2401.10774): head i guesses the
+token i + 2 positions after a state by x + silu(W x + b) and a matrix over the vocabulary.
 """
 
 from __future__ import annotations
@@ -54,8 +52,8 @@ class OnePassSession(WritesAtOnce, HeadSession):
 class DFlashConfig(LayersConfig):
     """Config of a DFlash head.
 
-    block_size: the known first token included. causal: of each layer, True if a place of the block
-    does not see later ones. logit_cap: logits are cap * tanh(logits / cap).
+    block_size: with the known first token. causal: by layer, a place does not see later ones of its
+    block. logit_cap: logits are cap * tanh(logits / cap).
     """
 
     mask_token: int

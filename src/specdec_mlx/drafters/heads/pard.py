@@ -1,7 +1,7 @@
 """PARD: a small model that drafts all tokens in one pass (An et al. 2025, arXiv 2504.18583).
 
-It is an ordinary model with the target's tokenizer, trained on mask tokens: the pass over the new
-part of the text and K - 1 masks has the K drafts in its last K rows. One serves a family.
+It is trained on mask tokens: a pass over new text and K - 1 masks has the K drafts in its last
+rows.
 """
 
 from __future__ import annotations

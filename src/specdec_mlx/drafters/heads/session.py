@@ -55,8 +55,8 @@ class HeadSession(Writes):
     """A session that drafts token by token; an earlier turn in the target's caches is unknown.
 
     on_close: called with the text [n] at the end. read: reads rows ahead of a draft; the arrays to
-    evaluate for that. begin_draft: reads the rows; how many tokens may be drafted. next_logits:
-    [1, V] of the token after a token, or after the text. logits_after: see `growing.NextRows`.
+    evaluate for that. begin_draft: reads the rows; how many tokens may be drafted. next_logits: [1,
+    V] after a token, or after the text. logits_after: see `growing.NextRows`.
     """
 
     read: Callable[[], list[Any]]

@@ -1,8 +1,4 @@
-"""The ends of a target that heads share: its embedding, and what turns states into logits.
-
-They are found by watching one short pass: the embedding is the first module that turns ids into
-states, the head the last that turns states into logits.
-"""
+"""The ends of a target that heads share, its embedding and its head, found by watching one pass."""
 
 from __future__ import annotations
 
@@ -34,9 +30,9 @@ class LastCache:
 class TargetEnds:
     """The ends of a target, and the sizes that a head has to fit.
 
-    embed: ids [..., n] -> states [..., n, D], by the bare matrix, without a factor. logits: the
-    head's input [..., D] -> logits [..., V], without a cap. width: D. dtype: of the states.
-    last_caches: kind of attention, in Hugging Face's words -> the last cache that it fills.
+    embed: ids [..., n] -> states [..., n, D], without a factor. logits: the head's input [..., D]
+    -> logits [..., V], without a cap. last_caches: kind of attention -> the last cache that it
+    fills.
     """
 
     embed: Callable[[mx.array], mx.array]
