@@ -34,8 +34,7 @@ from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 
 ROWS = (1, 2, 4, 8)
-TURN = 8
-"""Tokens of each text before another contender has its turn."""
+TURN = 8  # tokens of each text before another contender has its turn
 
 PLAIN = "mlx-lm"
 

@@ -50,8 +50,7 @@ NOTE = (
 
 Forking = HeadDrafter | ModelDrafter
 
-Case = tuple[str, int | str, int]
-"""Name of the drafter, size, and tokens at a place."""
+Case = tuple[str, int | str, int]  # name of the drafter, size, and tokens at a place
 
 
 @dataclass(frozen=True)

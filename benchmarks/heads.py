@@ -42,8 +42,7 @@ Begin = Callable[..., Iterable[Token]]
 
 LENGTHS = (1, 2, 3, 4, "auto")
 TEMPS = (0.0, 0.7, 1.0)
-TURN = 8
-"""Tokens of a generation before the next one has its turn."""
+TURN = 8  # tokens of a generation before the next one has its turn
 
 NOTE = (
     "tokens a pass of the target by draft length; drafted: draft tokens a pass where the length is "

@@ -34,14 +34,9 @@ from specdec_mlx.drafters.registry import make_drafter
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "suffix:memory=process", "ngram")
 
-RIDGE = 3.0
-"""Weight of the squares of the log-odds: a class that is seldom seen stays near 0."""
-
-NUM_STEPS = 30
-"""Newton steps, far more than are needed."""
-
-Counts = dict[tuple[int, ...], list[float]]
-"""Weights that counted -> [wrong, right], how often."""
+RIDGE = 3.0  # weight of the squares of the log-odds: a class that is seldom seen stays near 0
+NUM_STEPS = 30  # newton steps, far more than are needed
+Counts = dict[tuple[int, ...], list[float]]  # weights that counted -> [wrong, right], how often
 
 
 @dataclass

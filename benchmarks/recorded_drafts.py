@@ -29,8 +29,7 @@ from specdec_mlx.token_ids import to_ids
 
 LONGEST_CHAIN = 16
 
-ROWS = 16
-"""Places at which a draft model goes on at a time."""
+ROWS = 16  # places at which a draft model goes on at a time
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from tqdm import tqdm
 from specdec_mlx.bench.record import RecordedText, load_record, save_record
 from specdec_mlx.models import load_model
 
-TOP = 8
-"""Tokens that are recorded of each place."""
+TOP = 8  # tokens that are recorded of each place
 
 
 def with_tops(model: nn.Module, text: RecordedText, top: int = TOP) -> RecordedText:

@@ -37,8 +37,7 @@ NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random w
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"
 
 NUM_WORDS = 120
-LONG_MATCH = 20
-"""Tokens of the match that the drafter pretends to have."""
+LONG_MATCH = 20  # tokens of the match that the drafter pretends to have
 
 
 @dataclass

@@ -56,14 +56,7 @@ class Drafting(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Drawn:
-    """Tokens drawn from a source.
-
-    go_on: whether to draft one more, by the state that the draft has led to and its length so
-        far; known before that token is drawn.
-    declared: the source that the draft says it was drawn from, where it lies.
-    dropped_below: leave out a drawn token, and all after it, if its own chance is less; nobody may
-        do that.
-    """
+    """Tokens drawn from a source."""
 
     source: Source
     go_on: Callable[[int, int], bool]
@@ -152,10 +145,7 @@ class Rounds:
         return sum(n * chance for (_, n), chance in self.outcomes_from(state).items())
 
     def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin.
-
-        What is shorter is continued by the target itself.
-        """
+        """Distribution [V, ..., V] of the first `length` tokens that so many rounds begin."""
         begun: dict[Tokens, float] = {(): 1.0}
         for _ in range(num_rounds):
             longer: dict[Tokens, float] = defaultdict(float)
@@ -179,8 +169,7 @@ def rolled(probs: list[float]) -> Source:
     return Source(np.stack([np.roll(probs, state) for state in range(NUM_STATES)]))
 
 
-TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])
-"""The stated example: V = 3."""
+TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])  # the stated example: V = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -229,12 +218,7 @@ def matched(own_laws: np.ndarray, tokens: Tokens) -> Outcomes:
 
 
 def coupled_joint(p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Chance [V, V] of x = argmax(log p + g) and y = argmax(log q + g), g the same Gumbel noise.
-
-    With E_i = exp(-g_i), exponential, these are the first of the arrival times E_i / p_i and
-    E_i / q_i. Given E_x = u and E_y = t u, nothing else may come before either, which leaves the
-    integral of 1 / (1 + t + sum of max(p_i / p_x, t q_i / q_y))^2 over the t for which both win.
-    """
+    """Chance [V, V] of x = argmax(log p + g) and y = argmax(log q + g), g the same Gumbel noise."""
     joint = np.zeros((len(p), len(q)))
     for x, y in product(np.flatnonzero(p), np.flatnonzero(q)):
         to_target, to_draft = p / p[x], q / q[y]
@@ -263,11 +247,7 @@ def _first_of_both(a: np.ndarray, b: np.ndarray, start: float, end: float) -> fl
 
 @dataclass(frozen=True, eq=False)
 class RoundsOfLength(Rounds):
-    """Rounds whose draft lengths a policy chooses from the verdicts so far.
-
-    lengths: how a draft of k tokens is made, for each k from 0. seconds: what a round with k
-    drafts costs. chosen: the lengths that came up in the second round or later.
-    """
+    """Rounds whose draft lengths a policy chooses from the verdicts so far."""
 
     lengths: list[Drafting]
     policy: DraftLength

@@ -59,11 +59,7 @@ def _parents_of(forest: Any) -> list[int]:
 
 @dataclass(frozen=True, eq=False)
 class TreeDrawn:
-    """Trees of one shape, their tokens drawn from a source.
-
-    replace: siblings are independent. renormalised: the declared rows are what siblings were drawn
-    from. fixed: no draw, the source's likeliest tokens.
-    """
+    """Trees of one shape, their tokens drawn from a source."""
 
     source: Source
     parents: Shape
@@ -186,10 +182,7 @@ def depth(parents: Shape) -> int:
 
 
 def most_kept(p: np.ndarray, q: np.ndarray, count: int) -> float:
-    """The largest chance that any rule can have to keep one of `count` independent draws from q.
-
-    Max-flow, min-cut: min over sets A of tokens of p(A) + the chance that a draw lies outside A.
-    """
+    """The largest chance that any rule can have to keep one of `count` independent draws from q."""
     masks = np.array(list(product([False, True], repeat=len(p))))
     return float(min(p[a].sum() + 1 - q[a].sum() ** count for a in masks))
 

@@ -27,11 +27,8 @@ from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, 
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
-NUM_MTP_LAYERS = 5
-"""Of families that have several."""
-
-CORRECTION = 23
-"""Token emitted in place of the second draft token; see fixtures/make_references.py."""
+NUM_MTP_LAYERS = 5  # of families that have several
+CORRECTION = 23  # token emitted in place of the second draft token; see fixtures/make_references.py
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -139,11 +136,7 @@ def features(
     read: tuple[int, ...] | None = None,
     keys_values: ReadsCache | None = None,
 ) -> FeatureRows:
-    """Rows [n, W] as the target would show them; what a head should not read is another state.
-
-    read: layers that the rows are of, None for those that the drafter reads; () for the state after
-    the final norm.
-    """
+    """Rows [n, W] as the target would show them; what a head should not read is another state."""
     rows = mx.array(rows)
     wanted = drafter.features.layers if read is None else read
     final = rows[:, :WIDTH] * 0.5 - 2 if wanted else rows[:, :WIDTH]
@@ -221,10 +214,7 @@ HEADS: dict[str, Callable[[TargetEnds], Head]] = {
 
 
 def mtp(name: str, **changes: Any) -> Callable[[TargetEnds], Head]:
-    """The multi-token prediction layer of one of the models of `tiny`, by its model type.
-
-    For a model that has none, the layer that is trained for it.
-    """
+    """The multi-token prediction layer of one of the models of `tiny`, by its model type."""
     config = tiny.CONFIGS[name.removesuffix("_mtp")]
     config = config.get("text_config", config) | {"model_type": name} | changes
     family = FAMILIES.get(name, FAMILIES["llama_mtp"])

@@ -15,12 +15,7 @@ COMMIT = "0" * 40
 
 
 class Hub(BaseHTTPRequestHandler):
-    """Repositories with small files, in memory.
-
-    files: name, without folders -> content. created: what repositories were made with. asked: names
-    of the files whose content was fetched. faults: name -> HTTP status, as if there were no such
-    repository, or 0 for a connection that ends in the middle.
-    """
+    """Repositories with small files, in memory."""
 
     files: dict[str, bytes]
     created: list[dict[str, object]]

@@ -43,16 +43,12 @@ TREE_TOLERANCE = 1e-4
 TREES_AFTER = (14, 28, 40)
 """Tokens before a tree: it crosses the end of a window, position 32, and neither."""
 
-KEPT = 6
-"""The node of `TREE` whose path is kept: it is no child of the first."""
+KEPT = 6  # the node of `TREE` whose path is kept: it is no child of the first
 
 DRAFT_LENGTHS = (1, 4, 7)
 WIDER_THAN_WINDOW = 20
-NEAR_TIE = 1e-4
-"""Below this gap between the two best tokens, rounding may decide which is chosen."""
-
-TOLERANCE = 1e-3
-"""Of a log-probability."""
+NEAR_TIE = 1e-4  # below this gap between the two best tokens, rounding may decide which is chosen
+TOLERANCE = 1e-3  # of a log-probability
 
 ROUGH: dict[str, tuple[float, str]] = {
     "deepseek_v41": (3e-2, "rounds keys to fp8 and queries to fp4, which magnifies 1e-7 to 1e-2"),
@@ -132,10 +128,7 @@ class Row:
 
 
 class Case:
-    """One architecture's tiny model, and what was run with it, each thing once.
-
-    num_tokens: written after the prompt. briefly: with the oracle and drafts of 4 alone.
-    """
+    """One architecture's tiny model, and what was run with it, each thing once."""
 
     def __init__(
         self,
@@ -366,10 +359,7 @@ def branch_deviation(model: nn.Module, length: int) -> float:
 def tree_deviation(
     model: nn.Module, length: int, kept: int = KEPT, make: Any = make_prompt_cache
 ) -> float:
-    """Largest difference of a logit of a tree's nodes from those of their own paths run alone.
-
-    Then of 20 tokens after the rewind to the node `kept`, from those after its path alone.
-    """
+    """Largest difference of a logit of a tree's nodes from those of their own paths run alone."""
     caches, fed = before_a_tree(model, length, make)
     mx.eval([cache.state for cache in caches])
     target = ModelPass(model, Rollback(copy.deepcopy(caches), length))

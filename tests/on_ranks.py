@@ -40,10 +40,7 @@ class Rank(NamedTuple):
 def ranks(
     command: Sequence[str], folder: Path, num_ranks: int = 2, **environment: str
 ) -> Iterator[list[Rank]]:
-    """The processes in the order of ranks, started as `mlx.launch --backend ring` starts them.
-
-    command: arguments of Python. folder: for what they write. None of them outlives the block.
-    """
+    """The processes in the order of ranks, started as `mlx.launch --backend ring` starts them."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
     shared = {**os.environ, "MLX_HOSTFILE": str(hosts), "SPECDEC_MLX_CACHE": str(folder / "cache")}

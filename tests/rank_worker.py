@@ -95,10 +95,7 @@ def prompts(num_prompts: int = 1) -> list[list[int]]:
 
 
 def text_cases(num_prompts: int, num_lengths: int) -> Cases:
-    """Greedy and sampled texts of the lab pair, with each drafter.
-
-    With one length of LENGTHS for each drafter and prompt, they take turns from prompt to prompt.
-    """
+    """Greedy and sampled texts of the lab pair, with each drafter."""
     found: Cases = {}
     for i, prompt in enumerate(prompts(num_prompts)):
         for temp, rule in ((0.0, "auto"), (1.0, "coupled")):
@@ -305,10 +302,7 @@ def ending(generation: Iterator[Any]) -> tuple[list[int], str]:
 
 
 def failures() -> Cases:
-    """A drafter that raises: all ranks hand out the same tokens, and raise; then they go on.
-
-    RuntimeError is what MLX's own errors are, after which ranks cannot reach each other.
-    """
+    """A drafter that raises: all ranks hand out the same tokens, and raise; then they go on."""
     found: Cases = {}
     prompt = prompts()[0]
     for where, error in product(("begin", "propose", "observe"), (ArithmeticError, RuntimeError)):

@@ -18,11 +18,7 @@ from specdec_mlx.token_ids import to_list
 
 @dataclass(frozen=True, eq=False)
 class OracleDrafter:
-    """Proposes the text that is coming, wrong in a share of positions.
-
-    text: [n] everything that will be emitted. wrong: share of positions at which another token is
-    proposed; which ones follows from `seed` alone. vocab_size: V, for the wrong tokens.
-    """
+    """Proposes the text that is coming, wrong in a share of positions."""
 
     text: Sequence[int]
     vocab_size: int
@@ -58,11 +54,7 @@ class ScriptedDrafter:
 
 
 class ScriptedSession:
-    """Follows the script by the number of tokens emitted.
-
-    limits: what was asked for, one entry a proposal. observed: every token, in order. closed_at:
-    the length that `close` was called with.
-    """
+    """Follows the script by the number of tokens emitted."""
 
     def __init__(self, script: Callable[[int, int], Sequence[int]]) -> None:
         self.script = script
@@ -122,10 +114,7 @@ def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedMo
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Passes everything on to another drafter, and keeps what it proposed.
-
-    proposals: the text so far and the tokens proposed after it, for each proposal of some length.
-    """
+    """Passes everything on to another drafter, and keeps what it proposed."""
 
     drafter: Drafter
     proposals: list[tuple[list[int], list[int]]] = field(default_factory=list)
@@ -155,8 +144,7 @@ class RecordingSession:
             self.session.close(length)
 
 
-TREE = (-1, -1, 0, 1, 1, 4, 4, 3)
-"""Parents in the trees of `OracleTrees`."""
+TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`
 
 
 @dataclass(frozen=True, eq=False)

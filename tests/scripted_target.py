@@ -97,11 +97,7 @@ class ScriptedPass:
 
 @dataclass
 class ScriptedTarget:
-    """See `contracts.Target`.
-
-    text: what it writes after the prompt. drafts: those that it was given. history: what logits
-    processors would have seen.
-    """
+    """See `contracts.Target`."""
 
     text: Sequence[int]
     cache: TokenCache = field(default_factory=TokenCache)

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-FULL = pytest.mark.full
-"""Marks what `make test` leaves to `make test-rest`."""
+FULL = pytest.mark.full  # marks what `make test` leaves to `make test-rest`
 
 
 def each(table: Iterable[Any], check: Callable[[Any], object]) -> None:
@@ -27,10 +26,7 @@ def each(table: Iterable[Any], check: Callable[[Any], object]) -> None:
 
 
 def in_one_test(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Any], Any]:
-    """Like `parametrize`, but all cases are one test: for those that take no time.
-
-    Fixtures are the same ones for all.
-    """
+    """Like `parametrize`, but all cases are one test: for those that take no time."""
     given = (names,) if isinstance(names, str) else names
 
     def decorate(test: Any) -> Any:
@@ -52,10 +48,7 @@ def in_one_test(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[
 
 
 def cases(table: Iterable[Any], *always: Any) -> list[Any]:
-    """All cases of a table, for `parametrize`; those not named run in the full run only.
-
-    A tuple is a case of several arguments.
-    """
+    """All cases of a table, for `parametrize`; those not named run in the full run only."""
     everything = list(table)
     unknown = [case for case in always if case not in everything]
     assert always, "name a case that always runs"

@@ -30,11 +30,7 @@ def install() -> None:
 
 
 def checked(function: Any) -> Any:
-    """A function whose arguments and result are checked at each call.
-
-    One that is defined within another stays as it is: it would be wrapped anew at each call of the
-    other, which takes a hundred times as long as what it does.
-    """
+    """A function whose arguments and result are checked at each call."""
     if "<locals>" in function.__qualname__:
         return function
     decorate: Any = beartype(conf=_conf())

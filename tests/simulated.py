@@ -35,12 +35,7 @@ def line(slope: float, step: float = 0.0) -> Callable[[int], float]:
 
 @dataclass(frozen=True)
 class Part:
-    """A drafter that proposes as many tokens as it may.
-
-    is_right: position in the text -> whether it proposes what comes there. cheap: whether proposing
-    is free. evidence: for each token, None for none. has_draft: position -> whether it proposes
-    anything there. token_cost: what it takes to draft a token, in plain rounds.
-    """
+    """A drafter that proposes as many tokens as it may."""
 
     is_right: Callable[[int], bool]
     cheap: bool = True
@@ -62,11 +57,7 @@ def token(position: int) -> int:
 
 @dataclass
 class World:
-    """A text that is all known, drafters that take turns as under `FirstOf`, and a clock.
-
-    cost: K -> seconds of a round without the drafting. parts: key -> drafter, in order. position:
-    tokens emitted so far.
-    """
+    """A text that is all known, drafters that take turns as under `FirstOf`, and a clock."""
 
     cost: Callable[[int], float]
     parts: dict[str, Part]

@@ -171,11 +171,7 @@ def test_match_keeps_what_the_target_says_too(own, data):
 @every_rule
 @given(block=strategies.blocks())
 def test_mlx_agrees_with_numpy(name, block):
-    """One body of code: float32 on MLX is float64 on NumPy, but for rounding.
-
-    A residual is divided by its mass, which magnifies rounding alike; so it is compared times the
-    least mass by which it may have been divided.
-    """
+    """One body of code: float32 on MLX is float64 on NumPy, but for rounding."""
     rule, wrapped = COIN_RULES[name], OnMLX(COIN_RULES[name])
     target_probs, tokens, draft_probs = block
     chances = rule.accept_probs(*block)
@@ -424,10 +420,7 @@ def test_drafters_taking_turns_leave_the_law_alone(deciding, data):
 
 
 def trained(policy: DraftLength, seconds: Callable[[int], float]) -> DraftLength:
-    """A policy after rounds of every length, half of whose drafts were kept, and plain ones.
-
-    So that it drafts, and the next verdict matters.
-    """
+    """A policy after rounds of every length, half of whose drafts were kept, and plain ones."""
     for i in range(202 + REST):
         num_draft = i % 4 if i < 202 else 0
         accepted = num_draft if i % 8 < 4 else 0

@@ -215,11 +215,7 @@ def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
 def test_texts_may_come_and_go_at_any_time(
     arrivals: list[tuple[int, int, int, int | None]], max_rows: int, draft_length: int
 ) -> None:
-    """Whole texts are what they are alone; of those taken out there is the beginning.
-
-    arrivals: prompt, most tokens, number of tokens of all texts after which it arrives, and number
-    of its own tokens after which it is taken out.
-    """
+    """Whole texts are what they are alone; of those taken out there is the beginning."""
     batch = BatchGeneration(
         model("qwen2"),
         Oracles(),

@@ -48,10 +48,7 @@ def sloped(slope: float) -> Curve:
 
 
 def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> SharedLength:
-    """A batch of so many rows whose costs are as a curve says, at a going rate.
-
-    Plain passes, and a wide one that is as dear as the prior says, were measured.
-    """
+    """A batch of so many rows whose costs are as a curve says, at a going rate."""
     length = SharedLength(Tuning(costs))
     stairs = length.tuning.stairs(num_texts=num_rows)
     for rows in (1, 1, 1, 64, 64):
@@ -239,10 +236,7 @@ def test_rows_are_padded_to_the_longest_draft() -> None:
 def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
     rows: int, period: int, slope: float
 ) -> None:
-    """Always wrong drafts, or half right, or right; free positions, or as expensive as passes.
-
-    In a first batch, with what finding that out costs: the account, and a pass above it.
-    """
+    """Always wrong drafts, or half right, or right; free positions, or as expensive as passes."""
     texts, cost = recorded([30 + 3 * row for row in range(rows)]), linear_cost(slope)
     modelled = replayed(texts, Guesses(texts, period), "auto", cost)
     assert modelled.seconds < 1.01 * modelled.plain_seconds + (BUDGET + 1.0) * cost(rows)

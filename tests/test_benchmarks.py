@@ -39,8 +39,7 @@ from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counte
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"oracles", "recorded_rows"}
-"""Modules that are no command."""
+PARTS = {"oracles", "recorded_rows"}  # modules that are no command
 
 PROMPT = "the cat in the hat and the other cat in the hat and the"
 

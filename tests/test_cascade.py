@@ -57,8 +57,7 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
 
-EXACT = 1e-6
-"""Declared distributions come out of the session in float32."""
+EXACT = 1e-6  # declared distributions come out of the session in float32
 
 
 # The joint distribution, exactly ------------------------------------------------------------------
@@ -96,11 +95,7 @@ class Found:
 
 @dataclass(frozen=True, eq=False)
 class Cascaded:
-    """What a session hands over for every draft that its first one may draw.
-
-    alter: what a wrong one makes of a draft [k] with declared probs [k, V], of which the first n
-    were drawn.
-    """
+    """What a session hands over for every draft that its first one may draw."""
 
     first: Drawn
     found: list[Tokens]

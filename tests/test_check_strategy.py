@@ -213,8 +213,7 @@ def restore_offset(self: Any, cache: Any, saved: Any) -> None:
 rotating = partial(RotatingKVCache, WINDOW)
 kept_window = partial(RotatingKVCache, WINDOW, keep=4)
 arrays = partial(ArraysCache, 2)
-TRIMS_NOTHING = changed(Trim, trim=lambda self, cache, back: back)
-"""And says that it did."""
+TRIMS_NOTHING = changed(Trim, trim=lambda self, cache, back: back)  # and says that it did
 
 BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
     "protocol": [

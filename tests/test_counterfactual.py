@@ -203,10 +203,7 @@ def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[l
 @in_one_test("drafter", ["model", "n-gram"])
 @in_one_test("rule", ["auto", "coupled", "lenient"])
 def test_the_text_stays_the_same(drafter, rule):
-    """Token by token, as do all counts; without being asked for there is no account.
-
-    Position i is reached by drafts longer than i of which i tokens were accepted.
-    """
+    """Token by token, as do all counts; without being asked for there is no account."""
     text, stats = run(True, drafter, rule=rule)
     plain, others = run(False, drafter, rule=rule)
     assert text == plain

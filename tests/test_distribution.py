@@ -86,8 +86,7 @@ def best_of_everything(model: nn.Module) -> sd.BestOf:
 
 FALSE_ALARM = 1e-4 / (2 * len(CASES) * len(SETTINGS) + len(SETTINGS))
 RUNS_OF_TABLE = 370
-MORE_RUNS_OF_TABLE = 2100
-"""Where q matters most: drafts of a model at temperature 1."""
+MORE_RUNS_OF_TABLE = 2100  # where q matters most: drafts of a model at temperature 1
 LARGER_CASES = ("model", "model, token by token")
 
 
@@ -131,11 +130,7 @@ def next_logits(model: nn.Module, texts: mx.array) -> mx.array:
 
 
 class Table(nn.Module):
-    """A model's logits after every text of up to three tokens beyond the prompt, looked up.
-
-    Its cache is an ordinary `KVCache` whose keys are the digits, to the base V + 1, of the text's
-    row in the table; a cache that was not rolled back leads to a wrong row.
-    """
+    """A model's logits after every text of up to three tokens beyond the prompt, looked up."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -227,10 +222,7 @@ the_prompts_last.pure = True  # type: ignore[attr-defined]
 def generate(
     model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
 ) -> Count:
-    """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain.
-
-    Nothing is drafted before the first token; so that is the prompt's own last one.
-    """
+    """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain."""
     count = Count(np.zeros((V,) * LENGTH))
     for seed in range(runs):
         items = list(
@@ -349,11 +341,7 @@ def test_wrong_drafts_are_found(alter, runs):
 
 @pytest.mark.parametrize(("setting", "draft_temp"), [("temperature 1", None), ("top-k", 0.6)])
 def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
-    """1,000 drafts of 2 tokens: chi-square of their joint.
-
-    The declared laws are those of the draft model's own single-token passes, under the target's
-    filters and at the temperature of the drafts.
-    """
+    """1,000 drafts of 2 tokens: chi-square of their joint."""
     sampling = SETTINGS[setting]
     drafter = sd.ModelDrafter(table(DRAFT), draft_temp=draft_temp)
     seen = np.zeros((V, V))

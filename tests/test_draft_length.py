@@ -109,10 +109,7 @@ some_curves |= st.sampled_from(list(CURVES.values()))
 def test_a_look_up_keeps_the_length_of_the_largest_value(
     chances: list[float], costs: Curve, rate: float, whole: int
 ) -> None:
-    """Expected tokens less cost at the going rate, by brute force over all lengths and 0.
-
-    The end of a draft is a length, too: the drafter had no more to say.
-    """
+    """Expected tokens less cost at the going rate, by brute force over all lengths and 0."""
     policy = at_rate(rate, costs, chances)
     policy.limit("it", cheap=True)
     kept = policy.cut("it", Draft([1] * whole))
@@ -151,10 +148,7 @@ def test_the_widths_that_are_chosen_from_suit_every_machine(name: str) -> None:
 
 
 def test_the_going_rate_is_what_a_plain_rounds_time_has_lately_brought() -> None:
-    """Five tokens for the price of 1.25 make 4; waste makes no rate below plain decoding's 1.
-
-    A text begins at the rate of the last one, and a few plain rounds say more.
-    """
+    """Five tokens for the price of 1.25 make 4; waste makes no rate below plain decoding's 1."""
     tuning = Tuning()
     policy = Auto(tuning)
     assert policy.prices.rate == 1
@@ -212,10 +206,7 @@ def test_it_comes_near_the_best_fixed_length(share: float, slope: float) -> None
 
 @every_kind
 def test_a_turn_of_the_text_is_noticed(kind: str) -> None:
-    """Nothing is right, then all: a look-up that is not taken is scored, a model asked at times.
-
-    Before the turn next to nothing is drafted; after it the longest comes, by growing steps.
-    """
+    """Nothing is right, then all: a look-up that is not taken is scored, a model asked at times."""
     turn = 1000
     world = alone(lambda position: position >= turn, line(0.05), **KINDS[kind])
     policy = Auto()
@@ -267,10 +258,7 @@ def test_a_bad_moment_of_the_machine_is_got_over(kind: str) -> None:
 @pytest.mark.parametrize("slope", [0.02, 0.3, 1.0])
 @pytest.mark.parametrize("price", [0.0, 0.3, 1.0])
 def test_a_useless_drafter_loses_no_more_than_its_account(slope: float, price: float) -> None:
-    """Its budget, a hundredth of the time, and two drafts of four tokens of unknown cost.
-
-    A look-up is free: it loses a few rounds.
-    """
+    """Its budget, a hundredth of the time, and two drafts of four tokens of unknown cost."""
     world = alone(never, line(slope), cheap=False, evidence=None, token_cost=price)
     records = world.run(Auto(), 3000)
     lost = seconds(records) - emitted(records)

@@ -205,10 +205,7 @@ def test_what_was_right_is_learned() -> None:
 
 
 class Scripted(TreeDraws):
-    """Draws that are given in advance by node and rank; the likeliest token wherever none is.
-
-    laws: what each was drawn from.
-    """
+    """Draws that are given in advance by node and rank; the likeliest token wherever none is."""
 
     def begin(self, script: dict[tuple[int, int], int]) -> None:
         self.script, self.laws = script, dict[tuple[int, int], np.ndarray]()
@@ -341,10 +338,7 @@ def test_siblings_say_what_they_were_drawn_from(sampling: Sampling) -> None:
 
 
 def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
-    """800 trees: chi-square of the first two siblings' joint, false alarms 1e-6.
-
-    A distribution that is off by a total variation of 0.15 fails with a chance above 0.99.
-    """
+    """800 trees: chi-square of the first two siblings' joint, false alarms 1e-6."""
     logits, count = mx.log(mx.array([[0.5, 0.3, 0.15, 0.05]])), 800
     seen, sampling = np.zeros((4, 4)), Sampling(temp=1.0)
     for seed in range(count):
@@ -398,10 +392,7 @@ def test_texts_with_drawn_trees_follow_the_targets_law(kind: str, rule: str, set
 
 
 class SiblingDraws(ScriptedSession):
-    """Three siblings drawn independently with the context's noise, each with its own index.
-
-    start: number of tokens emitted -> the start that is given.
-    """
+    """Three siblings drawn independently with the context's noise, each with its own index."""
 
     def __init__(self, prompt: Sequence[int], context: DraftContext, start: Any) -> None:
         super().__init__(lambda emitted, limit: [])
@@ -432,11 +423,7 @@ class Siblings:
 
 @pytest.mark.parametrize("rule", cases(["block", "rejection"], "block"))
 def test_siblings_are_drawn_by_the_number_of_tokens_emitted_and_an_index_each(rule: str) -> None:
-    """Chi-square of the joint of three tokens over 300 texts; false alarms 1e-4.
-
-    With one start for all rounds a draft is drawn from noise that has decided about earlier ones,
-    which is found: of ten other sets of seeds the greatest p was 3e-5.
-    """
+    """Chi-square of the joint of three tokens over 300 texts; false alarms 1e-4."""
     sampling, p_values = Sampling(temp=1.0), []
     for start in (lambda emitted: emitted, lambda emitted: 0):
         seen = np.zeros((6,) * 3)

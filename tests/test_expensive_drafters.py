@@ -19,8 +19,7 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 
-PASS = line(0.02)
-"""What a pass costs where reading the weights limits it."""
+PASS = line(0.02)  # what a pass costs where reading the weights limits it
 
 
 def model(is_right: Callable[[int], bool], token_cost: float) -> Part:
@@ -107,11 +106,7 @@ def tokens_until_back(
 def test_a_good_model_is_back_soon_after_a_bad_text(
     begins_well: bool, lengths: tuple[int, int], token_cost: float, share: float
 ) -> None:
-    """Within 300 tokens, and then at the best pace, however short the generations are.
-
-    What a paused model waited for belongs to its history; no generation begins to wait anew. A
-    model that never paid before may take 400.
-    """
+    """Within 300 tokens, and then at the best pace, however short the generations are."""
     times, late = [], []
     for seed in range(9):
         start = 400 if begins_well else 0

@@ -427,8 +427,7 @@ WRITES: dict[str, Callable[[random.Random], None]] = {
 }
 CASES = {"chains": 90, "batch": 100, "beams": 50} | dict.fromkeys(("none", "trees", "model"), 60)
 CASES |= dict.fromkeys(HEADS_HERE, 40)
-IN_SHORT = 5
-"""Cases of each that always run."""
+IN_SHORT = 5  # cases of each that always run
 
 
 @pytest.mark.parametrize("run", ["short", pytest.param("rest", marks=FULL)])

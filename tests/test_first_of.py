@@ -36,10 +36,7 @@ VOCAB = tiny.CONFIGS["qwen2"]["vocab_size"]
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """Proposes what it is told: (tokens so far, limit) -> tokens. asked: the limits.
-
-    drawn: whether it declares a distribution, as if it had drawn them.
-    """
+    """Proposes what it is told: (tokens so far, limit) -> tokens. asked: the limits."""
 
     name: str
     tokens: Callable[[int, int], Sequence[int]]
@@ -107,10 +104,7 @@ def run(model: Any, drafter: Any, length: Any) -> tuple[list[int], sd.stats.Spec
 
 @dataclass
 class Limits:
-    """A draft length that gives cheap drafters one limit and expensive ones another.
-
-    keep: longest part of a cheap draft that is worth verifying. records: the rounds.
-    """
+    """A draft length that gives cheap drafters one limit and expensive ones another."""
 
     cheap: int
     expensive: int
@@ -132,8 +126,7 @@ class Limits:
 
 # The first that has a draft ---------------------------------------------------------------------
 
-NUM_WAITED = 16
-"""Rounds that a text waits for its first draft before it runs ahead, and some."""
+NUM_WAITED = 16  # rounds that a text waits for its first draft before it runs ahead, and some
 
 
 @pytest.mark.parametrize("wrap", [lambda d: d, lambda d: Continued(d, [1, 2]), sd.FirstOf])
@@ -185,11 +178,7 @@ def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
 
 
 class Billed(Auto):
-    """The automatic draft length, told what its rounds would cost; sums it up.
-
-    num_expensive: rounds with a draft of the part called "useless", each token of which costs
-    `token_cost` plain rounds.
-    """
+    """The automatic draft length, told what its rounds would cost; sums it up."""
 
     def bill(self, token_cost: float) -> Billed:
         self.token_cost, self.seconds, self.num_expensive = token_cost, 0.0, 0
@@ -208,10 +197,7 @@ class Billed(Auto):
 def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account_in_the_loop(
     every: int, token_cost: float
 ) -> None:
-    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not.
-
-    Twice the account at most: what a draft is expected to bring is booked in part.
-    """
+    """As in simulation, with what the loop asks, and tells, when it runs ahead and when not."""
     recorded = RecordedText("text", "kind", PROMPT, [i % 97 for i in range(2000)])
 
     def look_up(start: int, limit: int) -> list[int]:

@@ -307,8 +307,7 @@ KINDS = (
     *("mtp_step3p5", "mtp_nemotron_h", "mtp_exaone_moe", "mtp_mimo_v2_flash", "mtp_longcat_flash"),
 )
 PROMPT = [5, 17, 9, 33, 71]
-SHARES = 4
-"""Tests that the 80 files of each kind are spread over."""
+SHARES = 4  # tests that the 80 files of each kind are spread over
 
 
 @pytest.mark.parametrize("share", cases(range(SHARES), 0))

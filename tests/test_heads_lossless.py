@@ -47,8 +47,7 @@ from specdec_mlx.token_ids import to_list
 
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-NUM_TOKENS = 40
-"""Past the windows of the tiny models."""
+NUM_TOKENS = 40  # past the windows of the tiny models
 
 
 @cache
@@ -75,11 +74,7 @@ def drafter(kind: str, name: str) -> HeadDrafter:
 
 @dataclass(frozen=True, eq=False)
 class PartlyRight:
-    """A head whose drafts are right at about half of the positions, and checked on the way.
-
-    Before each draft a fresh session is shown the states of a fresh pass over the text, and has to
-    draft the same.
-    """
+    """A head whose drafts are right at about half of the positions, and checked on the way."""
 
     head: HeadDrafter
     model: nn.Module

@@ -28,12 +28,10 @@ from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 
-TOLERANCE = 1e-4
-"""Of the largest logit."""
+TOLERANCE = 1e-4  # of the largest logit
 
 MTP = ("qwen3_5", "deepseek_v3", "exaone_moe", "longcat_flash", "nemotron_h")
-STACKS = ("step3p5", "mimo_v2_flash")
-"""Several prediction layers, which draft a token each."""
+STACKS = ("step3p5", "mimo_v2_flash")  # several prediction layers, which draft a token each
 
 RECURRENT = ("eagle3", "eagle1", *(f"mtp_{name}" for name in MTP))
 NAMES = (*RECURRENT, *(f"mtp_{name}" for name in STACKS), "dflash", "gemma4_assistant")

@@ -53,10 +53,7 @@ AT_ONCE = ("dflash", "medusa", "pard")
 
 
 class Path(Draws):
-    """Draws that come out as one path; its rows are those of a source.
-
-    peeks: whether the confidence is the drawn token's own probability, which nobody may be told.
-    """
+    """Draws that come out as one path; its rows are those of a source."""
 
     is_drawn = True
 
@@ -84,11 +81,7 @@ class Path(Draws):
 
 @dataclass(frozen=True, eq=False)
 class Enumerated:
-    """Every draft of up to 4 tokens that the package's own loops make of a source's rows.
-
-    at_once: whether all rows are known before anything is drawn, so that they do not follow the
-    draws. overlaps: whether a step more than is needed is under way.
-    """
+    """Every draft of up to 4 tokens that the package's own loops make of a source's rows."""
 
     source: Source
     goes_on: GoesOn

@@ -59,10 +59,7 @@ def kind_of(name: str) -> Kind:
 
 
 def counts(kind: Kind, context: int, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
-    """For rounds 3 to 13: calls by operation, and elements of their results, caches left out.
-
-    The context is such that no cache grows meanwhile: they do so every 256 tokens, by copying.
-    """
+    """For rounds 3 to 13: calls by operation, and elements of their results, caches left out."""
     current: Counter[str] = Counter()
 
     def counted(name: str, call: Any) -> Any:
@@ -217,10 +214,7 @@ def test_a_sampled_text_draws_noise_once_for_many_tokens(monkeypatch: pytest.Mon
 
 
 def paused_rounds(monkeypatch: pytest.MonkeyPatch, draft_length: int | str) -> Counter[str]:
-    """What is looked at in 40 plain rounds of a text with a draft model that is not asked.
-
-    It has lost what it may lose.
-    """
+    """What is looked at in 40 plain rounds of a text with a draft model that is not asked."""
     calls: Counter[str] = Counter()
 
     def count(owner: Any, name: str) -> None:
@@ -316,10 +310,7 @@ class SteadyClock(Auto):
 
 
 def calls_a_round(kind: str) -> float:
-    """Calls of this package's Python functions in a round, the mean of 64 after a few others.
-
-    The text goes around the vocabulary, for the first time or not.
-    """
+    """Calls of this package's Python functions in a round, the mean of 64 after a few others."""
     prompt = prompt_of(2 * VOCAB_SIZE) if kind == "a drafted round" else [0]
     drafter = None if kind == "no drafter" else default_drafter()
     stream = speculate(

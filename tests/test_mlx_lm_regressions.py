@@ -25,8 +25,7 @@ import tiny
 from selection import FULL, in_one_test
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42, 5, 17]
-NUM_TOKENS = 60
-"""Enough to fill the windows of 16 tokens and go on."""
+NUM_TOKENS = 60  # enough to fill the windows of 16 tokens and go on
 
 
 @cache

@@ -117,10 +117,7 @@ def test_rows_drawn_ahead_are_the_positions_own(steps, vocab):
     ],
 )
 def test_noise_is_drawn_for_many_positions_at_a_time(lengths, vocab, drawn):
-    """Twice as many each time, 32 at most, and the first time none that was not asked for.
-
-    A vocabulary that has work enough in one position gets what was asked for and no more.
-    """
+    """Twice as many each time, 32 at most, and the first time none that was not asked for."""
     seen = []
 
     class Counted(Noise):
@@ -165,19 +162,13 @@ def test_gumbels_are_standard_gumbel():
     [((0, "accept", 0), (0, "accept", 1)), ((0, "accept", 0), (0, "next", 0))],
 )
 def test_neighbours_are_independent(one, other):
-    """Other purposes, next positions, next seeds: chi-square on an 8 by 8 table of 4,000 pairs.
-
-    A common part in 1 of 10 pairs would be found with a chance above 0.99.
-    """
+    """Other purposes, next positions, next seeds: chi-square on an 8 by 8 table of 4,000 pairs."""
     table, *_ = np.histogram2d(uniforms(*one), uniforms(*other), bins=8, range=[[0, 1]] * 2)
     assert chi2_contingency(table).pvalue > FALSE_ALARM
 
 
 def test_drafts_never_reuse_noise():
-    """A token drafted again at the same place, in a later round, is drawn from other numbers.
-
-    Nor do drafts share any with the coins, with the corrections, or with the target's own draws.
-    """
+    """A token drafted again at the same place, in a later round, is drawn from other numbers."""
     context = DraftContext(noise=Noise(0), vocab_size=6)
     rows = [context.draft_gumbel(start, index) for start, index in product(range(20), range(8))]
     rows += [

@@ -27,8 +27,7 @@ QUESTIONS = [
     "08_train_a_head",
 ]
 MOST_CELLS = 17
-DEFINES = {"05_write_a_drafter.ipynb"}
-"""A drafter of the reader's own is the point of it."""
+DEFINES = {"05_write_a_drafter.ipynb"}  # A drafter of the reader's own is the point of it
 
 
 def read(name: str) -> Any:

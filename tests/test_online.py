@@ -41,8 +41,7 @@ from specdec_mlx.training.trainees import Size
 from tiny_model_folder import write_model_folder
 
 TEXT = "the tin hat on another ant then in the end an other hen ran on and on "
-FAST = Bounds(learning_rate=1e-2, window=32)
-"""Weights that move far at every update."""
+FAST = Bounds(learning_rate=1e-2, window=32)  # weights that move far at every update
 
 
 @pytest.fixture(scope="module")
@@ -104,10 +103,7 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
     [{}, {"greedy": True}, {"branches": 2}, {"draft_temp": 0.5}],
 )
 def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(options, loaded, draft, learning):
-    """In the type of the file, with every option: the same drafts, so the same text and account.
-
-    Its session is the draft model's own, which an automatic length may ask step by step.
-    """
+    """In the type of the file, with every option: the same drafts, so the same text and account."""
     target, tokenizer = loaded
     plain = sd.ModelDrafter(*load_model(draft), **options)
     own = learning.drafting_as(replace(plain, model=learning.model))
@@ -138,12 +134,7 @@ def test_texts_stay_the_targets_while_the_draft_model_learns(loaded, learning):
 
 @FULL
 def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(loaded, draft):
-    """The first three tokens of texts under rejection, weights moving after each: chi-square.
-
-    Two of them are drafted. The target draws among three tokens, so that all 27 texts have chances
-    that can be written down; drafts are drawn at a much higher temperature, so that to take them
-    for the target's own would show. Texts of fewer than five expected are counted together.
-    """
+    """The first three tokens of texts under rejection, weights moving after each: chi-square."""
     target, _ = loaded
     sampler = sd.Sampling(temp=0.4, top_k=3)
     prompt = list(range(60, 72))
@@ -186,10 +177,7 @@ def chances_of(
 
 
 def test_what_it_learns_is_what_drafts_and_what_is_saved(loaded, draft, learning):
-    """The loss falls; the folder loads as an ordinary draft model with the weights that draft.
-
-    Its key stays, here and in the next command; options and another folder change it.
-    """
+    """The loss falls; the folder loads as an ordinary draft model with the weights that draft."""
     target, tokenizer = loaded
     first, key = weights_of(learning.model), key_of(learning)
     for _ in range(3):
@@ -233,10 +221,7 @@ def test_memory_and_updates_are_bounded(loaded, draft, monkeypatch):
 
 
 def test_weights_stay_while_another_text_is_under_way(loaded, learning):
-    """What is kept of a text was computed with them; both texts are learnt from at the end.
-
-    A text that was begun and dropped is waited for no longer than it is there.
-    """
+    """What is kept of a text was computed with them; both texts are learnt from at the end."""
     target, tokenizer = loaded
     before = weights_of(learning.model)
     dropped = learning.begin([5, 6, 7], DraftContext(vocab_size=268))

@@ -393,10 +393,7 @@ class Forced(sd.DraftContext):
 
 
 class Enumerated:
-    """All drafts of a session after one prompt, as it hands them over.
-
-    peeks: a draft is dropped for its own token. declared: what becomes of the distributions.
-    """
+    """All drafts of a session after one prompt, as it hands them over."""
 
     def __init__(self, peeks: bool = False, declared: Any = lambda rows: rows) -> None:
         self.peeks, self.declared = peeks, declared

@@ -73,10 +73,7 @@ def every_plot() -> dict[str, plots.Plot]:
 
 @in_one_test("page", ["#ffffff", "#1e1e1e"])
 def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages(page):
-    """A PNG without a background; letters and axes have WCAG's contrast of 3 to the page's.
-
-    No two lines of a plot have one colour and one style.
-    """
+    """A PNG without a background; letters and axes have WCAG's contrast of 3 to the page's."""
     for name, plot in every_plot().items():
         png, size = plot._repr_png_()
         with Image.open(BytesIO(png)) as image:

@@ -45,10 +45,7 @@ def normalised(logits: mx.array) -> mx.array:
 
 
 def host_law(logprobs: mx.array, **arguments) -> np.ndarray:
-    """Law [..., V], float64, that mlx-lm's sampler draws from; XTC's coin decides nothing in it.
-
-    The logits that reach the draw are caught on their way, and turned into a law by NumPy.
-    """
+    """Law [..., V], float64, that mlx-lm's sampler draws from; XTC's coin decides nothing in it."""
     caught = []
 
     def catch(logits: mx.array, temp: float) -> mx.array:

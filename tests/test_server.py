@@ -31,8 +31,7 @@ from serving import MESSAGES, PROMPT, chat, complete, said, serving, text_of, un
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from tiny_model_folder import write_model_folder
 
-ENDLESS = 800_000
-"""Tokens that nobody waits for."""
+ENDLESS = 800_000  # tokens that nobody waits for
 
 
 @pytest.fixture(scope="module")

@@ -189,8 +189,7 @@ def is_victims(reading: PromptReading, *args: Any) -> bool:
     return len(reading.prompt) in VICTIMS_LENGTHS
 
 
-VICTIMS_LENGTHS: set[int] = set()
-"""Tokens of the victim's prompt."""
+VICTIMS_LENGTHS: set[int] = set()  # tokens of the victim's prompt
 
 
 def after(number: int) -> Callable[..., bool]:

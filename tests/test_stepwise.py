@@ -56,11 +56,7 @@ PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 
 @dataclass(frozen=True, eq=False)
 class Stopped:
-    """Up to 4 tokens drawn from a source, as long as `goes_on` says so.
-
-    peeks: whether it is told the drawn token's own probability in place of the largest one, which
-    nobody may do.
-    """
+    """Up to 4 tokens drawn from a source, as long as `goes_on` says so."""
 
     source: Source
     goes_on: GoesOn
@@ -113,12 +109,7 @@ PEAKED = Source(
 
 
 class Timed:
-    """A session that is as sure of each token as it is said, and a clock of its own.
-
-    Args:
-        step: what a token takes, in plain rounds.
-        reading: what reading a token takes. context: tokens of the text, of which none was read.
-    """
+    """A session that is as sure of each token as it is said, and a clock of its own."""
 
     def __init__(
         self, step: float, reading: float = 0.0, context: int = 0, confidence: float = 0.9
@@ -332,10 +323,7 @@ CURVES["slope"] = linear_cost(0.24, 1.0)
 def made_up(
     shares: Sequence[Callable[[random.Random], float]], num_tokens: int = 120
 ) -> tuple[list[RecordedText], RecordedDrafter]:
-    """Texts, and a draft model that knows its own chance at each position and says so.
-
-    shares: for each text, what draws that chance.
-    """
+    """Texts, and a draft model that knows its own chance at each position and says so."""
     texts, drafts = [], []
     for number, chance in enumerate(shares):
         coins = random.Random(number)

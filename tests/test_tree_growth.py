@@ -203,11 +203,7 @@ def test_trees_are_verified_where_positions_are_free() -> None:
 def test_where_positions_are_expensive_trees_cost_little(
     slope: float, most: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Against plain decoding, with what finding that out costs; texts of 150 tokens.
-
-    A replay takes its seconds from a curve, but by the host's clock it would say which of them
-    count.
-    """
+    """Against plain decoding, with what finding that out costs; texts of 150 tokens."""
     monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     trees = replayed(TreeOf(*LOOK_UPS()), linear_cost(slope))
     assert sum(m.seconds for m in trees) < most * sum(m.plain_seconds for m in trees)

@@ -93,8 +93,7 @@ def test_greedy_text_with_trees_is_plain_text(name, monkeypatch):
     assert len(caught) == (name in CHAINS_ALONE)
 
 
-SCALED = ("ministral3", "mistral3", "mistral4")
-"""Queries scaled by position, from 32 on."""
+SCALED = ("ministral3", "mistral3", "mistral4")  # queries scaled by position, from 32 on
 
 BY_LENGTH = ("llama", "qwen2", "internlm2", "internlm3")
 """Some of those whose ropes can take their base from the length of a text; see `tiny.DYNAMIC`."""

@@ -140,10 +140,7 @@ def test_a_pass_is_never_dearer_than_can_matter() -> None:
 
 
 def test_old_rounds_fade() -> None:
-    """A machine that got slower at wide passes is believed after some rounds.
-
-    And what was dear is tried again: by and by its measurements are forgotten.
-    """
+    """A machine that got slower at wide passes is believed after some rounds."""
     stairs = measured(m5=1.1)
     for _ in range(7):
         stairs.add(5, 0.03)
@@ -212,11 +209,7 @@ def test_a_pass_over_many_texts_is_believed_to_cost_as_many_rows() -> None:
 
 
 def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
-    """Medians: one slow draft is no verdict, and none counts for more than can matter.
-
-    A drafter of one pass has next to nothing to pay for further tokens; where only drafts as wholes
-    were measured, each step is the mean one.
-    """
+    """Medians: one slow draft is no verdict, and none counts for more than can matter."""
     steps = Steps()
     assert steps(0) == 0 < steps(1) < steps(2) < 1
     for samples, costs in ((steps.first, (0.3, 9.0, 0.3)), (steps.further, (0.0, 0.01, 9.0))):
@@ -355,11 +348,7 @@ def test_a_place_never_tried_is_judged_by_the_others() -> None:
 
 
 def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
-    """Texts in turn, predictable or not: told by what was lately right, of any evidence.
-
-    That is doubted where a text begins, and while nothing is seen: a draft model that is not asked
-    for it must not stay unasked for it.
-    """
+    """Texts in turn, predictable or not: told by what was lately right, of any evidence."""
     chances = look_up()
     for _ in range(20):
         for right in [True] * 10 + [False] * 10:
@@ -564,10 +553,7 @@ def test_a_damaged_file_is_an_error_that_names_it_or_does_no_harm(tmp_path: Path
 
 
 def test_a_models_tuning_lives_as_long_as_the_model() -> None:
-    """The same object for the same model, another for another, and none for one that is gone.
-
-    Identities are reused by Python; what was learned is not.
-    """
+    """The same object for the same model, another for another, and none for one that is gone."""
     first, second = tiny.build("qwen2"), tiny.build("qwen2")
     assert tuning_for(first) is tuning_for(first)
     assert tuning_for(first) is not tuning_for(second)

@@ -100,10 +100,7 @@ def test_every_token_is_shown_with_its_origin(text: sd.responses.Text):
 
 
 def test_code_is_shown_as_it_is():
-    """Monospaced, every space and underscore kept, and nothing drawn beneath any of them.
-
-    An underlined space looks like an underscore, and an underscore on an underline is not seen.
-    """
+    """Monospaced, every space and underscore kept, and nothing drawn beneath any of them."""
     code = "def _area(r):\n    return r_2\n\tpass  # __\n"
     pieces = [Piece(code, 1, origin) for origin in LOOKS]
     html = text_html(pieces, stats_of((2, 1)))
@@ -150,10 +147,7 @@ def bench(drafters: list[str], **options: Any) -> Record:
 
 
 def test_a_benchmark_of_texts_from_python():
-    """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it.
-
-    Rules are contenders with a column, at the temperature asked for; texts are not printed.
-    """
+    """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
     record = bench(["ngram", "model"])
     assert record.categories == ["letters", "words"]
     everything = [r for r in record.results if r.category == "all"]

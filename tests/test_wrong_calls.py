@@ -373,10 +373,7 @@ for wrong in (10**6, -5, 300, 2**32 + 2):
 
 
 def test_a_token_that_a_sampler_makes_up_is_neither_fed_nor_emitted(tmp_path: Path) -> None:
-    """Ids outside the vocabulary are named, alone and in a batch; the caches stay in order.
-
-    In a process of its own: to read an embedding, or to write one, beyond the end is a crash.
-    """
+    """Ids outside the vocabulary are named, alone and in a batch; the caches stay in order."""
     script = tmp_path / "outside.py"
     script.write_text(OUTSIDE)
     done = plain_python(str(script))

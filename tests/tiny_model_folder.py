@@ -32,11 +32,7 @@ CHAT_TEMPLATE = (
 def write_model_folder(
     folder: Path, name: str = "qwen2", seed: int = 0, swapped: bool = False, **changes: Any
 ) -> Path:
-    """Write an architecture's tiny model to `folder`, and return it.
-
-    seed: of the weights. swapped: let two letters of the vocabulary change places, which gives
-    another tokenizer of the same size. changes: entries of the configuration to set otherwise.
-    """
+    """Write an architecture's tiny model to `folder`, and return it."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer(swapped)
     vocab = tokenizer.get_vocab()

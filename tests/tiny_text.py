@@ -27,8 +27,7 @@ import tiny
 MERGES = ("t h", "th e", "Ġ the", "i n", "Ġ a", "e r", "o n", "Ġ s")
 SPECIAL = ("<|bos|>", "<|end|>", "<|user|>")
 BOS, END, _ = SPECIAL
-VOCAB = 288
-"""Width of the model's logits: 267 tokens, and padding."""
+VOCAB = 288  # width of the model's logits: 267 tokens, and padding
 
 SHAPE: dict[str, Any] = tiny.CONFIGS["qwen2"] | {
     "vocab_size": VOCAB,

@@ -45,8 +45,7 @@ LEARNING_RATES = {"target": 1e-3, "draft": 2e-3}
 TEMPERATURES = (1.0, 0.5)
 """Temperatures at which the target writes the text that the draft model learns from."""
 
-OPENING = 64
-"""Tokens of the training text that the target continues in a sample."""
+OPENING = 64  # tokens of the training text that the target continues in a sample
 
 LONG_SHARE, LONGER = 0.2, 4
 """Share of the updates with long windows, the last ones, and how much longer those are."""

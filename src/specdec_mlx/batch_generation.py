@@ -214,7 +214,6 @@ def batch_generate(
 
 
 def _print(result: SpeculativeBatchResponse) -> None:
-    """mlx-lm's closing lines, then ours."""
     stats = result.stats
     drafted = sum(account.drafted for account in result.speculation)
     accepted = sum(account.accepted for account in result.speculation)
@@ -299,7 +298,6 @@ def _max_tokens(given: int | Sequence[int]) -> Iterable[int]:
 
 
 def _seeds(given: int | Sequence[int | None] | None) -> Iterable[int | None]:
-    """A seed for each text."""
     if given is None:
         return repeat(None)
     if isinstance(given, Iterable) and not isinstance(given, str):

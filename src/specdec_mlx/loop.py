@@ -206,7 +206,6 @@ class Generation:
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
-        """Pipelining looks at the same target, text and clock."""
         self.pipeline = Pipeline(self.target, self.sequence, self.clock, self.stream)
 
     def run(self, context: DraftContext) -> Generator[Token, None, None]:

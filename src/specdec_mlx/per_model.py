@@ -15,7 +15,6 @@ class PerModel(Generic[T]):
     """A value for each loaded model, made when it is first asked for."""
 
     def __init__(self, make: Callable[[nn.Module], T]) -> None:
-        """Values are made by `make(model)`."""
         self._make = make
         self._values: dict[int, T] = {}
 

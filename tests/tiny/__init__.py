@@ -133,10 +133,7 @@ def _defines_model(source: str) -> bool:
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any) -> nn.Module:
-    """Build the architecture's tiny model, with the same weights for the same seed.
-
-    changes: entries of the configuration to set otherwise.
-    """
+    """Build the architecture's tiny model, with the same weights for the same seed."""
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = copy.deepcopy({**CONFIGS[name], **changes})

@@ -54,8 +54,7 @@ from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_pass import OneByOne, RowPasses, ToVerify, passes_over
 from specdec_mlx.target.verifier import Verifier
 
-MOST_AT_ONCE = 8
-"""Prompts that are read at the same time, as in mlx-lm's batches."""
+MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
 
 
 @dataclass
@@ -94,7 +93,6 @@ class BatchGeneration:
     _uids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """See if the texts can be rows of one batch."""
         self._passes = self.make_passes()
         self._shared: SharedLength | None = None
         if self._passes.is_together and self.draft_length == "auto":
@@ -356,7 +354,6 @@ class BatchGeneration:
         return self._launch(to_verify, is_ahead=True)
 
     def _launch(self, to_verify: Sequence[ToVerify], *, is_ahead: bool) -> Rounds:
-        """One pass for all rows."""
         for row in self._rows:
             row.generation.clock.launch_begins()
         with mx.stream(self.stream):

@@ -127,5 +127,4 @@ class Row:
                 return
 
 
-Rounds = list[tuple[Row, Round]]
-"""A pass under way, row by row."""
+Rounds = list[tuple[Row, Round]]  # A pass under way, row by row

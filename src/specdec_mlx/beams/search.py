@@ -170,7 +170,6 @@ class BeamSearch:
         return self.num_steps - before
 
     def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
-        """Tell the draft length what the pass cost and brought."""
         now = perf_counter()
         num_guessed = max(len(guess.tokens) for guess in guesses)
         steady = self._num_rows == len(guesses)

@@ -46,7 +46,6 @@ class CostCurve:
     high: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse points out of order and costs that are not positive."""
         ordered = list(self.positions) == sorted(set(self.positions))
         if not ordered or len(self.positions) != len(self.seconds) or self.positions[:1] != (1,):
             raise ValueError(

@@ -12,8 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-REFERENCE_BLAS = "reference BLAS"
-"""The library of MLX's Linux wheel, and any that is not known."""
+REFERENCE_BLAS = "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
 
 
 def describe_machine() -> dict[str, str]:

@@ -85,7 +85,6 @@ class RecordedTarget:
     """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
-        """Begin after the prompt's prefill."""
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text = text
         self._is_tapped = False
@@ -172,7 +171,6 @@ class ModelledLength:
     """
 
     def __init__(self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0) -> None:
-        """Wrap `inner`; one that values drafts has its clock replaced."""
         self.cut: Callable[..., int] = inner.cut
         self.seconds = 0.0
         self.num_steps = 0

@@ -96,7 +96,6 @@ def record_html(record: Record) -> str:
 
 
 def _table(rows: Sequence[Result | Difference], columns: Columns, first: str = "category") -> Table:
-    """Columns of each contender's rows; the rule only where there is more than one."""
     texts: Columns = {
         first: lambda r: r.id if first == "text" else r.category,
         "drafter": lambda r: r.drafter,

@@ -103,7 +103,6 @@ def bootstrap_interval(
 
 
 def _ratio(ours: Speeds, plain: Speeds, rows: np.ndarray) -> np.ndarray:
-    """Throughput ratio of chosen texts [..., n]."""
     own = ours.tokens[rows].sum(-1) / ours.seconds[rows].sum(-1)
     base = plain.tokens[rows].sum(-1) / plain.seconds[rows].sum(-1)
     return np.asarray(own / base)

@@ -17,8 +17,7 @@ from specdec_mlx.options import whole
 
 WARM_UP_TOKENS = 24
 
-TURN_TOKENS = 8
-"""Tokens that a contender generates before it is another one's turn."""
+TURN_TOKENS = 8  # tokens that a contender generates before it is another one's turn
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Settings:
     end_tokens: Collection[int] = ()
 
     def __post_init__(self) -> None:
-        """Refuse a benchmark of nothing, which would never end."""
         for name in ("max_tokens", "repeats"):
             whole(name, getattr(self, name), 1)
 
@@ -127,7 +125,6 @@ class Run:
     """One generation under way; the clock runs in its turns, until the device is idle."""
 
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
-        """Start it; nothing is computed yet."""
         self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
         self.is_over = self._has_ended = False
         self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)

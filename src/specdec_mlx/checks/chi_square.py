@@ -14,11 +14,8 @@ Counts = NDArray[np.float64]
 FALSE_ALARM = 5e-5
 """Chance that one of the check's two chi-square tests fails while nothing is wrong."""
 
-RARE_ALARM = 1e-6
-"""False alarms of conformance tests; with fixed seeds one fails always or never."""
-
-LEAST_EXPECTED = 8.0
-"""Expected count below which cells are joined."""
+RARE_ALARM = 1e-6  # false alarms of conformance tests; with fixed seeds one fails always or never
+LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 
 @dataclass(frozen=True)

@@ -38,10 +38,8 @@ NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
 FEWEST_TEXTS = 100
 TEXTS_PER_CONTEXT = 2000
-UNDRAFTED = -1
-"""Draft tokens left to verify in a round that has none."""
-OTHER = -1
-"""Last token of the cells that texts share."""
+UNDRAFTED = -1  # draft tokens left to verify in a round that has none
+OTHER = -1  # last token of the cells that texts share
 ROUNDING = 1e-12
 CHUNK = 32
 """Positions of a remembered context at a time: nothing is computed for it, but a draft model that
@@ -66,7 +64,6 @@ class Texts:
     accepted: int = 0
 
     def __post_init__(self) -> None:
-        """Remember the logits of both models from here on."""
         self.target = Remembered(self.subject.model, self.context, gives_last=True)
         self.drafter = with_remembered_models(self.subject.drafter, self.context)
 
@@ -116,7 +113,6 @@ class Cells:
     """The cells that the texts after one context are sorted into, by what they hold in common."""
 
     def __init__(self, texts: Texts) -> None:
-        """Find the places that so many texts are expected to pass often enough."""
         self.texts = texts
         self.places: dict[Tokens, Place] = {}
         self.cells: list[Tokens] = []

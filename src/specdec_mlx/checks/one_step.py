@@ -32,7 +32,6 @@ class Coins:
     """Every outcome of a rule's coins; the numbers that they keep are asked for once."""
 
     def __init__(self, rule: CoinRule) -> None:
-        """Decide by this rule."""
         self.rule = rule
         self._num_accepted = cache(lambda coins: int(rule.num_accepted(np.array(coins, bool))))
 

@@ -17,8 +17,7 @@ Status = Literal["passed", "failed", "not run", "not applicable"]
 WIDTH = 100
 MARGIN = " " * 15
 
-SURE = 0.9
-"""Power from which a fault counts as one that would have been found."""
+SURE = 0.9  # power from which a fault counts as one that would have been found
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,7 @@ from specdec_mlx.token_ids import to_ids, to_list
 
 CHUNK = 2048
 MOST_ROWS = 1000
-IMPOSSIBLE = -1e9
-"""Logit of a token that never comes: finite, as logits have to be."""
+IMPOSSIBLE = -1e9  # logit of a token that never comes: finite, as logits have to be
 
 
 class Remembered(nn.Module):  # type: ignore[misc]
@@ -152,7 +151,6 @@ class PassesOn:
     """A session that passes everything on to another one."""
 
     def __init__(self, session: DraftSession) -> None:
-        """Stand for `session`."""
         self._session, self.cheap = session, is_cheap(session)
 
     def propose(self, limit: int) -> Draft:
@@ -179,7 +177,6 @@ class Reading:
     """A drafter that reads the target, whose sessions run the target themselves."""
 
     def __init__(self, drafter: Drafter, model: nn.Module) -> None:
-        """model: the target."""
         self.drafter, self._model = drafter, model
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> _ReadingSession:

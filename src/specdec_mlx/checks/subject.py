@@ -32,8 +32,7 @@ from specdec_mlx.token_ids import to_list
 
 Item = TypeVar("Item")
 
-Probs = NDArray[np.float64]
-"""Probabilities [V] of the next token, float64."""
+Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 
 @dataclass(frozen=True, eq=False)

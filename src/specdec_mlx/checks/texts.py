@@ -27,11 +27,8 @@ TIE_FACTOR = 4
 """Logits so many times the probe's largest difference apart are still a near tie: each of the two
 may move, and earlier rounding has moved the caches. A heuristic."""
 
-VARIED_TOKENS = 48
-"""Of each text."""
-
-LEAST_GAIN = 0.05
-"""Further share of accepted tokens that is worth a word."""
+VARIED_TOKENS = 48  # of each text
+LEAST_GAIN = 0.05  # further share of accepted tokens that is worth a word
 
 STANDARD_ERRORS = 3.0
 """Gain of another reading, in standard errors, that is worth a word: several are tried."""

@@ -79,8 +79,7 @@ REHEARSAL_TOKENS = 40
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
-CONTRAST = "4"
-"""A fixed draft length, as in most programs."""
+CONTRAST = "4"  # A fixed draft length, as in most programs
 
 REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
 """Most of the time that may go into the rehearsals, and into the pair that ships."""

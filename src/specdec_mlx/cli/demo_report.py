@@ -21,8 +21,7 @@ IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFEREN
 """Plain decoding's tokens; other ones from a place on where the target's two greatest logits are
 equal up to rounding, which on a GPU may fall either way; other ones."""
 
-WIDTH = 100
-"""Columns of the lines beneath the table."""
+WIDTH = 100  # columns of the lines beneath the table
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,6 @@ def legend(rows: Sequence[Row], model: nn.Module, first: Scene, samples: Sequenc
 
 
 def _speeds(rows: Sequence[Row]) -> str:
-    """The speeds of the first drafter of each text, with the default draft length."""
     shown = {r.first.id: r for r in reversed(rows) if r.first.draft_length == "auto" and r.speed}
     if not shown:
         return ""

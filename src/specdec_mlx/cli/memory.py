@@ -16,11 +16,8 @@ from specdec_mlx.memory.sources import texts_of, update
 from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
-MOST_TOKENS = 4_000_000
-"""Bound of a memory that is built from files."""
-
-KINDS = (Memory, NGramTable)
-"""Kinds of files; all actions but `build` see which one it is."""
+MOST_TOKENS = 4_000_000  # bound of a memory that is built from files
+KINDS = (Memory, NGramTable)  # kinds of files; all actions but `build` see which one it is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

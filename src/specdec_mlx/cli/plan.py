@@ -15,17 +15,10 @@ from specdec_mlx.bench.contenders import Contender
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Run, Settings
 
-PLAIN_PASSES = 5
-"""Plain passes that a median is taken over."""
-
-PROMPT_POSITIONS = 32
-"""Positions of the pass that a prompt's cost is estimated from."""
-
-LEAST_TOKENS = 3 * TURN_TOKENS
-"""Shortest text whose speed can be told: a heuristic."""
-
-MARGIN = 1.25
-"""Time that turns are given, relative to the last ones: a heuristic."""
+PLAIN_PASSES = 5  # plain passes that a median is taken over
+PROMPT_POSITIONS = 32  # positions of the pass that a prompt's cost is estimated from
+LEAST_TOKENS = 3 * TURN_TOKENS  # shortest text whose speed can be told: a heuristic
+MARGIN = 1.25  # time that turns are given, relative to the last ones: a heuristic
 
 
 @dataclass
@@ -37,7 +30,6 @@ class Budget:
     _began: float = field(init=False)
 
     def __post_init__(self) -> None:
-        """Start."""
         self._began = self.clock()
 
     @property

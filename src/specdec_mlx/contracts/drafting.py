@@ -119,8 +119,7 @@ class Draft:
         )
 
 
-NO_DRAFT = Draft()
-"""An empty draft: the round is plain decoding."""
+NO_DRAFT = Draft()  # an empty draft: the round is plain decoding
 
 
 @dataclass(slots=True)

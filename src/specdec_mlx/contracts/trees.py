@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-ROOT = -1
-"""Parent of a draft token that continues the text itself."""
+ROOT = -1  # parent of a draft token that continues the text itself
 
 
 def chain(num_tokens: int) -> list[int]:

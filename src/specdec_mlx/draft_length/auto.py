@@ -40,7 +40,6 @@ class Auto:
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begin at the rate of the last text, which a few rounds can outweigh."""
         tokens, spent = self.tuning.tokens / 2, self.tuning.cost / 2
         self.prices = Prices(self.tuning.stairs(), tokens, spent)
         self.prices.update(self.prices.stairs)

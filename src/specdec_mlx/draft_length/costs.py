@@ -96,7 +96,6 @@ class Staircase:
     _saw_plain: bool = True
 
     def __post_init__(self) -> None:
-        """Fit the prior."""
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
         self.first_rows = max(m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows))
         self._fit()

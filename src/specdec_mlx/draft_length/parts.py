@@ -18,8 +18,7 @@ from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import Learned
 
-LENGTHS = tuple(rows - 1 for rows in WIDTHS)
-"""Draft lengths that are chosen from."""
+LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it

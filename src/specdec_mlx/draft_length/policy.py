@@ -16,7 +16,6 @@ class Fixed:
     """Always up to `length` tokens."""
 
     def __init__(self, length: int) -> None:
-        """Refuse a negative length."""
         self.length = whole("draft_length", length, 0, f", or one of {NAMES}")
 
     def limit(self, part: str, cheap: bool) -> int:

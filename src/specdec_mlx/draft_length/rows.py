@@ -23,7 +23,6 @@ class SharedLength:
     models: dict[str, Model] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """A single text, nothing written."""
         self.prices = Prices(self.tuning.stairs())
         self.resize(1)
 
@@ -73,7 +72,6 @@ class RowLength(Auto):
     account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
-        """Prices are those of all texts."""
         self.prices = self.shared.prices
 
     def begin(self, part: str, session: DraftSession, may_fork: Any) -> Callable[[int], Draft]:

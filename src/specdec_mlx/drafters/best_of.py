@@ -27,7 +27,6 @@ class BestOfSession(FirstOfSession):
     """One generation, seen by all of the drafters, which compete in one group."""
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        """Take the sessions with their drafters' keys."""
         super().__init__(sessions, keys)
         self.groups = [[part for group in self.groups for part in group]]
         self._free = [part for _, part in self.parts if is_cheap(part)]

@@ -107,7 +107,6 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
-    """A model as a drafter; one that cannot be read is refused with the reason."""
     size = 0
     try:
         check_folder(folder)

@@ -56,7 +56,6 @@ class Cascade:
     num_first: int = NUM_FIRST
 
     def __post_init__(self) -> None:
-        """Check the parts; read what the first drafter reads."""
         if self.look_up is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
         for part in all_drafters(self.look_up):

@@ -24,8 +24,7 @@ NextLogits = Callable[[mx.array | None], mx.array]
 DRAWN_AT_ONCE = 4
 """Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
 
-GOES_ON = 0.75
-"""Chance that a draft goes on after its first token: as in a draft of four tokens."""
+GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a draft of four tokens
 
 
 class Draws:
@@ -44,7 +43,6 @@ class Draws:
         num_prompt: int,
         at_once: int = DRAWN_AT_ONCE,
     ) -> None:
-        """Nothing was drawn yet."""
         self.is_drawn = not sampling.greedy
         self.one_by_one = len(context.logits_processors) > 0
         self._context = context
@@ -104,7 +102,6 @@ class Draws:
         return Draft(_first(self._tokens, length), logprobs)
 
     def _gumbels(self, num_tokens: int) -> mx.array:
-        """Noise [n, V] of the next n tokens."""
         if num_tokens > 1:
             return self._context.draft_gumbels(self._start, num_tokens, len(self))
         place = len(self) % self._at_once

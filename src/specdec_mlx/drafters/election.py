@@ -96,7 +96,6 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
 
 
 def _evidence(paths: Sequence[Path], share: float) -> Evidence:
-    """Evidence for a token that these places vote for."""
     return _same(max([match for _, match, _ in paths]), share, len(paths))
 
 

@@ -11,8 +11,7 @@ from mlx.utils import tree_flatten
 
 from specdec_mlx.per_model import PerModel
 
-NUM_SAMPLES = 4
-"""Values read of each parameter: enough to tell fine-tuned models from each other."""
+NUM_SAMPLES = 4  # values read of each parameter: enough to tell fine-tuned models from each other
 
 
 def _fingerprint(model: nn.Module) -> str:

@@ -26,7 +26,6 @@ class FirstOf:
     drafters: tuple[Drafter, ...]
 
     def __init__(self, *drafters: Drafter) -> None:
-        """Take the drafters in the order in which they are tried."""
         if not drafters:
             name = type(self).__name__
             raise ValueError(f"{name}() has nothing to try. Give at least one drafter.")
@@ -60,7 +59,6 @@ class FirstOfSession:
     """One generation, seen by all of the drafters; see `contracts.SessionGroups`."""
 
     def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        """Take the sessions in the order in which they are tried, with their drafters' keys."""
         self.sessions = list(sessions)
         keyed = list(zip(sessions, keys, strict=True))
         self.parts = [part for session, key in keyed for part in session_parts(session, key)]

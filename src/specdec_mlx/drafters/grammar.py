@@ -28,8 +28,7 @@ Kind = Literal["json_schema", "regex", "lark"]
 JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 """How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
 
-FORCED = 64
-"""Evidence for a forced token: as much as for the longest match of a look-up."""
+FORCED = 64  # evidence for a forced token: as much as for the longest match of a look-up
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Grammar:
     text: str
 
     def __post_init__(self) -> None:
-        """Read it once, so that a mistake is told now."""
         if message := _llguidance().LLMatcher.validate_grammar(self.compiled):
             raise GrammarError(f"This is no {self.kind} that can be followed: {message}")
 
@@ -143,7 +141,6 @@ class GrammarSession:
     cheap = True
 
     def __init__(self, processor: GrammarProcessor) -> None:
-        """Start at the beginning of the text."""
         self.place = processor.beginning()
         self.text: list[int] = []
         self.is_lost = False

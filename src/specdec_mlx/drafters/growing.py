@@ -116,7 +116,6 @@ class TreeDraws:
     _num_drawn: int = 0
 
     def __post_init__(self) -> None:
-        """Nothing was written yet."""
         self.tree = Tree(self.known, not self.sampling.greedy)
 
     def write(
@@ -127,7 +126,6 @@ class TreeDraws:
         return grow(first, after, limit, limit if depth is None else min(limit, depth))
 
     def _likeliest(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
-        """The tokens of the greatest chances."""
         tree, nodes = self.tree, [ROOT]
         best: list[int] = []
         for level in range(depth):
@@ -188,7 +186,6 @@ class TreeDraws:
         return self.context.draft_gumbels(len(self.text) - self.num_prompt, len(nodes), first)
 
     def _processed(self, logits: mx.array, nodes: Sequence[int]) -> mx.array:
-        """Logits [n, V], as the target's would be after the same text."""
         logits = fit_width(logits, self.context.vocab_size)
         if not self.context.logits_processors:
             return logits
@@ -203,7 +200,6 @@ class TreeDraws:
 
 
 def _largest(scores: mx.array, count: int) -> mx.array:
-    """Indices [n, count] of the largest scores of each row, in order."""
     some = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
     order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
     return mx.take_along_axis(some, order, axis=-1)

@@ -16,8 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.errors import DraftModelError
 from specdec_mlx.target.strategies import leaves
 
-BITS = (2, 3, 4, 5, 6, 8)
-"""Bits that MLX packs weights into."""
+BITS = (2, 3, 4, 5, 6, 8)  # bits that MLX packs weights into
 
 GROUP_SIZES = (64, 32)
 """Weights that share a scale; the first that divides a layer's width is taken."""
@@ -25,8 +24,7 @@ GROUP_SIZES = (64, 32)
 HEADS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 """Modules that make logits, a row of their weights for each token."""
 
-PROBE_TOKENS = 4
-"""Tokens of the passes that a cut model is checked with."""
+PROBE_TOKENS = 4  # tokens of the passes that a cut model is checked with
 
 TOLERANCE = 0.2
 """Most that two ways to the same logits may differ, in standard deviations of the logits.

@@ -36,21 +36,18 @@ from specdec_mlx.contracts import (
 from specdec_mlx.contracts.trees import ROOT, chain, first_path, path_to
 from specdec_mlx.token_ids import to_list
 
-MOST_OF_A_TOKEN = 16
-"""N-grams that the pool keeps of each first token."""
+MOST_OF_A_TOKEN = 16  # N-grams that the pool keeps of each first token
 
 NEXT_PLACE = 7919
 """Step between the places of the text that columns begin with: a prime, so that they spread."""
 
-Path = tuple[int, ...]
-"""Tokens that follow the text, or an n-gram's first token."""
+Path = tuple[int, ...]  # tokens that follow the text, or an n-gram's first token
 
 
 class Pool:
     """N-grams: first token -> what follows it [1 to N - 1] -> how often guessed, latest last."""
 
     def __init__(self) -> None:
-        """Start empty."""
         self.known: dict[int, dict[Path, int]] = {}
 
     def add(self, first: int, rest: Path) -> None:
@@ -72,7 +69,6 @@ class Window:
     """
 
     def __init__(self, width: int, num_levels: int, text: Sequence[int]) -> None:
-        """Begin with what stands somewhere in the text."""
         self.width = width
         self.levels: list[list[int]] = [[] for _ in range(num_levels)]
         self._num_begun = 0
@@ -123,7 +119,6 @@ class LookaheadDrafter:
     features: ClassVar[Features] = Features(top=1)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
             got = getattr(self, name)
             if got < least:
@@ -151,7 +146,6 @@ class _Proposal:
         return self.nodes[path] if path else ROOT
 
     def draft(self, evidence: Sequence[Evidence] | None = None) -> Draft:
-        """As a draft: a chain where it does not fork."""
         parents = [ROOT if len(path) == 1 else self.nodes[path[:-1]] for path in self.nodes]
         forks = parents != chain(len(parents))
         return Draft([path[-1] for path in self.nodes], None, evidence, parents if forks else None)
@@ -163,7 +157,6 @@ class LookaheadSession:
     cheap = True
 
     def __init__(self, drafter: LookaheadDrafter, prompt: Sequence[int]) -> None:
-        """Nothing was guessed yet."""
         self._config = drafter
         self._tokens = list(prompt)
         self._pool = Pool()

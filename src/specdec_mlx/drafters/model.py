@@ -28,8 +28,7 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
 
-MOST_PENDING = 16
-"""Tokens of the text that a draft may begin with in one pass."""
+MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
 TOKENIZERS = ("any", "same", "text", "shared")
 """What may be said about the tokenizer of a draft model."""
@@ -66,7 +65,6 @@ class ModelDrafter:
     on_every_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Refuse wrong options."""
         if not isinstance(self.model, nn.Module):
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
@@ -119,7 +117,6 @@ class ModelSession(Writes):
     """The draft model's side of one generation; on_close is told the text [n] at its end."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        """Start with the prompt as the text and empty caches, or those of the caller."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
         self.model = drafter.model
         self.context = context

@@ -47,7 +47,6 @@ class NGramDrafter:
     table: NGramTable | str | None = None
 
     def __post_init__(self) -> None:
-        """Check the arguments, and open the table that is named."""
         orders = f"an int from 1 (unigram) to {MAX_ORDER}"
         require(self, 1 <= self.max_order <= MAX_ORDER, "max_order", orders)
         lower = f"an int from 1 to max_order = {self.max_order}; lower it or raise max_order"
@@ -78,7 +77,6 @@ class NGramSession:
     cheap = True
 
     def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
-        """Count the n-grams of `prompt`."""
         self._config = config
         self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
@@ -134,7 +132,6 @@ class StochasticNGramSession(NGramSession):
     cheap = False  # a row of V numbers a token, and what was drawn must not be thrown away
 
     def __init__(self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        """Count the n-grams of `prompt`."""
         super().__init__(config, prompt)
         self._generation = context
         self._num_emitted = 0

@@ -11,8 +11,7 @@ from jaxtyping import Float
 
 Context = tuple[int, ...]
 
-DISCOUNT = 0.75
-"""Share of a count that a distribution leaves to shorter contexts."""
+DISCOUNT = 0.75  # share of a count that a distribution leaves to shorter contexts
 
 
 class Continuation(NamedTuple):
@@ -30,7 +29,6 @@ class Continuations:
     __slots__ = ("best", "counts", "total")
 
     def __init__(self, token: int, times: int = 1) -> None:
-        """Start with one token."""
         self.best = token
         self.counts = {token: times}
         self.total = times
@@ -51,7 +49,6 @@ class NGramCounts:
     """
 
     def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
-        """Start empty."""
         self._widths = range(min_order - 1, max_order)
         self._longest_first = self._widths[::-1]
         self._max_entries = max_entries

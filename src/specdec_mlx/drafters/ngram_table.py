@@ -32,7 +32,6 @@ class NGramTable(Kept):
         *,
         tokenizer: Any = None,
     ) -> None:
-        """Start empty."""
         if not (1 <= min_order <= max_order and max_entries >= 1):
             raise ValueError(
                 f"NGramTable: orders {min_order} to {max_order} with {max_entries} entries, "
@@ -61,7 +60,6 @@ class NGramTable(Kept):
             self.save_now_and_then()
 
     def _merge(self, other: NGramTable) -> None:
-        """Add the counts of another table, as far as the orders are equal."""
         theirs = other.counts()
         with self._lock:
             for ngram, times in theirs.items():
@@ -114,7 +112,6 @@ class NGramTable(Kept):
         return table
 
     def _add(self, ngram: Context, times: int) -> None:
-        """Count an n-gram, for the file too."""
         self._counts.add(ngram[:-1], ngram[-1], times)
         if self.path is not None:
             self._unsaved[ngram] += times

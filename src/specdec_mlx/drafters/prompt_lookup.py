@@ -9,8 +9,7 @@ from typing import Literal
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.options import require
 
-MAX_MATCH = 64
-"""Longest match that is measured, in tokens; confidence has saturated long before."""
+MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class PromptLookupDrafter:
     occurrence: Literal["recent", "earliest"] = "recent"
 
     def __post_init__(self) -> None:
-        """Check the arguments."""
         require(self, 1 <= self.max_ngram <= 8, "max_ngram", "an int from 1 to 8")
         lower = f"an int from 1 to max_ngram = {self.max_ngram}; lower it or raise max_ngram"
         require(self, 1 <= self.min_ngram <= self.max_ngram, "min_ngram", lower)
@@ -52,7 +50,6 @@ class PromptLookupSession:
     cheap = True
 
     def __init__(self, config: PromptLookupDrafter, prompt: Sequence[int]) -> None:
-        """Index the n-grams of `prompt`."""
         self._config = config
         self._text: list[int] = []
         # Per n: n-gram -> the position after it. An n-gram enters only once the token at that

@@ -13,17 +13,10 @@ from typing import ClassVar
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.drafters.evidence import share_class
 
-TOP = 8
-"""Successors that are kept of each token, as in the paper."""
-
-BRANCHES = 4
-"""Successors of the last token that a tree goes on from."""
-
-MOST_STEADY = 16
-"""A successor that was the likeliest so many times in a row is as sure as it gets."""
-
-Context = int | tuple[int, ...]
-"""A token, or one and the token before it."""
+TOP = 8  # successors that are kept of each token, as in the paper
+BRANCHES = 4  # successors of the last token that a tree goes on from
+MOST_STEADY = 16  # A successor that was the likeliest so many times in a row is as sure as it gets
+Context = int | tuple[int, ...]  # A token, or one and the token before it
 
 
 @dataclass(slots=True)
@@ -91,7 +84,6 @@ class SuccessorTable:
         return found
 
     def _after(self, text: Sequence[int], width: int) -> Successors | None:
-        """The successors of the context that a text ends with."""
         if len(text) < width:
             return None
         return self.successors.get(text[-1] if width == 1 else tuple(text[-width:]))
@@ -112,7 +104,6 @@ class RecyclingDrafter:
     features: ClassVar[Features] = Features(top=TOP)
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
         if self.num_draft < 1:
             raise ValueError(f"RecyclingDrafter: num_draft is {self.num_draft}, expected >= 1.")
         if self.context not in (1, 2):
@@ -129,7 +120,6 @@ class RecyclingSession:
     cheap = True
 
     def __init__(self, drafter: RecyclingDrafter, prompt: Sequence[int]) -> None:
-        """Nothing was shown yet."""
         self._num_draft, self._width = drafter.num_draft, drafter.context
         self._table = drafter.table if drafter.table is not None else SuccessorTable()
         self._tokens = list(prompt)

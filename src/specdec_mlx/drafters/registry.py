@@ -24,16 +24,13 @@ from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.options import help_on, installed, load, make_with, split_spec
 
 GROUP = "specdec_mlx.drafters"
-DEFAULT_DRAFTER = "auto"
-"""The drafter of commands that are told none."""
-MODEL_DRAFTER = "model"
-"""The name of a draft model, wherever it comes from."""
+DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
+MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
 WITH_MODEL = (MODEL_DRAFTER, "cascade")
 """Names of drafters that a draft model, or a trained head, is a part of."""
 REMEMBERING = (DEFAULT_DRAFTER, "suffix")
 """Names of drafters that take `memory=`; the first is the default where a memory is given."""
-NO_DRAFTER = "none"
-"""The name of plain decoding."""
+NO_DRAFTER = "none"  # the name of plain decoding
 
 
 def drafter_names() -> list[str]:

@@ -34,11 +34,8 @@ MARGIN = 8
 MOST_OPEN = 64
 """Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
 
-CONTEXT = 8
-"""Tokens of the target before a draft that are encoded together with it."""
-
-SHORTER = 1.25
-"""Draft tokens in one of the target's from which a draft often ends inside of one."""
+CONTEXT = 8  # tokens of the target before a draft that are encoded together with it
+SHORTER = 1.25  # draft tokens in one of the target's from which a draft often ends inside of one
 
 
 class DraftText:
@@ -48,7 +45,6 @@ class DraftText:
     """
 
     def __init__(self, shared: SharedVocabulary) -> None:
-        """Nothing is read yet."""
         self.shared = shared
         self.ids = list(shared.draft.prefix)
         self.settled = len(self.ids)
@@ -146,7 +142,6 @@ class Retokenized:
         sampling: Sampling,
         drafts: str,
     ) -> None:
-        """Start with the prompt as the text and empty caches."""
         self.model = model
         self.shared = shared
         self.context = context

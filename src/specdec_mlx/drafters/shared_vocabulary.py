@@ -131,5 +131,4 @@ def _share(spelling: Spelling, common: Container[int]) -> float:
 
 
 def _ordinary(spelling: Spelling) -> list[int]:
-    """Ordinary text in tokens."""
     return [index for text in ORDINARY for index in spelling.encode(text, at_start=True)[0]]

@@ -137,7 +137,6 @@ def _space_sign(step: dict[str, Any]) -> str | None:
 
 
 def _byte_level(token: str) -> bytes:
-    """A token written in the alphabet of byte-level vocabularies."""
     try:
         return token.translate(_ALPHABET).encode("latin-1")
     except UnicodeEncodeError:  # added by hand, as it is

@@ -19,17 +19,10 @@ from specdec_mlx.memory.recent import GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.options import require
 
-MOST_PLACES = 24
-"""Places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass."""
-
-FEWER_PLACES = 4
-"""Of those, the ones that match shorter than the longest; 8 gain nothing."""
-
-WITHIN = 1
-"""By how many tokens a match may be shorter than the longest one and still vote."""
-
-MEMORY_WEIGHT = 0.3
-"""Of a place in a memory, to one of equal match in the text itself."""
+MOST_PLACES = 24  # places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
+FEWER_PLACES = 4  # of those, the ones that match shorter than the longest; 8 gain nothing
+WITHIN = 1  # by how many tokens a match may be shorter than the longest one and still vote
+MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text itself
 
 
 @dataclass(frozen=True)
@@ -53,7 +46,6 @@ class SuffixDrafter:
     min_match: int = 1
 
     def __post_init__(self) -> None:
-        """Check the arguments, and open the memory that is named."""
         some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
         require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
@@ -90,7 +82,6 @@ class SuffixSession:
     cheap = True
 
     def __init__(self, config: SuffixDrafter, prompt: Sequence[int]) -> None:
-        """Index `prompt`."""
         self._config = config
         self._memory = config.memory if isinstance(config.memory, Memory) else None
         indexes = self._memory.indexes() if self._memory is not None else ()

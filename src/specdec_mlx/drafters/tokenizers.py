@@ -24,7 +24,6 @@ class PerPair(Generic[T]):
     """A value for each target's and draft model's tokenizer, made once, whatever wraps them."""
 
     def __init__(self, make: Callable[[Any, Any], T]) -> None:
-        """Values are made by `make(target, draft)`; what it raises is not kept."""
         self._make = make
         self._known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
 

@@ -40,7 +40,6 @@ class TreeOfSession(FirstOfSession):
     """One generation, seen by all of the drafters; this session itself is asked."""
 
     def __init__(self, key: str, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        """Take the sessions in the order in which their tokens are tried."""
         super().__init__(sessions, keys)
         self.groups: list[list[tuple[str, DraftSession]]] = [[(key, self)]]
         self._key = key

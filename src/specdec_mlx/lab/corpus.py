@@ -8,11 +8,8 @@ from pydoc_data.topics import topics
 HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
 """Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
 
-OPENING_LENGTH = 400
-"""Characters of a held-out topic that make a prompt."""
-
-SHORTEST_QUOTE = 60
-"""Characters from which a repeated paragraph counts as a quotation: a heuristic."""
+OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
+SHORTEST_QUOTE = 60  # characters from which a repeated paragraph counts as a quotation: a heuristic
 
 
 def held_out_openings() -> Iterator[tuple[str, int, str]]:

@@ -335,7 +335,6 @@ def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
 
 
 def _token_roles(metadata: Metadata) -> dict[str, str]:
-    """Metadata keys of the special tokens, by Hugging Face's name of the role."""
     names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
     keys = {role: f"tokenizer.ggml.{name}_token_id" for role, name in names.items()}
     return {role: key for role, key in keys.items() if key in metadata}

@@ -18,8 +18,7 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.folders import cache_root
 
-HEADS = ("mtp", "eagle3", "medusa", "exit")
-"""Kinds of heads that were trained for the target."""
+HEADS = ("mtp", "eagle3", "medusa", "exit")  # kinds of heads that were trained for the target
 
 PACKED = Path(__file__).parent
 WEIGHTS = "model.safetensors"

@@ -51,8 +51,7 @@ COUNTS = {
     "readable": "those few words at a time",
     "option": "--drafter ngram:table=FILE",
 }
-WORDS = {"texts": TEXTS, "n-grams": COUNTS}
-"""Of a card, by kind."""
+WORDS = {"texts": TEXTS, "n-grams": COUNTS}  # of a card, by kind
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
@@ -153,7 +152,6 @@ def pull(
 
 
 def _kind_in(api: HfApi, repo: str) -> str | None:
-    """The kind of file in a repository; None for none."""
     for kind, name in FILE_NAMES.items():
         if api.file_exists(repo, name, repo_type=REPO_TYPE):
             return kind

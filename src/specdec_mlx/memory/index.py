@@ -12,20 +12,11 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-SEPARATOR = -1
-"""Stands between two texts, where a token id would stand."""
-
-BITS = 21
-"""Bits of a token in a key; 0 stands for no token."""
-
-MAX_TOKEN = 2**BITS - 3
-"""Largest token id."""
-
-KNOWN = 12
-"""Tokens in a key."""
-
-NEAREST = BITS * (KNOWN - 1)
-"""Shift of the nearest token in a key."""
+SEPARATOR = -1  # stands between two texts, where a token id would stand
+BITS = 21  # bits of a token in a key; 0 stands for no token
+MAX_TOKEN = 2**BITS - 3  # largest token id
+KNOWN = 12  # tokens in a key
+NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
 MAX_MATCH = 64
 """Longest match that is measured, in tokens: what agrees for so long goes on in the same way."""
@@ -33,8 +24,7 @@ MAX_MATCH = 64
 MOST_DEEP = 8
 """Places that are measured where whole keys agree, the latest first; more change nothing."""
 
-Ring = tuple[int, Sequence[int]]
-"""The length of a match, in tokens, and places that match so long."""
+Ring = tuple[int, Sequence[int]]  # the length of a match, in tokens, and places that match so long
 
 
 class Context(NamedTuple):
@@ -57,7 +47,6 @@ class ContextIndex:
     """
 
     def __init__(self, ids: Iterable[int], ends: Iterable[int] | None = None) -> None:
-        """Index texts that were joined."""
         self.ids = array("i", ids)
         keys = _keys(self.ids)
         if ends is None:

@@ -19,8 +19,7 @@ from specdec_mlx.memory.file import check_folder_of, locked
 from specdec_mlx.memory.tokenizer import fingerprint_of
 from specdec_mlx.options import wrong
 
-SAVE_EVERY = 60.0
-"""Seconds between two savings of an opened file: what a killed process loses."""
+SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
 
 
 K = TypeVar("K", bound="Kept")
@@ -37,7 +36,6 @@ class Kept(ABC):
     what: ClassVar[str]
 
     def __init__(self, tokenizer: Any) -> None:
-        """Of a tokenizer, or of its fingerprint; of no file."""
         self.tokenizer = fingerprint_of(tokenizer)
         self.path: Path | None = None
         self._saved_as = ""

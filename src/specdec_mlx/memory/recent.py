@@ -12,7 +12,6 @@ class GrowingIndex(ContextIndex):
     """One text and its places; tokens are appended, and every place is found from then on."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
-        """Index `tokens` [n]."""
         super().__init__(tokens)
         self._key = Context.of(tokens).key
 

@@ -16,11 +16,8 @@ from specdec_mlx.memory.store import Memory, text_digest
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
 """Beside all hidden ones: what others wrote, or what was made from what is read anyway."""
 
-LARGEST_FILE = 2_000_000
-"""Bytes; larger ones are data rather than something written."""
-
-LOOKED_AT = 8192
-"""Bytes in which a zero means that a file is no text."""
+LARGEST_FILE = 2_000_000  # bytes; larger ones are data rather than something written
+LOOKED_AT = 8192  # bytes in which a zero means that a file is no text
 
 
 @dataclass(frozen=True)
@@ -92,7 +89,6 @@ def _state(name: str) -> str:
 
 
 def _tokens(name: str, tokenizer: Any) -> list[int] | None:
-    """The token ids of a file; None for what is large or no text."""
     if os.stat(name).st_size > LARGEST_FILE:
         return None
     content = Path(name).read_bytes()

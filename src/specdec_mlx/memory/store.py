@@ -49,7 +49,6 @@ class Memory(Kept):
         tokenizer: Any = None,
         remember_prompts: bool = False,
     ) -> None:
-        """Start empty."""
         max_tokens = whole("max_tokens", max_tokens, None, ". Memory.load(path) reads a file")
         if max_tokens < 1 or (max_bytes is not None and max_bytes < BYTES_PER_TOKEN):
             raise ValueError(

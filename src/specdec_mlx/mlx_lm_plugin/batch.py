@@ -61,7 +61,6 @@ class _Served:
     seconds_before: float = 0.0
 
     def fail(self, error: Exception) -> None:
-        """Tell the client."""
         guarded = [f for f in self.text.logits_processors if isinstance(f, GuardedGrammar)]
         known = [grammar.error for grammar in guarded if grammar.error is not None]
         self.incoming.channel.put(known[0] if known else error)
@@ -109,7 +108,6 @@ class SpeculatingBatch:
     _beside: Any = field(default_factory=lambda: mx.new_stream(mx.cpu), init=False)
 
     def __post_init__(self) -> None:
-        """Begin."""
         self._batch = self._new_batch()
 
     def _new_batch(self) -> BatchGeneration:
@@ -194,7 +192,6 @@ class SpeculatingBatch:
         return progress, tokens
 
     def _next_token(self) -> list[Any]:
-        """The next token of any row."""
         if self._tokens is None:
             if not self._batch.num_open:
                 return []
@@ -215,7 +212,6 @@ class SpeculatingBatch:
         return []
 
     def _said(self, served: _Served, row: RowToken) -> Any:
-        """mlx-lm's news of a token."""
         stats = served.incoming.requested.stats = row.token.stats
         if len(served.tokens) == len(served.text.prompt):
             stats.prefill_seconds = served.seconds_before + served.reading.seconds
@@ -261,7 +257,6 @@ class SpeculatingBatch:
         return []
 
     def _let_in(self, served: _Served) -> Any:
-        """Make a row of a text."""
         reading = served.reading
         text = replace(served.text, prompt_cache=reading.caches, num_read=reading.num_read)
         served.reading = replace(reading, caches=[])  # the row has a copy
@@ -289,7 +284,6 @@ class SpeculatingBatch:
                 del self._rows[row]
 
     def _fail(self, row: int, error: Exception) -> None:
-        """A row cannot go on; the others do."""
         if row in self._rows:
             self._end(self._rows.pop(row), error)
 

@@ -18,7 +18,6 @@ class ServerEndingError(RuntimeError):
     """A request is ended because the server is."""
 
     def __init__(self) -> None:
-        """In words for the client."""
         super().__init__("The server is ending. Send the request again when it is back.")
 
 

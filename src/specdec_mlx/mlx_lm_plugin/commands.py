@@ -42,7 +42,6 @@ class Command:
     takes_grammar = False
 
     def __init__(self, name: str) -> None:
-        """Nothing is parsed yet."""
         self.module = importlib.import_module(f"mlx_lm.{name}")
         self.flags = Flags()
         self.arguments = argparse.Namespace()
@@ -58,7 +57,6 @@ class Command:
         self.close()
 
     def _take(self, namespace: argparse.Namespace, flags: Flags) -> None:
-        """Put in force what the flags said."""
         self.flags, self.arguments = flags, namespace
         self.check()
         self.speculation.drafter = None if flags.waits_for_target else flags.drafter()
@@ -99,8 +97,7 @@ class Command:
         return loading
 
 
-QUIT = "q"
-"""Leaves `chat`."""
+QUIT = "q"  # leaves `chat`
 
 
 class Generate(Command):

@@ -105,7 +105,6 @@ class WrappedSession:
     """A session that is told of its end by another function; the rest is its own."""
 
     def __init__(self, session: DraftSession, key: str, close: Callable[[int], None]) -> None:
-        """Take the session, the key of its drafter, and what `close` is to do."""
         self.propose, self.observe, self.close = session.propose, session.observe, close
         self.cheap = is_cheap(session)
         self.parts, self.groups = session_parts(session, key), session_groups(session, key)

@@ -44,8 +44,7 @@ from specdec_mlx.rules.registry import make_rule, rule_names
 if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin.learning import Learner
 
-EVERYBODY, USER, KEY = "all", "user", "key"
-"""Whom a server's memory is for."""
+EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
 @dataclass(frozen=True)

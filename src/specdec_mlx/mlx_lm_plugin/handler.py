@@ -161,7 +161,6 @@ class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer tha
     """A request is not served, for a reason that the client is told."""
 
     def __init__(self, reason: Exception) -> None:
-        """Keep the reason."""
         super().__init__(str(reason))
         self.reason = reason
 

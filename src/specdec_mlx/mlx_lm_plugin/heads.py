@@ -69,8 +69,7 @@ def without_readers(drafter: Drafter | None) -> Drafter | None:
 POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
 """Names of the most positions of a text in configurations."""
 
-LONGEST_TEXT = 2**20
-"""Positions for models whose configuration names none."""
+LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
 
 def longest_in(config: dict[str, Any]) -> int:

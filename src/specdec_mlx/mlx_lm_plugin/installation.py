@@ -32,8 +32,7 @@ from specdec_mlx.token_ids import to_list
 
 T = TypeVar("T")
 
-DEFAULT_MAX_TOKENS = 256
-"""Default of mlx-lm's steps."""
+DEFAULT_MAX_TOKENS = 256  # default of mlx-lm's steps
 
 
 @dataclass(eq=False)
@@ -112,7 +111,6 @@ class _InForce:
         self.by_install: Speculation | None = None
 
     def add(self, speculation: Speculation) -> None:
-        """Put in force; the first one replaces the names."""
         with self.lock:
             if not self.stack:
                 self._replace()
@@ -127,7 +125,6 @@ class _InForce:
                     setattr(generate_module(), name, self.originals[name])
 
     def latest(self) -> Speculation | None:
-        """The one that counts."""
         with self.lock:
             return self.stack[-1] if self.stack else None
 

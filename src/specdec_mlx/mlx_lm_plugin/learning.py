@@ -18,7 +18,6 @@ class Learner:
     """The learning drafter of a folder, a trained head or a draft model, for a target at a time."""
 
     def __init__(self, folder: str) -> None:
-        """Nothing is loaded yet; what is learned is saved when the process ends."""
         self.folder = folder
         self._target: nn.Module | None = None
         self._latest: OnlineDrafter | None = None

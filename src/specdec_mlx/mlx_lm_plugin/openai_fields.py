@@ -16,14 +16,9 @@ from specdec_mlx.errors import MissingPackageError
 
 T = TypeVar("T")
 
-NUM_SEEDS = 2**64
-"""MLX takes seeds of 64 bits."""
-
-MOST_CHOICES = 32
-"""Most choices of one request: each is a row of a batch."""
-
-MOST_PROMPTS = 128
-"""Most prompts of one request."""
+NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
+MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
+MOST_PROMPTS = 128  # most prompts of one request
 
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
 """Most characters, levels, and names of `patternProperties` of a JSON schema.
@@ -31,11 +26,8 @@ LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
 Each pattern is compared with all others: 100 take 0.2 s, 200 took 6 s and 500 took 77 s.
 """
 
-COMPILE_SECONDS = 10.0
-"""Longest that a client waits for its grammar to be compiled."""
-
-LONGEST_ANSWER = 1000
-"""Most characters of an error's message: some repeat what the client sent."""
+COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
+LONGEST_ANSWER = 1000  # most characters of an error's message: some repeat what the client sent
 
 
 class RequestError(ValueError):

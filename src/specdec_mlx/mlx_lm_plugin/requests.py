@@ -41,14 +41,12 @@ T = TypeVar("T")
 DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model given at the start, also where a request names none."""
 
-LONGEST_DRAFT = 64
-"""Longest draft of a request: each token of it is a position in a pass."""
+LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
 
 MOST_DRAFTERS = 8
 """Most drafters that a request may have tried in order: all of them read the prompt."""
 
-MOST_MEMORIES = 64
-"""Users or keys whose memories are kept; the least recently used are forgotten."""
+MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
 
 @dataclass(eq=False)
@@ -241,7 +239,6 @@ class Menu:
 
 
 def _names(given: Any) -> Sequence[str] | None:
-    """Names as a list; None for the default."""
     names = [given] if isinstance(given, str) else given
     if names is None:
         return None
@@ -253,7 +250,6 @@ def _names(given: Any) -> Sequence[str] | None:
 
 
 def _length(given: Any) -> int | str:
-    """The draft length, bounded; raises RequestError."""
     try:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:

@@ -155,7 +155,6 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return Incoming(requested.channel, requested, args.top_logprobs, args.seed, finish)
 
     def _with_drafts(self, requested: Requested, text: Request) -> Request:
-        """A text of the batch, with the request's drafter and grammar."""
         model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
         self.menu.check(tokenizer)
         drafter = without_readers(with_heads(requested.drafter, model))

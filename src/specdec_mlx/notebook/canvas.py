@@ -26,7 +26,6 @@ class Plot(Figure):
     """A figure that a notebook shows as the value of a cell."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        """Arguments as for a matplotlib figure."""
         super().__init__(*args, **{"facecolor": "none", "layout": "constrained"} | options)
 
     def add_subplot(self, *args: Any, **options: Any) -> Axes:

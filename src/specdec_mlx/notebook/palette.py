@@ -10,8 +10,7 @@ BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = COLOURS
 GREY = "#7F7F7F"
 """Contrast of 4 to white and to the near-black of dark pages."""
 
-MARKERS = "osD^vP"
-"""Lines differ in these too."""
+MARKERS = "osD^vP"  # lines differ in these too
 
 
 def translucent(colour: str, opacity: float) -> str:

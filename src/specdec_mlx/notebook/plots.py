@@ -20,9 +20,7 @@ from specdec_mlx.stats import theory
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
 
-MOST_POSITIONS = 17
-"""Widest pass of a drawn cost curve."""
-
+MOST_POSITIONS = 17  # widest pass of a drawn cost curve
 TREE_SIZE = (9.2, 4.4)  # inches
 
 CHANCES = [i / 200 for i in range(201)]

@@ -16,8 +16,7 @@ from specdec_mlx.notebook.palette import BLUE, GREEN, GREY, SKY, VERMILLION, tra
 from specdec_mlx.stats.account import SpeculationStats
 
 BLOCKS = "▁▂▃▄▅▆▇█"
-MOST_BINS = 48
-"""Characters of a row of blocks."""
+MOST_BINS = 48  # characters of a row of blocks
 
 MONOSPACE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 PRE = f"white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0 0 .5em;{MONOSPACE}"
@@ -135,7 +134,6 @@ def _token(piece: Piece, drafter: str) -> str:
 
 
 def _coloured(look: Look, text: str, title: str = "") -> str:
-    """Text in the element of its origin, with rounded ends on each line."""
     style = (
         f' style="background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em;'
         'box-decoration-break:clone;-webkit-box-decoration-break:clone"'

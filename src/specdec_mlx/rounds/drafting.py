@@ -85,7 +85,6 @@ class Drafting:
         self.is_free = all(part.is_cheap for part in every)
 
     def _may_fork(self) -> bool:
-        """True if the target takes trees now."""
         takes_trees: Callable[[], bool] = getattr(self.target, "takes_trees", bool)
         return takes_trees()
 

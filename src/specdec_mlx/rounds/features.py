@@ -34,7 +34,6 @@ class FeatureFeed:
     """
 
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
-        """Nothing was shown yet."""
         self._readers = readers
         self._rejected_readers: list[tuple[Any, Features]] = [
             (session, wish) for session, wish in readers if hasattr(session, "see_rejected")
@@ -124,7 +123,6 @@ class FeatureFeed:
 
 
 def _all_of(wishes: Sequence[Features]) -> Features:
-    """All that any of these is."""
     return Features(
         layers=tuple(sorted({layer for wanted in wishes for layer in wanted.layers})),
         head_input=any(wanted.head_input for wanted in wishes),

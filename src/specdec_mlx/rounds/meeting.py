@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-MOST_TOKENS = 26
-"""Tokens of a draft that go with the meeting; longer ones take a second collective."""
+MOST_TOKENS = 26  # tokens of a draft that go with the meeting; longer ones take a second collective
 
 
 class State(IntEnum):

@@ -15,11 +15,8 @@ from specdec_mlx.contracts import NO_DRAFT, Target
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.sequence import SequenceState
 
-HIT_RATE_DECAY = 0.8
-"""Decay of the moving average of "this round's draft was of use"."""
-
-FIRST_HIT_RATE = 0.3
-"""Initial value."""
+HIT_RATE_DECAY = 0.8  # decay of the moving average of "this round's draft was of use"
+FIRST_HIT_RATE = 0.3  # initial value
 
 LOW_HIT_RATE = 0.08
 """Rate below which pipelined mode pays. A pass that is not overlapped takes longer by what building

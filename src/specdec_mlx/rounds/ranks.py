@@ -42,8 +42,7 @@ from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
 
-WORD = 32
-"""Bits of a number that is sent."""
+WORD = 32  # bits of a number that is sent
 
 T = TypeVar("T")
 
@@ -126,7 +125,6 @@ class SharedDrafting(Drafting):
         *others: Any,
         **options: Any,
     ) -> None:
-        """Nothing has begun; the arguments are those of `Drafting`."""
         super().__init__(drafter, length if ranks.is_first else Fixed(0), *others, **options)
         self.ranks = ranks
         self.is_under_way = True  # the first thing that all ranks do is to meet

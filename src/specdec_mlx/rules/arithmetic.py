@@ -17,19 +17,12 @@ if TYPE_CHECKING:
 else:
     Array = mx.array | np.ndarray | np.generic  # of either library; shapes are checked under pytest
 
-Rows = Float[Array, "rows vocab"]
-"""[K+1, V] probabilities of the target."""
-Ids = Integer[Array, " rows-1"]
-"""[K] draft tokens."""
-Drawn = Float[Array, "rows-1 vocab"]
-"""[K, V] probabilities that the draft tokens were drawn from."""
-Chances = Float[Array, " rows-1"]
-"""[K] chances that draft tokens are kept."""
-Law = Float[Array, " vocab"]
-"""[V] distribution of the next token."""
-
-SMALLEST = 1e-37
-"""Stands for 0 in a denominator: the reciprocal is still a float32."""
+Rows = Float[Array, "rows vocab"]  # [K+1, V] probabilities of the target
+Ids = Integer[Array, " rows-1"]  # [K] draft tokens
+Drawn = Float[Array, "rows-1 vocab"]  # [K, V] probabilities that the draft tokens were drawn from
+Chances = Float[Array, " rows-1"]  # [K] chances that draft tokens are kept
+Law = Float[Array, " vocab"]  # [V] distribution of the next token
+SMALLEST = 1e-37  # stands for 0 in a denominator: the reciprocal is still a float32
 
 
 def acceptance_probability(

@@ -44,7 +44,6 @@ class Lenient(Rejection):
     lenience: float = 0.5
 
     def __post_init__(self) -> None:
-        """Refuse what gives no guarantee."""
         if not 0 < self.lenience <= 1:
             raise ValueError(
                 f"Lenient(lenience={self.lenience!r}): expected a number in (0, 1]; no token is "
@@ -86,7 +85,6 @@ class Typical(CoinRule):
     delta: float = 0.3
 
     def __post_init__(self) -> None:
-        """Refuse thresholds that the likeliest token may not pass."""
         for name in ("epsilon", "delta"):
             if not 0 <= (value := getattr(self, name)) < 1:
                 raise ValueError(f"Typical({name}={value!r}): expected a number in [0, 1).")

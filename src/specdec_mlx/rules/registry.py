@@ -87,11 +87,8 @@ LOSSLESS: dict[str, Callable[..., AcceptanceRule]] = {
 LOSSY: dict[str, Callable[..., AcceptanceRule]] = {"lenient": Lenient, "typical": Typical}
 """Rules that change it; asked for by name only."""
 
-RULES = {**LOSSLESS, **LOSSY}
-"""The built-in rules, by name."""
-
-GROUP = "specdec_mlx.rules"
-"""Entry points by which packages give their rules a name."""
+RULES = {**LOSSLESS, **LOSSY}  # the built-in rules, by name
+GROUP = "specdec_mlx.rules"  # entry points by which packages give their rules a name
 
 
 def rule_names() -> list[str]:

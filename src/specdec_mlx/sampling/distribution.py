@@ -40,7 +40,6 @@ class Sampling:
     xtc_special_tokens: Sequence[int] | None = ()
 
     def __post_init__(self) -> None:
-        """Refuse what mlx-lm would refuse, but before the first token."""
         object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
         for name, number in vars(self).items():
             is_number = isinstance(number, Real) or name == "xtc_special_tokens"
@@ -111,7 +110,6 @@ class Sampling:
         return mx.random.categorical(self._unnormalized(logprobs))
 
     def _finish(self, x: mx.array) -> mx.array:
-        """Top-k and the temperature, which mlx-lm applies last."""
         if self.top_k > 0:
             require(
                 self,
@@ -135,11 +133,9 @@ class Sampling:
 
 
 def _normalize(x: mx.array) -> mx.array:
-    """Log-probabilities [..., V] of logits [..., V]."""
     return x - mx.logsumexp(x, axis=-1, keepdims=True)
 
 
 def _point_mass(logprobs: mx.array) -> mx.array:
-    """Log-probabilities with all mass on the first argmax."""
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)

@@ -54,7 +54,6 @@ def _window(processor: LogitsProcessor) -> int | None:
 
 
 def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
-    """Arguments of `make_sampler`, read from the cells of its sampler."""
     if getattr(sampler, "__module__", None) != make_sampler.__module__:
         return None
     cells = _cells(sampler)
@@ -67,7 +66,6 @@ def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any] | None:
-    """Closed-over values by name; None for another kind of callable."""
     if not isinstance(function, FunctionType):
         return None
     cells = function.__closure__ or ()

@@ -20,8 +20,7 @@ from specdec_mlx.token_ids import to_list
 
 _MASK = (1 << 64) - 1
 
-MOST_ROWS = 32
-"""Most positions whose noise is drawn at once."""
+MOST_ROWS = 32  # most positions whose noise is drawn at once
 
 MOST_NUMBERS = 1 << 17
 """Most numbers that are drawn at once; a large vocabulary has work enough in one position."""
@@ -83,7 +82,6 @@ class GumbelRows:
     """
 
     def __init__(self, noise: Noise, purpose: str) -> None:
-        """Nothing is drawn yet."""
         self._noise = noise
         self._purpose = purpose
         self._start = self._end = 0

@@ -27,11 +27,8 @@ from jaxtyping import Float
 from specdec_mlx.rules.arithmetic import Array, acceptance_probability, at, namespace_of
 from specdec_mlx.rules.block import running_weights
 
-Z = 1.959964
-"""Half-width of a 95% interval, in standard errors."""
-
-BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
-"""Rules that decide token by token."""
+Z = 1.959964  # Half-width of a 95% interval, in standard errors
+BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")  # rules that decide token by token
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
 

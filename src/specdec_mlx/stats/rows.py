@@ -13,8 +13,7 @@ from specdec_mlx.errors import MissingPackageError
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-Row = dict[str, Any]
-"""Column -> value; a column that a row lacks is empty."""
+Row = dict[str, Any]  # column -> value; a column that a row lacks is empty
 
 
 class Rows(ABC):

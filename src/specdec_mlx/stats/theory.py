@@ -11,8 +11,7 @@ from collections.abc import Callable, Sequence
 
 from specdec_mlx.contracts.trees import ROOT, depths_of
 
-Cost = Callable[[int], float]
-"""c(m): cost of a pass of the target over m positions, in any unit."""
+Cost = Callable[[int], float]  # c(m): cost of a pass of the target over m positions, in any unit
 
 
 Ranks = Sequence[Sequence[float]]

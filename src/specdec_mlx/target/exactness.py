@@ -35,8 +35,7 @@ QUICK_WIDTHS = (5,)
 CONTEXT = 12
 STEP = 2048
 
-MARGIN = 32
-"""Positions before one at which a model may change, from which on that is measured."""
+MARGIN = 32  # positions before one at which a model may change, from which on that is measured
 
 BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
 """Positions, in a configuration's text, at which a model may change."""
@@ -136,8 +135,7 @@ def _places(model: nn.Module) -> list[Place]:
     return sorted(places, key=lambda place: place.start)
 
 
-places_of = PerModel(_places)
-"""Where a loaded model may change, in order; its start is the first."""
+places_of = PerModel(_places)  # where a loaded model may change, in order; its start is the first
 
 
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:

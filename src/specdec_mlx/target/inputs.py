@@ -38,7 +38,6 @@ class CacheOptions:
     quantized_kv_start: int = 0
 
     def __post_init__(self) -> None:
-        """Refuse all but numbers, and make Python's of NumPy's."""
         for field in fields(self):
             value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
             if value is not None or field.default is not None:

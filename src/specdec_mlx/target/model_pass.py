@@ -27,8 +27,7 @@ def _vocab_size(model: nn.Module) -> int:
     return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
 
 
-vocab_size_of = PerModel(_vocab_size)
-"""V of a loaded model."""
+vocab_size_of = PerModel(_vocab_size)  # V of a loaded model
 
 
 @dataclass(eq=False)

@@ -28,7 +28,6 @@ class NextToken:
     def __init__(
         self, sampler: Sampler | Sampling, processors: Sequence[LogitsProcessor], noise: Noise
     ) -> None:
-        """No token was seen yet."""
         check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
         self.sampling = self.sampler if isinstance(self.sampler, Sampling) else None
@@ -113,7 +112,6 @@ class Rows:
         position: int,
         parents: Sequence[int] | None = None,
     ) -> None:
-        """Nothing is computed before it is asked for."""
         self.scales = mx.logsumexp(logits, axis=-1, keepdims=True)
         self.logprobs = logits - self.scales
         self._next_token = next_token
@@ -148,7 +146,6 @@ class RoundNoise:
     """Randomness of one round's rule, keyed by the position of its first token."""
 
     def __init__(self, noise: Noise, position: int) -> None:
-        """Nothing is drawn yet."""
         self._noise = noise
         self._position = position
 

@@ -35,11 +35,8 @@ from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import Snapshot, Strategy, leaves, strategy_for
 from specdec_mlx.target.watching import answering, watching
 
-MOST_POSITIONS = 8
-"""Widest pass whose states are kept; wider ones are rare."""
-
-NUM_BEFORE, NUM_WATCHED = 2, 3
-"""Positions before and in the pass that a model is measured with."""
+MOST_POSITIONS = 8  # widest pass whose states are kept; wider ones are rare
+NUM_BEFORE, NUM_WATCHED = 2, 3  # positions before and in the pass that a model is measured with
 
 UNKNOWN = -1
 
@@ -121,7 +118,6 @@ class KeptStates(Snapshot):
     name = "choice of states"
 
     def __init__(self, calls: Sequence[_Call], width: int) -> None:
-        """All positions of the pass are in the cache."""
         self.calls, self.width = calls, width
 
     def can_trim(self, cache: Any, back: int) -> bool:

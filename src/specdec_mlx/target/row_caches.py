@@ -27,11 +27,8 @@ from mlx_lm.models.cache import (
 from specdec_mlx.target.strategies import leaves, saved_buffer
 from specdec_mlx.token_ids import to_ids
 
-EMPTY = -1
-"""Position of a slot that holds nothing of its row's text."""
-
-MOST_EMPTY = 64
-"""Slots beyond those of the fullest row from which on the empty ones are dropped."""
+EMPTY = -1  # position of a slot that holds nothing of its row's text
+MOST_EMPTY = 64  # slots beyond those of the fullest row from which on the empty ones are dropped
 
 
 @dataclass
@@ -102,7 +99,6 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
     _idx: int
 
     def __init__(self, slots: Slots) -> None:
-        """No row is there yet."""
         super().__init__([])
         self.slots = slots
 
@@ -179,7 +175,6 @@ class RowCaches:
         return None if None in rows.caches else rows
 
     def _make(self, cache: Any) -> Any:
-        """A cache for the rows of one; None for a class that is not known."""
         kind = type(cache)
         if kind is CacheList:
             parts = [self._make(part) for part in cache.caches]
@@ -213,7 +208,6 @@ class RowCaches:
         self.ends.append(num_positions)
 
     def _add(self, mine: Any, cache: Any) -> None:
-        """Add the cache of one text to those of the others."""
         if isinstance(mine, RowsCache):
             mine.add_row(cache, len(self.ends))
         elif not self.ends:

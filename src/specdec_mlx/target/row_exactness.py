@@ -14,8 +14,7 @@ from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.row_caches import RowCaches
 
-LENGTHS = (3, 7, 1)
-"""Tokens of the texts that are tried."""
+LENGTHS = (3, 7, 1)  # tokens of the texts that are tried
 
 WIDTHS, KEPT = (5, 1, 3), (2, 1, 3)
 """Tokens that a pass feeds to each of them, and how many of those are kept."""

@@ -111,7 +111,6 @@ class RowPasses:
         self._move()
 
     def _move(self) -> None:
-        """Tell the rows where their caches end now."""
         for place, end in zip(self.places, self.caches.ends, strict=True):
             place.position, place.wanted = end - place.base, None
 

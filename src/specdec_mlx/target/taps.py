@@ -21,8 +21,7 @@ NUM_WATCHED = 7
 """Positions of the watched pass; no other axis, such as streams side by side, is as long."""
 
 
-_Call = tuple[nn.Module, Any, Any]
-"""A module, the states that it was called with, and its output."""
+_Call = tuple[nn.Module, Any, Any]  # A module, the states that it was called with, and its output
 
 
 class _Tap(NamedTuple):
@@ -44,7 +43,6 @@ class Taps:
     def __init__(
         self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
     ) -> None:
-        """Find the modules; nothing was read yet."""
         self._keys_values = keys_values if wanted.caches else None
         self.features: FeatureRows | None = None
         self.num_rows = 0

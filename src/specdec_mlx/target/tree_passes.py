@@ -81,7 +81,6 @@ class GrowingRows:
     """The rows of a tree that is fed level by level, the text before it being on the caches."""
 
     def __init__(self) -> None:
-        """Nothing was fed yet."""
         self._parents: list[int] = []
 
     def further(self, parents: Sequence[int]) -> TreeRows:
@@ -194,7 +193,6 @@ def is_rope(kind: type) -> bool:
 
 
 def _parameters(kind: type) -> list[str]:
-    """Names of a module's arguments, after the module itself."""
     return list(inspect.signature(kind.__call__).parameters)[1:]
 
 

@@ -42,8 +42,7 @@ from specdec_mlx.token_ids import read_all, to_ids, to_list
 
 NO_TOKENS = mx.array([], mx.uint32)
 
-MASS_TOLERANCE = 1e-3
-"""Most that a draft's distribution may be off from summing to 1, in float32."""
+MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summing to 1, in float32
 
 
 @dataclass
@@ -168,7 +167,6 @@ class Verifier:
         rule: str | AcceptanceRule,
         counterfactual: Counterfactual | None = None,
     ) -> None:
-        """Check that rule and sampler go together."""
         self.model_pass = model_pass
         self.distribution = next_token
         self.rule = make_rule(rule)
@@ -314,7 +312,6 @@ def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
 
 
 def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:
-    """Refuse a rule or an account that needs a distribution where there is none."""
     if needs_distribution(rule):
         needing, instead = f"rule={rule.name!r}", "rule='auto', and "
     elif counterfactual is not None:

@@ -81,8 +81,6 @@ def _set_class(module: nn.Module, kind: type) -> None:
 
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a module's class that reports its calls."""
-
     def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = method(self, *args, **kwargs)
@@ -115,8 +113,6 @@ def answering(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Itera
 
 @cache
 def _answered(function: Function) -> Function:
-    """A function that asks who answers for it in this pass, if anybody does."""
-
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = _answer.get()

@@ -13,7 +13,6 @@ class Conformance:
     properties: ClassVar[dict[str, str]]
 
     def __init__(self, subject: object) -> None:
-        """subject: what is tested; a failure names its class."""
         self.subject, self.part = subject, ""
 
     def run(self, names: Iterable[str]) -> list[str]:

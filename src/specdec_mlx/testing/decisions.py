@@ -39,8 +39,7 @@ from specdec_mlx.token_ids import to_ids
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 
-NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3
-"""K, V and tokens of the texts."""
+NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts
 
 PLACES = [
     *((purpose, p) for purpose in ("accept", "next") for p in range(LENGTH)),

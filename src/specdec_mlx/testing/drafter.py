@@ -46,12 +46,10 @@ LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14
 """Draft lengths that are asked for in turn, and rounds of a generation: each twice, and more."""
 
-TOLERANCE = 1e-3
-"""Largest error of a probability, or of the mass of a distribution: float32."""
+TOLERANCE = 1e-3  # largest error of a probability, or of the mass of a distribution: float32
 
 NUM_THREADS = 4
-MEMORY_TOKENS = 1500
-"""Tokens after which memory is read, and again at three times as many."""
+MEMORY_TOKENS = 1500  # tokens after which memory is read, and again at three times as many
 
 MEMORY_GROWTH = 4.0
 """Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""
@@ -149,7 +147,6 @@ class DrafterConformance(Conformance):
     is_same_again: bool
 
     def __post_init__(self) -> None:
-        """Name the drafter in failures."""
         super().__init__(self.drafter)
 
     def protocol(self) -> str:
@@ -302,7 +299,6 @@ class DrafterConformance(Conformance):
     # What the checks are made of
 
     def _contexts(self) -> list[DraftContext]:
-        """Greedy, drawn at random, and an opaque sampler."""
         return [self._context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
 
     def _context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
@@ -370,7 +366,6 @@ class DrafterConformance(Conformance):
             yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
 
     def _script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
-        """A whole scripted generation, closed at its end."""
         generation = self._begin(prompt, self._context(Sampling(temp=1.0)))
         rounds = list(self._rounds(generation))
         self._close(generation)

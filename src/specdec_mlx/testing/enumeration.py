@@ -24,8 +24,7 @@ SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
 """Pairs (V, K) whose rounds `enumerated` goes through."""
 
 Tokens = tuple[int, ...]
-Outcomes = dict[tuple[Tokens, int], float]
-"""Chance of each (tokens emitted [n + 1], n) of a round."""
+Outcomes = dict[tuple[Tokens, int], float]  # chance of each (tokens emitted [n + 1], n) of a round
 
 
 def state_after(state: int, tokens: Tokens) -> int:
@@ -151,7 +150,6 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
 
 
 def _without(source: Source, shift: int) -> Source:
-    """The source with one token excluded in each state."""
     states = np.arange(NUM_STATES)
     probs = source.probs.copy()
     probs[states, (states + shift) % source.vocab_size] = 0

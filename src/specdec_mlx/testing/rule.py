@@ -37,8 +37,7 @@ from specdec_mlx.testing.decisions import (
 from specdec_mlx.testing.enumeration import enumerated
 from specdec_mlx.token_ids import to_ids
 
-EXACT = 1e-12
-"""Largest error of a distribution in float64."""
+EXACT = 1e-12  # largest error of a distribution in float64
 
 FLOAT32 = 1e-4
 """Largest error of a chance in float32, where no difference of nearly equal numbers is taken."""
@@ -87,7 +86,6 @@ class RuleConformance(Conformance):
     }
 
     def __init__(self, rule: AcceptanceRule, lossless: bool, num_texts: int) -> None:
-        """As for `check_rule`."""
         super().__init__(rule)
         self.rule, self.lossless, self.num_texts = rule, lossless, num_texts
         self.asked = [*questions(AT_ONE), *questions(GREEDY)]
@@ -204,7 +202,6 @@ class RuleConformance(Conformance):
         return line if is_all else f"{line}; {self._sampled()}"
 
     def _sampled(self) -> str:
-        """Chi-square of rounds that are drawn."""
         found = []
         try:
             for comparison, statistic, most in sampled(self.rule, self.num_texts):

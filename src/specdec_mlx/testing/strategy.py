@@ -31,17 +31,13 @@ from specdec_mlx.testing.conformance import Conformance
 Feed = Callable[[Any, mx.array], mx.array]
 """(cache, tokens [S]) -> rows [S, D]: one pass over S positions, which the cache then holds."""
 
-KEY_WIDTH = 64
-"""Quantized caches need a multiple of 32."""
-
-MANY_TOKENS = 4096
-"""Tokens that have keys of their own."""
+KEY_WIDTH = 64  # quantized caches need a multiple of 32
+MANY_TOKENS = 4096  # tokens that have keys of their own
 
 TOLERANCE = 1e-4
 """Largest difference of a row that was computed beside others, or from rows in another order."""
 
-WINDOW = 8
-"""Taken for caches that never forget."""
+WINDOW = 8  # taken for caches that never forget
 
 TAKEN_BACK = (4, 1)
 """Widths of passes before a restore: some classes write single positions in place."""
@@ -53,8 +49,7 @@ TREE_PATHS = ((), (0, 1), (1,), (0, 2), (1, 3), (0, 1, 3))
 WIDTHS = (1, 2, 5)
 """Widths of passes that are rolled back; one wider than the window comes after them."""
 
-REJECTED = 1000
-"""First of the token ids that are drafted and rejected."""
+REJECTED = 1000  # first of the token ids that are drafted and rejected
 
 
 def attend(cache: Any, tokens: mx.array) -> mx.array:
@@ -139,7 +134,6 @@ class StrategyConformance(Conformance):
     def __init__(
         self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed, window: int | None
     ) -> None:
-        """As for `check_strategy`."""
         super().__init__(strategy)
         self.strategy, self.make_cache, self.feed = strategy, make_cache, feed
         self.window = window or window_of(make_cache()) or WINDOW

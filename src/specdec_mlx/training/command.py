@@ -97,7 +97,6 @@ def _of(kind: type, args: argparse.Namespace) -> Any:
 
 
 def _temps(text: str) -> tuple[float, ...]:
-    """Temperatures with commas between them; raises ValueError."""
     temps = tuple(float(part) for part in text.split(","))
     if min(temps) < 0:
         raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
@@ -105,5 +104,4 @@ def _temps(text: str) -> tuple[float, ...]:
 
 
 def _layers(text: str) -> tuple[int, ...]:
-    """Ints with commas between them; raises ValueError."""
     return tuple(int(part) for part in text.split(","))

@@ -42,7 +42,6 @@ class FeatureStore:
     """The target's features of windows [n, window, 2], up to the last learnt token, in files."""
 
     def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
-        """Nothing is computed yet."""
         self.folder = folder
         self.windows = windows[..., 0]
         self.answered = windows[..., 1] > 0

@@ -53,7 +53,6 @@ class Clock:
     """Seconds of a training over all its runs, kept in a file."""
 
     def __init__(self, path: Path) -> None:
-        """Go on from what was kept."""
         self.path = path
         self._began = time.monotonic() - (load_json(path) if path.exists() else 0)
 

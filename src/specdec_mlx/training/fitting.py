@@ -26,18 +26,12 @@ from specdec_mlx.training.trainees import Trainee
 WARM_UP = 0.05
 """Share of the updates in which the learning rate rises; then it falls along a cosine."""
 
-MEMORY_SHARE = 0.75
-"""Part of the machine's memory that a training may take."""
+MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
 
 CHECKPOINT = "checkpoint.safetensors"
-SECONDS = 120.0
-"""Between two checkpoints."""
-
-MUCH = 1.5
-"""Overfitting: so many times as much kept on texts that it is trained on as on others."""
-
-MEASUREMENTS = 8
-"""On held-out text, in a training."""
+SECONDS = 120.0  # between two checkpoints
+MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
+MEASUREMENTS = 8  # on held-out text, in a training
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from specdec_mlx.training.losses import forward_kl
 from specdec_mlx.training.run import KINDS, PLAN, begin_with
 from specdec_mlx.training.trainees import Recipe, Size, Trainee
 
-SHORTEST = 8
-"""Tokens of a text from which something can be learnt."""
+SHORTEST = 8  # tokens of a text from which something can be learnt
 
 LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")
 """Kinds of `specdec-mlx train` that can learn on."""
@@ -63,7 +62,6 @@ class OnlineTrainer:
     """
 
     def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
-        """Nothing was learnt yet."""
         self.trainee = trainee
         self.target = target
         self.bounds = bounds

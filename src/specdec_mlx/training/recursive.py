@@ -21,8 +21,7 @@ from specdec_mlx.training.features import Batch
 from specdec_mlx.training.trainees import Prediction, Recipe, Trainee
 
 MTP_TYPE = "llama_mtp"
-DRAFT_VOCAB = 32_000
-"""Most tokens that an EAGLE-3 head proposes by default, as in published heads."""
+DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
 
 
 class StepCache:
@@ -35,7 +34,6 @@ class StepCache:
     offset = 0
 
     def __init__(self) -> None:
-        """Before the first step."""
         self._keys: list[mx.array] = []
         self._values: list[mx.array] = []
 

@@ -23,8 +23,7 @@ from specdec_mlx.training.trainees import Recipe, Size, Trainee, draft_model, ea
 
 PLAN, REPORT = "plan.json", "training.json"
 
-ANSWERING = 0.4
-"""Part of a given time in which the target begins new answers."""
+ANSWERING = 0.4  # part of a given time in which the target begins new answers
 
 KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
     "mtp": mtp,

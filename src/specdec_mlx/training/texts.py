@@ -23,17 +23,10 @@ from tqdm import tqdm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
 
-HELD_OUT_SHARE = 0.05
-"""Part of the windows, or of the prompts, that is held out by default."""
-
-ROWS = 32
-"""Answers that are written side by side."""
-
-Turn = tuple[int, int, float]
-"""Round, index of the prompt, and temperature; 0 is greedy."""
-
-Document = list[tuple[int, int]]
-"""Each token, and 1 if it is learnt."""
+HELD_OUT_SHARE = 0.05  # part of the windows, or of the prompts, that is held out by default
+ROWS = 32  # answers that are written side by side
+Turn = tuple[int, int, float]  # round, index of the prompt, and temperature; 0 is greedy
+Document = list[tuple[int, int]]  # each token, and 1 if it is learnt
 
 
 def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:

@@ -24,14 +24,9 @@ from specdec_mlx.training.features import Batch
 from specdec_mlx.training.files import save_arrays, save_json
 
 NORM_EPS = 1e-5
-HEAD_DIM = 64
-"""Default width of an attention head."""
-
-AT_ONCE = 2**22
-"""Logits that are made at a time, 16 MB for each position of a draft."""
-
-EXIT_WINDOW = 8
-"""Positions of an exit's convolution; the first layers read the text before them."""
+HEAD_DIM = 64  # default width of an attention head
+AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
+EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
 
 Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
@@ -120,7 +115,6 @@ class Trainee:
     tokenizer: Any = None
 
     def __post_init__(self) -> None:
-        """Derive the rest."""
         self.module.set_dtype(mx.float32)
         known = self.vocabulary
         self.target_logits = (self.ends if known is None else self.ends.narrowed(known)).logits

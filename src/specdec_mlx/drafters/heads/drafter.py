@@ -161,7 +161,6 @@ class HeadDrafter:
     on_every_rank: bool = False
 
     def __post_init__(self) -> None:
-        """Check the temperature and the branches."""
         check_draft_temp(self.draft_temp)
         whole("branches", self.branches, 1)
         if self.branches > 1 and not self.head.grows_trees:

@@ -167,7 +167,6 @@ class Eagle3(LayersHead, RecurrentHead):
     kind = "EAGLE-3"
 
     def __init__(self, config: Eagle3Config, ends: TargetEnds, *args: Any, **own: Any) -> None:
-        """See `LayersHead`."""
         super().__init__(config, ends, *args, **own)
         attention = self.layers[0].self_attn
         for name in ("q_proj", "k_proj", "v_proj"):  # they take [embedding, state]
@@ -245,7 +244,6 @@ class Eagle1(RecurrentHead):
         own_embeddings: int = 0,
         has_bias: bool = False,
     ) -> None:
-        """Random weights."""
         super().__init__()
         block, args = layer_classes(config)
         width = self.width = args.hidden_size

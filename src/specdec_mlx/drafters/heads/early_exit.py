@@ -56,7 +56,6 @@ class ExitSession(ModelSession):
     """Copies what the target has read, so that a long prompt costs next to nothing."""
 
     def __init__(self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        """See `ModelSession`."""
         super().__init__(drafter, prompt, context)
         self.attended = 0 if drafter.exit is None else drafter.exit.window - 1
 
@@ -199,7 +198,6 @@ class ExitModel(nn.Module):  # type: ignore[misc]
     """The target's first layers as a model, with a trained exit in place of the final norm."""
 
     def __init__(self, shortened: nn.Module, trained: Exit) -> None:
-        """Replace the norm; no weights are copied."""
         super().__init__()
         norm = final_norm(shortened)
         for part in shortened.modules():

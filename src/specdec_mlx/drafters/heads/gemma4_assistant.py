@@ -84,7 +84,6 @@ class Gemma4Assistant(Head):
     grows_trees = False
 
     def __init__(self, config: Mapping[str, Any], ends: TargetEnds) -> None:
-        """Random weights, by its config.json."""
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size

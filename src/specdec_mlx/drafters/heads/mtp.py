@@ -127,7 +127,6 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
     """One of two attentions and dense networks of a LongCat-Flash layer (arXiv 2509.01322)."""
 
     def __init__(self, layer: nn.Module) -> None:
-        """Take the first of each."""
         super().__init__()
         for part in (*_HALVED, "mlps"):
             self[part] = layer[part][:1]
@@ -262,7 +261,6 @@ class MTPHead(RecurrentHead):
         depth: int = 0,
         num_layers: int = 1,
     ) -> None:
-        """Random weights."""
         super().__init__()
         shell = one_layer_model(family, config, depth)
         body = getattr(shell, family.body)

@@ -28,7 +28,6 @@ class OnePassSession(WritesAtOnce, HeadSession):
     """Drafts at most the head's `most_drafted` tokens at once, by its `read` and `guesses`."""
 
     def __init__(self, *args: Any) -> None:
-        """See `HeadSession`."""
         super().__init__(*args)
         self.cache = self.head.make_cache()
 
@@ -102,7 +101,6 @@ class DFlash(LayersHead):
     def __init__(
         self, config: DFlashConfig, ends: TargetEnds, vocabulary: DraftVocabulary | None = None
     ) -> None:
-        """Random weights."""
         rows = 0 if vocabulary is None else vocabulary.ids.size
         super().__init__(config, ends, vocabulary, own_head=rows)
         self.most_drafted = config.block_size - 1
@@ -181,7 +179,6 @@ class Medusa(Head):
     def __init__(
         self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
     ) -> None:
-        """Random weights."""
         super().__init__()
         self.ends, width = ends, ends.width
         self.most_drafted = num_heads

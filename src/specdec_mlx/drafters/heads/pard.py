@@ -42,7 +42,6 @@ class PardSession(WritesAtOnce, ModelSession):
     """A generation of the draft model; its caches never hold more than the text."""
 
     def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        """Start with the prompt as the text."""
         super().__init__(drafter, prompt, context)
         self.mask_token = drafter.mask_token
 

@@ -33,7 +33,6 @@ class WaitingRows:
     """Rows [n, W], in parts, of consecutive positions from `start` on that were not read yet."""
 
     def __init__(self) -> None:
-        """No rows."""
         self.start = self.num_rows = 0
         self.parts: list[mx.array] = []
 
@@ -65,7 +64,6 @@ class HeadSession(Writes):
     logits_after: Callable[[mx.array, Sequence[int]], mx.array]
 
     def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        """Start with the prompt as the text."""
         self.on_close: Callable[[Sequence[int]], None] | None = None
         self.branches = drafter.branches
         self.nodes = Chances.of("model")
@@ -130,7 +128,6 @@ class Level(WaitingRows):
     """One layer in a generation; its caches hold num_read positions and the latest draft."""
 
     def __init__(self, layer: Any) -> None:
-        """Nothing was read yet."""
         super().__init__()
         self.layer = layer
         self.rollback = Rollback(layer.make_cache())
@@ -152,7 +149,6 @@ class RecurrentSession(HeadSession):
     rows: GrowingRows
 
     def __init__(self, *args: Any) -> None:
-        """See `HeadSession`."""
         super().__init__(*args)
         self.levels = [Level(layer) for layer in self.head.levels]
         self.waiting = self.levels[0]
